@@ -1,0 +1,443 @@
+"""Llama-2 in plain PyTorch: the model, its tokenizer, and the loading of official weights.
+
+Read this file first: it is an ordinary Llama-2 and knows nothing of LoCoCo. The method plugs into one
+seam, the cache: attention hands its new keys and values to `cache.update` and attends to whatever comes
+back. `KVCache` below returns all of them; the compressed memory of lococo.py returns M slots instead.
+
+Source: Llama 2 (arXiv 2307.09288) and the layout of Meta's and Hugging Face's checkpoints.
+Left out on purpose: other architectures, other position schemes, quantisation, padding inside a batch.
+
+Letters, in all files: B batch, T tokens that enter together (a segment), S cached entries, M memory slots,
+H query heads, G key/value heads, D head dimension, L whole sequence, V vocabulary.
+"""
+
+import json
+import pickle
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from sentencepiece import SentencePieceProcessor
+from torch import Tensor, nn
+
+
+class UserError(ValueError):
+    """Something the user can mend; the programs print its sentence and exit with code 2."""
+
+
+# --- Configuration -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LlamaConfig:
+    dim: int
+    n_layers: int
+    n_heads: int  # H
+    n_kv_heads: int  # G; fewer than H is grouped-query attention (70B)
+    ffn_dim: int
+    vocab_size: int = 32000  # V
+    norm_eps: float = 1e-5
+    context: int = 4096  # pretrained length, in tokens
+    rope_theta: float = 10000.0
+    rope_scale: float = 1.0  # positions are divided by this (linear interpolation, arXiv 2306.15595)
+    tied: bool = False  # the output layer is the embedding table
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @staticmethod
+    def preset(name: str) -> "LlamaConfig":
+        """Sizes by name: tiny (the embedded model), 7B, 13B, 70B."""
+        if name not in PRESETS:
+            raise UserError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
+        return LlamaConfig(**PRESETS[name])
+
+
+PRESETS = {
+    "tiny": dict(dim=128, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=344, vocab_size=2048, context=1024),
+    "7B": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
+    "13B": dict(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, ffn_dim=13824),
+    "70B": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672),
+}
+
+
+# --- Rotary positions ----------------------------------------------------------------------------------------
+
+
+def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position / rope_scale * theta^(-2i/D), each (T, D/2), for integer positions (T,).
+
+    Always float32: in half precision neighbouring positions beyond a few hundred get the same angle.
+    """
+    i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+    frequency = 1.0 / config.rope_theta ** (i / config.head_dim)
+    angle = (positions.float() / config.rope_scale)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn channel pair (i, i + D/2) of x (B, heads, T, D) by its position's angle; -sin turns it back.
+
+    Rotations compose: turning by the angle of p and then of q is turning by the angle of p + q.
+    """
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+# --- The seam ------------------------------------------------------------------------------------------------
+
+
+class KVCache:
+    """The plain cache: every layer keeps every key and value, so it grows with the text."""
+
+    def __init__(self, n_layers: int):
+        self.seen = 0  # tokens that have entered
+        self.keys: list[Tensor | None] = [None] * n_layers  # (B, G, S, D), already rotated
+        self.values: list[Tensor | None] = [None] * n_layers
+
+    @property
+    def held(self) -> int:
+        """S, the entries that each layer holds now."""
+        return 0 if self.keys[0] is None else self.keys[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.keys + self.values if t is not None)
+
+    def begin(self, T: int) -> int:
+        """Called once before the layers see T new tokens; returns the position of the first of them."""
+        self.seen += T
+        return self.seen - T
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the new k, v (B, G, T, D) of a layer; return all that it attends to, (B, G, S + T, D)."""
+        if self.keys[layer] is not None:
+            k = torch.cat((self.keys[layer], k), dim=2)
+            v = torch.cat((self.values[layer], v), dim=2)
+        # Detached: the gradient of a later segment stops here, so no graph spans two segments.
+        self.keys[layer], self.values[layer] = k.detach(), v.detach()
+        return k, v
+
+
+# --- The model -----------------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return h.type_as(x) * self.weight
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of the last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
+    T, S = q.shape[2], k.shape[2]
+    # Query t sees all S - T entries of the past and the first t + 1 of its own segment.
+    mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=T == S, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.H, self.G, self.D = config.n_heads, config.n_kv_heads, config.head_dim
+        self.wq = nn.Linear(config.dim, self.H * self.D, bias=False)
+        self.wk = nn.Linear(config.dim, self.G * self.D, bias=False)
+        self.wv = nn.Linear(config.dim, self.G * self.D, bias=False)
+        self.wo = nn.Linear(self.H * self.D, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        B, T, _ = x.shape
+        q = self.wq(x).view(B, T, self.H, self.D).transpose(1, 2)
+        k = self.wk(x).view(B, T, self.G, self.D).transpose(1, 2)
+        v = self.wv(x).view(B, T, self.G, self.D).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v)
+        return self.wo(attend(q, k, v).transpose(1, 2).reshape(B, T, -1))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig, layer: int):
+        super().__init__()
+        self.attention = Attention(config, layer)
+        self.feed_forward = FeedForward(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied:
+            self.output.weight = self.tok_embeddings.weight
+
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Token ids (B, T) -> the last layer's normalised output (B, T, dim); continues from the cache."""
+        T = tokens.shape[1]
+        start = 0 if cache is None else cache.begin(T)
+        cos, sin = rope(torch.arange(start, start + T, device=tokens.device), self.config)
+        x = self.tok_embeddings(tokens)
+        for block in self.layers:
+            x = block(x, cos, sin, cache)
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Token ids, int64 (B, T) -> float32 logits (B, T, V); with a cache, continues from it."""
+        return self.output(self.hidden(tokens, cache)).float()
+
+    @torch.no_grad()
+    def init_weights(self) -> "Llama":
+        """Random weights for training from scratch; layers that add to the residual start smaller."""
+        for name, p in self.named_parameters():
+            if p.dim() > 1:
+                small = name.endswith(("wo.weight", "w2.weight"))
+                p.normal_(std=0.02 / (2 * self.config.n_layers) ** 0.5 if small else 0.02)
+        return self
+
+    @staticmethod
+    def from_pretrained(
+        path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    ) -> "Llama":
+        """Load a directory in Meta's layout (params.json) or Hugging Face's (config.json), strictly.
+
+        One tensor at a time goes from the file to its place, so there is never a second copy of the weights.
+        Raises UserError for a missing, damaged, mis-shaped or surplus tensor and for whatever Llama-2 is not.
+        """
+        path = Path(path)
+        if (path / "params.json").is_file():
+            config, read, unread = _open_meta(path)
+        elif (path / "config.json").is_file():
+            config, read, unread = _open_hugging_face(path)
+        else:
+            raise UserError(f"{path}: not a model directory (neither Meta's params.json nor a config.json in it)")
+        with torch.device("meta"):  # shapes only: nothing is allocated or initialised
+            model = Llama(config)
+        for name, p in list(model.named_parameters()):
+            tensor = read(name)
+            if tensor.shape != p.shape or not tensor.is_floating_point():
+                raise UserError(
+                    f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)} where the configuration says "
+                    f"{tuple(p.shape)}; the checkpoint is incomplete or belongs to another configuration"
+                )
+            owner, _, leaf = name.rpartition(".")
+            value = torch.empty(p.shape, dtype=dtype, device=device).copy_(tensor)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
+        if config.tied:
+            model.output.weight = model.tok_embeddings.weight
+        if unread:
+            raise UserError(f"{path}: unexpected tensor {min(unread)!r}, {len(unread)} in all: not a plain Llama-2")
+        return model
+
+
+# --- Official weights ----------------------------------------------------------------------------------------
+# Each `_open` returns (config, read, unread): read(name) gives the tensor that this file calls `name` (Meta's
+# names), unread are the checkpoint's tensors, by its own names, that nobody has asked for yet.
+
+
+def _json(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: a JSON object is expected")
+    return content
+
+
+def _require(content: dict, file: Path, *keys: str) -> list:
+    missing = [key for key in keys if key not in content]
+    if missing:
+        raise UserError(f"{file}: {missing[0]!r} is missing")
+    return [content[key] for key in keys]
+
+
+def _readers(file: Path) -> dict[str, Callable[[], Tensor]]:
+    """The tensors of one weight file, by name, each read from the disk only when called."""
+    try:
+        if file.suffix == ".safetensors":
+            handle = safe_open(file, framework="pt")
+            return {name: partial(handle.get_tensor, name) for name in handle.keys()}
+        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        return {name: partial(Tensor.detach, tensor) for name, tensor in state.items()}
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, AttributeError,
+            KeyError, TypeError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{file}: cannot be read as weights, is it truncated? ({reason})") from None
+
+
+# Meta cuts these on dimension 1 when it writes several shards, norms not at all, everything else on dimension 0.
+META_CUT = {"tok_embeddings.weight": 1, "attention.wo.weight": 1, "feed_forward.w2.weight": 1}
+META_KEYS = {"dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps",
+             "vocab_size", "rope_theta", "max_seq_len", "max_batch_size"}  # fmt: skip
+
+
+def _open_meta(path: Path):
+    """params.json and consolidated.NN.pth; nothing records how many shards there should be."""
+    file = path / "params.json"
+    params = _json(file)
+    unknown = {key for key, value in params.items() if value not in (None, False)} - META_KEYS
+    if unknown:
+        raise UserError(f"{file}: {min(unknown)!r} is not implemented (Llama-2 only)")
+    dim, n_layers, n_heads, multiple_of, eps = _require(
+        params, file, "dim", "n_layers", "n_heads", "multiple_of", "norm_eps"
+    )
+    shards = [_readers(shard) for shard in sorted(path.glob("consolidated.*.pth"))]
+    if not shards:
+        raise UserError(f"{path}: no consolidated.NN.pth beside params.json")
+    unread = {name for shard in shards for name in shard} - {"rope.freqs"}  # recomputed in float32 by `rope`
+
+    def read(name: str) -> Tensor:
+        unread.discard(name)
+        if not all(name in shard for shard in shards):
+            raise UserError(f"{path}: tensor {name} is missing")
+        cut = META_CUT.get(name, META_CUT.get(name.split(".", 2)[-1], 0))
+        parts = [shard[name]() for shard in shards]
+        whole = parts[0] if "norm" in name else torch.cat(parts, dim=cut)
+        # Meta turns neighbouring channels (2i, 2i + 1), this file (i, i + D/2): reorder each head's rows.
+        for kind, heads in (("wq", config.n_heads), ("wk", config.n_kv_heads)):
+            if f".{kind}." in name and whole.shape == (heads * config.head_dim, dim):
+                whole = whole.view(heads, config.head_dim // 2, 2, dim).transpose(1, 2).reshape(whole.shape)
+        return whole
+
+    ffn = int(int(2 * 4 * dim / 3) * (params.get("ffn_dim_multiplier") or 1))
+    vocab = params.get("vocab_size", -1)
+    config = LlamaConfig(
+        dim, n_layers, n_heads, params.get("n_kv_heads") or n_heads, -(-ffn // multiple_of) * multiple_of,
+        norm_eps=eps, rope_theta=params.get("rope_theta", 10000.0),
+    )  # fmt: skip
+    config.vocab_size = vocab if vocab > 0 else read("tok_embeddings.weight").shape[0]
+    return config, read, unread
+
+
+HUGGING_FACE_NAMES = {
+    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", "layers": "model.layers",
+    "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",
+    "feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+
+
+def hugging_face_name(name: str) -> str:
+    return ".".join(HUGGING_FACE_NAMES.get(part, part) for part in name.split("."))
+
+
+def _hugging_face_config(file: Path) -> LlamaConfig:
+    """config.json -> LlamaConfig; what is not a plain Llama-2 is refused by name."""
+    c = _json(file)
+    dim, layers, heads, ffn, vocab, eps, context = _require(
+        c, file, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
+        "rms_norm_eps", "max_position_embeddings",
+    )  # fmt: skip
+    ropes = c.get("rope_parameters") or {}  # newer files keep theta and the scaling in here
+    scaling = c.get("rope_scaling") or ropes
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    plain = {
+        "model_type": (c.get("model_type"), ["llama"]),
+        "hidden_act": (c.get("hidden_act", "silu"), ["silu"]),
+        "rope_type": (kind, ["default", "linear"]),
+        "head_dim": (c.get("head_dim") or dim // heads, [dim // heads]),
+        **{key: (c.get(key) or None, [None]) for key in
+           ("attention_bias", "mlp_bias", "sliding_window", "quantization_config", "partial_rotary_factor")},
+    }  # fmt: skip
+    for key, (value, allowed) in plain.items():
+        if value not in allowed:
+            raise UserError(f"{file}: {key} {value!r} is not implemented (Llama-2 has {allowed[-1]!r})")
+    return LlamaConfig(
+        dim, layers, heads, c.get("num_key_value_heads") or heads, ffn, vocab, eps, context,
+        rope_theta=ropes.get("rope_theta", c.get("rope_theta", 10000.0)),
+        rope_scale=_require(scaling, file, "factor")[0] if kind == "linear" else 1.0,
+        tied=c.get("tie_word_embeddings", False),
+    )  # fmt: skip
+
+
+def _open_hugging_face(path: Path):
+    """config.json with model.safetensors or pytorch_model.bin, whole or in the shards of an index."""
+    config = _hugging_face_config(path / "config.json")
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        if (path / f"{stem}.index.json").is_file():
+            index = path / f"{stem}.index.json"
+            files = sorted(set(_require(_json(index), index, "weight_map")[0].values()))
+            break
+        if (path / stem).is_file():
+            files = [stem]
+            break
+    else:
+        raise UserError(f"{path}: no weights (model.safetensors, pytorch_model.bin or an index of either)")
+    readers = {}
+    for file in files:
+        if Path(file).name != file or not (path / file).is_file():
+            raise UserError(f"{path}: the index names {file!r}, which is not a file of this directory")
+        readers |= _readers(path / file)
+
+    def read(name: str) -> Tensor:
+        name = hugging_face_name(name)
+        unread.discard(name)
+        if name not in readers:
+            raise UserError(f"{path}: tensor {name} is missing")
+        return readers[name]()  # rows of q and k are already in the half-split order that `rotate` uses
+
+    unread = {name for name in readers if not name.endswith("inv_freq")}  # recomputed in float32 by `rope`
+    if config.tied:
+        unread.discard("lm_head.weight")
+    return config, read, unread
+
+
+# --- Tokenizer -----------------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """Llama's sentencepiece tokenizer: unk 0, bos 1, eos 2; "<s>" in a text is plain text."""
+
+    def __init__(self, path: str | Path):
+        """`path`: tokenizer.model, its directory, or a directory below it (Meta keeps it one level up)."""
+        path = Path(path)
+        places = [path] if path.is_file() else [path / "tokenizer.model", path.parent / "tokenizer.model"]
+        found = [place for place in places if place.is_file()]
+        if not found:
+            raise UserError(f"{path}: no tokenizer.model there or one level up")
+        self.file = found[0]
+        try:
+            self.sp = SentencePieceProcessor(model_file=str(self.file))
+        except (RuntimeError, OSError) as error:
+            raise UserError(f"{self.file}: not a sentencepiece model, is it truncated? ({error})") from None
+        self.bos, self.eos, self.vocab_size = self.sp.bos_id(), self.sp.eos_id(), self.sp.vocab_size()
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        return [self.bos] * bos + self.sp.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.sp.decode(ids)
