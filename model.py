@@ -13,6 +13,7 @@ H query heads, G key/value heads, D head dimension, L whole sequence, V vocabula
 
 import json
 import pickle
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -122,6 +123,12 @@ class KVCache:
         # Detached: the gradient of a later segment stops here, so no graph spans two segments.
         self.keys[layer], self.values[layer] = k.detach(), v.detach()
         return k, v
+
+    def fork(self) -> "KVCache":
+        """A second cache that goes on from here on its own; what is held so far is shared, not copied."""
+        other = copy(self)
+        other.keys, other.values = list(self.keys), list(self.values)
+        return other
 
 
 # --- The model -----------------------------------------------------------------------------------------------

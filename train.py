@@ -1,17 +1,34 @@
+"""Extend a pretrained Llama-2: tune compressors, LoRA, embeddings and norms on long sequences, segment by segment.
+
+    python train.py                               # the embedded model, CPU
+    python train.py --mem 512 --seq 8192          # the same, 8 times its pretrained context
+    python train.py --model Llama-2-7b-hf --data RedPajama/ --mem 512 --seq 32768
+
+First the text (files -> documents -> sequences), then the recipes and the loop. Left out on purpose: resuming,
+several processes.
+"""
+
+import argparse
 import gzip
 import hashlib
 import json
+import sys
 import sysconfig
+import time
 import zlib
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 import numpy as np
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from model import Tokenizer, UserError
+from lococo import METHODS, POSITIONS, LoCoCo, Settings, perplexity, segment_losses
+from model import Llama, Tokenizer, UserError
 
 HERE = Path(__file__).parent
+TINY = HERE / "tiny"  # the embedded model and adapter
 
 # --- Text ----------------------------------------------------------------------------------------------------
 
@@ -193,3 +210,216 @@ class Sequences:
             pieces.append(self.corpus.read(self.order[d], start, start + need))
             position, need, d = position + len(pieces[-1]), need - len(pieces[-1]), d + 1
         return np.concatenate(pieces)
+
+
+# --- Recipes -------------------------------------------------------------------------------------------------
+
+RECIPES = {
+    #              embedded  Llama-2: the paper
+    "method":      ("lococo",   "lococo"),
+    "mem":         (256,        512),
+    "sinks":       (4,          0),
+    "recent":      (None,       0),  # None: 7/8 of the memory, sinks included
+    "positions":   ("slots",    "interpolated"),
+    "segment":     (512,        512),
+    "seq":         (2048,       8192),
+    "kernel":      (21,         21),
+    "lora_rank":   (8,          8),
+    "lr":          (1e-3,       5e-5),
+    "conv_lr":     (5e-2,       5e-2),
+    "steps":       (100,        200),
+    "batch":       (4,          128),
+    "micro_batch": (4,          1),
+}  # fmt: skip
+EVALUATED = 16  # held-out documents that a run is scored on, at most
+
+# --- What the programs share ---------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, doc: str):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument("--model", type=Path, help="directory of the base model (default: the embedded tiny/)")
+        self.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
+        self.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on cpu, else bfloat16")
+        self.add_argument("--seed", type=int, default=0)
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def exit_on_user_error(main: Callable[[], None]) -> None:
+    """Run a program: what the user can mend is one sentence and exit code 2, Ctrl-C is exit code 130."""
+    try:
+        main()
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
+
+
+def load_base(args: argparse.Namespace) -> tuple[Llama, Tokenizer]:
+    """The model and tokenizer that --model, --device and --dtype ask for; fills in what they leave open."""
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError):
+        raise UserError(f"--device {args.device}: there is no such device here") from None
+    args.dtype = getattr(torch, args.dtype or ("float32" if args.device == "cpu" else "bfloat16"))
+    torch.manual_seed(args.seed)
+    path = args.model or TINY
+    if not path.is_dir():
+        raise UserError(f"--model {path}: no such directory")
+    tokenizer = Tokenizer(path)
+    model = Llama.from_pretrained(path, dtype=args.dtype, device=args.device)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(f"{tokenizer.file} has {tokenizer.vocab_size} tokens, the model only {model.config.vocab_size}")
+    return model, tokenizer
+
+
+def heldout_batches(corpus: Corpus, L: int, device: str, most: int, size: int = 4) -> list[Tensor]:
+    """The first L tokens of held-out documents that have as many, (<= size, L) each; shorter ones are left out."""
+    documents = corpus.part("held-out", at_least=L)[:most]
+    tokens = [torch.from_numpy(corpus.read(d, 0, L)) for d in documents]
+    return [torch.stack(tokens[i : i + size]).to(device) for i in range(0, len(tokens), size)]
+
+
+# --- Training ------------------------------------------------------------------------------------------------
+
+
+def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace) -> None:
+    """AdamW with linear decay; per step args.batch sequences, one segment's graph in memory at a time."""
+    groups = lococo.groups()
+    rates = {group: args.conv_lr if group == "compressors" else args.lr for group in groups}
+    optimizer = torch.optim.AdamW(
+        [{"params": list(tensors.values()), "lr": rates[group]} for group, tensors in groups.items()], weight_decay=0.0
+    )
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=args.steps)
+    parameters = [p for tensors in groups.values() for p in tensors.values()]
+    scored = args.batch * (args.seq - 1)
+    bar = tqdm(total=args.steps * scored, desc="training", unit=" tokens", unit_scale=True)
+    with bar, open(args.out / "log.jsonl", "w") as log:
+        for step in range(args.steps):
+            begun, total = time.time(), 0.0
+            sequences = torch.from_numpy(np.stack([data[step * args.batch + i] for i in range(args.batch)]))
+            for tokens in sequences.to(args.device).split(args.micro_batch):
+                cache = lococo.cache()
+                with torch.autocast(tokens.device.type, args.dtype, enabled=args.dtype != torch.float32):
+                    for loss in segment_losses(lococo.model, tokens, cache, args.segment):
+                        (loss / scored).backward()  # at once: the graph of one segment is all that there is
+                        total += loss.item()
+                        bar.update(min(args.segment, args.seq - 1) * len(tokens))
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            bar.set_postfix_str(f"step {step + 1}/{args.steps}, loss {total / scored:.3f}")
+            row = dict(step=step + 1, loss=total / scored, tokens_per_s=round(scored / (time.time() - begun)))
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+
+
+def parse() -> argparse.Namespace:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--data", type=Path, nargs="+", default=[], metavar="PATH",
+        help="text, folders, .jsonl(.gz), .bin of token ids (default: Python's standard library)")  # fmt: skip
+    add("--out", type=Path, help="new directory of the run (default: runs/ and a name)")
+    add("--recipe", choices=("embedded", "paper"), help="default: embedded for tiny/, paper for any other --model")
+    add("--method", help=f"one of {', '.join(METHODS)}")
+    add("--mem", type=int, help="memory slots M")
+    add("--sinks", type=int, help="slots that keep the first tokens")
+    add("--recent", type=int, help="slots that keep the last tokens")
+    add("--positions", help=f"one of {', '.join(POSITIONS)}")
+    add("--segment", type=int, help="tokens T that enter together")
+    add("--seq", type=int, help="trained length L in tokens")
+    add("--kernel", type=int, help="taps of the convolution, odd")
+    add("--lora-rank", type=int, help="0: only the compressors train (the paper's inference mode)")
+    add("--lr", type=float)
+    add("--conv-lr", type=float, help="learning rate of the compressors")
+    add("--steps", type=int)
+    add("--batch", type=int, help="sequences per step")
+    add("--micro-batch", type=int, help="sequences in memory at once")
+    args = parser.parse_args()
+    args.recipe = args.recipe or ("paper" if args.model else "embedded")
+    column = ("embedded", "paper").index(args.recipe)
+    own = args.method in (None, RECIPES["method"][column])  # the recipe's counts are those of its method
+    for name, values in RECIPES.items():
+        if getattr(args, name) is None and (own or name not in ("sinks", "recent", "positions")):
+            setattr(args, name, values[column])
+    if own and args.recent is None:
+        args.recent = max(args.mem * 7 // 8 - args.sinks, 0)
+    for name in ("steps", "batch", "micro_batch", "lr", "conv_lr"):
+        if not getattr(args, name) > 0:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: more than 0 is needed")
+    return args
+
+
+def run_directory(args: argparse.Namespace, settings: Settings) -> Path:
+    """A new directory for this run; one that holds anything is refused."""
+    name = HERE / "runs" / f"{settings.method}-mem{args.mem}-seq{args.seq}"
+    numbered = (name.with_name(f"{name.name}-{i}") for i in range(2, 10**6))
+    out = args.out or (next(d for d in numbered if not d.exists()) if name.exists() else name)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} holds another run; give a new directory")
+    return out
+
+
+def print_groups(lococo: LoCoCo, args: argparse.Namespace) -> None:
+    rows = [("what trains", "tensors", "parameters", "learning rate")]
+    for group, tensors in lococo.groups().items():
+        rate = args.conv_lr if group == "compressors" else args.lr
+        rows.append((group, str(len(tensors)), f"{sum(p.numel() for p in tensors.values()):,}", f"{rate:g}"))
+    frozen = [p for p in lococo.model.parameters() if not p.requires_grad]
+    rows.append(("frozen", str(len(frozen)), f"{sum(p.numel() for p in frozen):,}", "-"))
+    for group, count, size, rate in rows:
+        print(f"  {group:12} {count:>8} {size:>14} {rate:>14}")
+
+
+def main() -> None:
+    args = parse()
+    settings = Settings.of(args.method, args.mem, args.segment, args.seq, args.sinks, args.recent, args.positions,
+                           args.kernel, args.lora_rank)  # fmt: skip
+    if not (settings.merged or settings.lora_rank):
+        raise UserError(f"--lora-rank 0 with --method {args.method}: there is nothing to train")
+    args.out = run_directory(args, settings)
+    model, tokenizer = load_base(args)
+    print(f"model {args.model or 'tiny/'}: {sum(p.numel() for p in model.parameters()):,} parameters, "
+          f"pretrained context {model.config.context}, {args.dtype} on {args.device}; recipe {args.recipe}")  # fmt: skip
+    corpus = Corpus(args.data, tokenizer)
+    documents = corpus.part("training")
+    if len(documents) == 0:
+        raise UserError("all documents of --data fall into the held-out part; give more files or a longer list")
+    data = Sequences(corpus, documents, args.seq, args.seed)
+    heldout = heldout_batches(corpus, args.seq, args.device, EVALUATED)
+    print(f"text: {data.per_pass * args.seq / 1e6:.1f} M tokens to train on, "
+          f"{sum(map(len, heldout))} held-out documents of {args.seq} tokens")  # fmt: skip
+
+    def score(lococo: LoCoCo) -> str:
+        with torch.autocast(torch.device(args.device).type, args.dtype, enabled=args.dtype != torch.float32):
+            return f"{perplexity(model, lococo.cache, heldout, args.segment):.3f}" if heldout else "no document"
+
+    window = LoCoCo(model, Settings.of("streaming", max(args.mem, 5), args.segment, args.seq, lora_rank=0))
+    beside = score(window)
+    window.remove()
+    lococo = LoCoCo(model, settings)
+    lococo.start_training()
+    print(f"method {settings.method}: {settings.sinks} sinks + {settings.merged} merged + {settings.recent} recent slots, "
+          f"positions {settings.positions}, RoPE factor {model.config.rope_scale:g}")  # fmt: skip
+    print_groups(lococo, args)
+    before = score(lococo)
+    args.out.mkdir(parents=True, exist_ok=True)
+    train(lococo, data, args)
+    lococo.save(args.out / "adapter.safetensors")
+    print(f"held-out perplexity at {args.seq} tokens")
+    print(f"  untouched base, window of equal memory ({window.settings.sinks} sinks + {window.settings.recent} recent,"
+          f" positions by slot)  {beside}")  # fmt: skip
+    print(f"  {settings.method} before training  {before}")
+    print(f"  {settings.method} after training   {score(lococo)}")
+    print(f"adapter: {args.out / 'adapter.safetensors'}")
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)

@@ -1,0 +1,135 @@
+"""Continue a prompt of any length from a memory of fixed size.
+
+    python generate.py --prompt file.txt                          # the embedded model and adapter
+    python generate.py --prompt - --adapter runs/my-run < book.txt
+    python generate.py --prompt file.txt --model Llama-2-7b-hf    # no adapter: the plain model, full cache
+
+The prompt is read segment by segment; each full buffer of M + T entries is compressed into M slots, while
+decoding too. The text goes to standard output, the figures to standard error.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from lococo import LoCoCo, prefill
+from model import KVCache, Llama, Tokenizer, UserError
+from train import TINY, Parser, exit_on_user_error, load_base
+
+
+def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """One token id from float logits (V,); temperature 0 takes the likeliest."""
+    if temperature == 0:
+        return int(logits.argmax())
+    p, ids = torch.softmax(logits / temperature, dim=-1).sort(descending=True)
+    p[p.cumsum(0) - p >= top_p] = 0  # the fewest tokens that together reach top_p, at least one
+    return int(ids[torch.multinomial(p, 1, generator=generator)])
+
+
+@torch.no_grad()
+def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache, most: int, temperature: float,
+           top_p: float, seed: int) -> Iterator[int]:  # fmt: skip
+    """Token ids that follow the prompt in the cache, whose last logits are given, until EOS or `most`."""
+    generator = torch.Generator(logits.device).manual_seed(seed)
+    for n in range(most):
+        # A padded vocabulary has ids that no text corresponds to: never drawn.
+        token = sample(logits[0, : tokenizer.vocab_size], temperature, top_p, generator)
+        if token == tokenizer.eos:
+            return
+        yield token
+        if n + 1 < most:
+            logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
+
+
+def stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens as it comes. Decoded after the end of the prompt, so that a first space is kept, and
+    held back while it ends inside a UTF-8 character (which decodes to U+FFFD)."""
+    context, held = prompt[-8:], []
+    for token in tokens:
+        held.append(token)
+        text = tokenizer.decode(context + held)[len(tokenizer.decode(context)) :]
+        if not text.endswith("\ufffd"):
+            yield text
+            context, held = (context + held)[-8:], []
+    if held:
+        yield tokenizer.decode(context + held)[len(tokenizer.decode(context)) :]
+
+
+def read_prompt(name: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise UserError(f"--prompt {name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt {name}: not UTF-8 text (byte {error.start})") from None
+    if not text:
+        raise UserError(f"--prompt {name}: there is no text in it")
+    return text
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--prompt", required=True, help="a text file, or - for standard input")
+    add("--adapter", metavar="RUN", help="run directory of train.py (default: the embedded one for tiny/)")
+    add("--full", action="store_true", help="keep the full cache, however long the text")
+    add("--max-new-tokens", type=int, default=200)
+    add("--temperature", type=float, default=0.8, help="0 is greedy")
+    add("--top-p", type=float, default=0.95)
+    add("--num-samples", type=int, default=1)
+    args = parser.parse_args()
+    for name, value, fits, range_ in (
+        ("max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1, "at least 1"),
+        ("temperature", args.temperature, 0 <= args.temperature < float("inf"), "0 or more"),
+        ("top-p", args.top_p, 0 < args.top_p <= 1, "more than 0 and at most 1"),
+        ("num-samples", args.num_samples, args.num_samples >= 1, "at least 1"),
+    ):
+        if not fits:
+            raise UserError(f"--{name} {value}: it must be {range_}")
+    text = read_prompt(args.prompt)
+    model, tokenizer = load_base(args)
+    adapter = args.adapter or (None if args.model else TINY)
+    lococo = LoCoCo.load(adapter, model) if adapter else None
+    prompt = tokenizer.encode(text)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if lococo is None or args.full:
+        say(f"full cache ({'--full' if args.full else 'no adapter'}): every key and value is kept")
+        cache, segment, slots, length = KVCache(model.config.n_layers), 512, "no limit", model.config.context
+    else:
+        cache, segment, length = lococo.cache(), lococo.settings.segment, lococo.settings.length
+        slots = f"{lococo.settings.mem} slots"
+    if len(prompt) > length:
+        trained = "model was pretrained" if lococo is None or args.full else "adapter was trained"
+        say(f"warning: the prompt has {len(prompt):,} tokens, the {trained} on {length:,}: expect worse text")
+
+    begun = time.time()
+    logits = prefill(model, torch.tensor([prompt], device=args.device), cache, segment)
+    filled, count = time.time(), 0
+    for number in range(args.num_samples):
+        if args.num_samples > 1:
+            say(f"--- sample {number + 1}")
+        branch, ids = cache.fork(), []  # the prompt is read once; the ids are counted as they pass
+        tokens = decode(model, tokenizer, logits, branch, args.max_new_tokens, args.temperature, args.top_p,
+                        args.seed + number)  # fmt: skip
+        for piece in stream(tokenizer, prompt, (ids.append(token) or token for token in tokens)):
+            print(piece, end="", flush=True)
+        print()
+        count += len(ids)
+    done = time.time()
+    full = branch.nbytes // branch.held * branch.seen
+    say(f"prompt           {len(prompt):,} tokens in {-(-len(prompt) // segment)} segments of {segment}")
+    say(f"memory           {slots}; {branch.held:,} entries held after {branch.seen:,} tokens")
+    say(f"key/value cache  {branch.nbytes:,} bytes; the full cache would hold {full:,}")
+    say(f"speed            prefill {len(prompt) / (filled - begun):,.0f} tokens/s, decode {count / (done - filled):,.0f}")
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)

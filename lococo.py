@@ -1,0 +1,377 @@
+"""LoCoCo: a long context in a fixed number of key/value slots, by a small convolution (arXiv 2406.05317).
+
+In the paper's order: what a memory keeps (the table of methods), the compressor (section 3.2), the memory,
+the segment loop (section 3.3), position interpolation, LoRA, what trains, and the adapter file.
+Letters as in model.py. Left out on purpose: heavy hitters (H2O) and everything distributed.
+
+Where this file departs from the paper's own code (VITA-Group/LoCoCo), it follows the paper: weights are
+ReLU / sum (equation 8; the code takes a softmax of the ReLU), no learnt blend with kept tokens, and the first
+segment's keys and values keep their gradient. As there, compression is lazy; unlike there, decoding
+compresses only when a whole segment has gathered, because at every token it would cost many times the model.
+"""
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Iterable, Iterator, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from model import KVCache, Llama, LlamaConfig, UserError, rope, rotate
+
+# --- Methods -------------------------------------------------------------------------------------------------
+
+ALL = -1  # as many as there are
+
+
+class Method(NamedTuple):
+    """What a memory of M slots holds, oldest first: [sinks | merged | recent]. All else is dropped."""
+
+    sinks: int  # the first tokens, kept as they are
+    recent: int  # the last tokens, kept as they are
+    merge: bool  # the convolution mixes the rest into the remaining slots
+    positions: str  # "interpolated" (original ones, divided by a factor) or "slots" (the place in the cache)
+
+
+METHODS = {
+    #                   sinks recent  merge  positions
+    "full": Method(       ALL,     0, False, "interpolated"),
+    "streaming": Method(    4,   ALL, False, "slots"),
+    "lococo": Method(       0,     0, True,  "interpolated"),
+}  # fmt: skip
+POSITIONS = ("interpolated", "slots")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a trained adapter depends on, stored in its file. Make one with `Settings.of`."""
+
+    method: str
+    mem: int  # M, slots per layer and key/value head; ALL for the full cache
+    sinks: int
+    recent: int
+    merged: int  # slots that the convolution fills
+    positions: str
+    segment: int  # T
+    length: int  # L that it is trained for, in tokens
+    kernel: int = 21
+    lora_rank: int = 8
+    lora_alpha: int = 16
+
+    @property
+    def reach(self) -> int:
+        """How many positions are in use."""
+        in_slots = self.positions == "slots" and self.mem != ALL
+        return self.mem + self.segment if in_slots else self.length
+
+    @staticmethod
+    def of(method: str, mem: int, segment: int, length: int, sinks: int | None = None, recent: int | None = None,
+           positions: str | None = None, kernel: int = 21, lora_rank: int = 8) -> "Settings":  # fmt: skip
+        """A row of METHODS with the counts that are given in place of its own; UserError if it makes no sense."""
+        if method not in METHODS:
+            raise UserError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
+        row = METHODS[method]
+        positions = positions or row.positions
+        if positions not in POSITIONS:
+            raise UserError(f"unknown positions {positions!r}; there are {', '.join(POSITIONS)}")
+        for name, value, least in (("mem", mem, 1), ("segment", segment, 1), ("lora-rank", lora_rank, 0),
+                                   ("sinks", sinks or 0, 0), ("recent", recent or 0, 0)):  # fmt: skip
+            if value < least:
+                raise UserError(f"--{name} {value}: at least {least} is needed")
+        if length < segment:
+            raise UserError(f"--seq {length} is shorter than one segment; --segment is {segment}")
+        if kernel < 1 or kernel % 2 == 0:
+            raise UserError(f"--kernel {kernel}: an odd size is needed, so that a slot is centred on its entry")
+        sinks = row.sinks if sinks is None else sinks
+        recent = row.recent if recent is None else recent
+        if sinks == ALL:
+            mem = ALL
+            merged = recent = 0
+        else:
+            recent = max(mem - sinks, 0) if recent == ALL else recent
+            merged = mem - sinks - recent if row.merge else 0
+            if sinks + recent > mem or (row.merge and merged < 1):
+                left = " and leave no slot to merge into" if row.merge else ""
+                raise UserError(f"--sinks {sinks} and --recent {recent} do not fit into --mem {mem}{left}")
+            mem = sinks + recent + merged  # what eviction does not keep takes no slot
+        return Settings(method, mem, sinks, recent, merged, positions, segment, length, kernel, lora_rank)
+
+
+# --- Compressor (section 3.2) --------------------------------------------------------------------------------
+
+
+class Compressor(nn.Module):
+    """Equations 6 to 8: one convolution over the cache says how S entries mix into a few slots.
+
+    Its input has 2D channels, an entry's key and value; its output one channel per slot. All heads of a layer
+    share the kernel. 2D * slots * kernel weights: 22.0 M in 32 layers of 7B at 128 slots and kernel 21.
+    """
+
+    def __init__(self, head_dim: int, slots: int, kernel: int):
+        super().__init__()
+        self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2)
+
+    def forward(self, k: Tensor, v: Tensor) -> Tensor:
+        """Keys and values (B, G, S, D) -> mixing weights W (B, G, slots, S); every row sums to 1."""
+        B, G, S, _ = k.shape
+        x = torch.cat((k, v), dim=-1).flatten(0, 1).transpose(1, 2)  # (B G, 2D, S): heads join the batch
+        w = F.relu(self.conv(x)).float() + 1e-6  # a slot whose logits are all negative becomes a plain mean
+        return (w / w.sum(dim=-1, keepdim=True)).view(B, G, -1, S)
+
+
+# --- Memory --------------------------------------------------------------------------------------------------
+
+
+class Memory(KVCache):
+    """At most M slots and one segment of new entries per layer (the cache that model.py's attention talks to).
+
+    Before a segment enters that would not fit, each layer maps its S entries to M: K' = W K, V' = W V, where
+    the rows of W are one-hot for what is kept and come from the compressor for what is merged. This happens
+    lazily, at the start of the next segment, so that its loss trains the convolution (section 3.3).
+    """
+
+    def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
+        super().__init__(config.n_layers)
+        self.config, self.settings, self.compressors = config, settings, compressors
+        self.make_room = False
+
+    def begin(self, T: int) -> int:
+        s = self.settings
+        assert T <= s.segment, f"{T} tokens enter at once, a segment has {s.segment}"
+        self.make_room = self.held + T > s.mem + s.segment
+        place = s.mem if self.make_room else self.held
+        start = super().begin(T)
+        return place if s.positions == "slots" else start
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.make_room:
+            self.keys[layer], self.values[layer] = self.compress(layer, self.keys[layer], self.values[layer])
+        return super().update(layer, k, v)
+
+    def compress(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values (B, G, S, D) -> (B, G, M, D)."""
+        s, S = self.settings, k.shape[2]
+        parts = (s.sinks, S - s.sinks - s.recent, s.recent)
+        k_sinks, k_rest, k_recent = k.split(parts, dim=2)
+        v_sinks, v_rest, v_recent = v.split(parts, dim=2)
+        in_slots = s.positions == "slots"
+        if in_slots:  # sinks stay where they are, recent entries move down, the rest is mixed unrotated
+            k_rest = self.turn(k_rest, -torch.arange(s.sinks, S - s.recent))
+            k_recent = self.turn(k_recent, torch.tensor([s.mem - S]))
+        if s.merged:
+            w = self.compressors[layer](k_rest, v_rest).type_as(v)  # (B, G, merged, rest)
+            k_rest, v_rest = w @ k_rest, w @ v_rest
+        else:
+            k_rest, v_rest = k_rest[:, :, :0], v_rest[:, :, :0]
+        if in_slots:
+            k_rest = self.turn(k_rest, torch.arange(s.sinks, s.sinks + s.merged))
+        return torch.cat((k_sinks, k_rest, k_recent), dim=2), torch.cat((v_sinks, v_rest, v_recent), dim=2)
+
+    def turn(self, k: Tensor, by: Tensor) -> Tensor:
+        """Move keys (B, G, S, D) by so many positions, (S,) or (1,): rotations compose."""
+        return rotate(k, *rope(by.to(k.device), self.config))
+
+
+# --- Segment loop (section 3.3) ------------------------------------------------------------------------------
+
+
+def segment_losses(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Iterator[Tensor]:
+    """Negative log-likelihood, summed, of each segment of tokens (B, L); every token after the first is scored.
+
+    The target of a segment's last token is the first one of the next, so nothing is lost at the seams. Call
+    backward on a loss before asking for the next: its graph reaches back to this segment's compression only.
+    """
+    for x, y in zip(tokens[:, :-1].split(segment, dim=1), tokens[:, 1:].split(segment, dim=1)):
+        yield F.cross_entropy(model(x, cache).flatten(0, 1), y.flatten(), reduction="sum")
+
+
+@torch.no_grad()
+def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tensor:
+    """Read tokens (B, L) into the cache segment by segment; float32 logits (B, V) of what comes next."""
+    for x in tokens.split(segment, dim=1):
+        h = model.hidden(x, cache)
+    return model.output(h[:, -1]).float()
+
+
+# --- LoRA (arXiv 2106.09685) ---------------------------------------------------------------------------------
+
+
+class LoRALinear(nn.Module):
+    """y = x W^T + (alpha / rank) (x A^T) B^T with W frozen; B starts at zero, so y starts unchanged to the bit."""
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: int):
+        super().__init__()
+        self.base, self.scale = base, alpha / rank
+        self.lora_a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
+        self.lora_b = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
+        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+LORA_TARGETS = ("wq", "wk", "wv", "wo")
+
+
+def add_lora(model: Llama, rank: int, alpha: int) -> None:
+    for block in model.layers:
+        for name in LORA_TARGETS:
+            setattr(block.attention, name, LoRALinear(getattr(block.attention, name), rank, alpha))
+
+
+@torch.no_grad()
+def remove_lora(model: Llama, merge: bool) -> None:
+    """Put the plain linear layers back, with the trained difference added to their weights or without it."""
+    for block in model.layers:
+        for name in LORA_TARGETS:
+            lora = getattr(block.attention, name)
+            if merge:
+                lora.base.weight += (lora.scale * lora.lora_b @ lora.lora_a).type_as(lora.base.weight)
+            setattr(block.attention, name, lora.base)
+
+
+# --- All together --------------------------------------------------------------------------------------------
+
+
+def fingerprint(model: Llama) -> str:
+    """A name for a base model: its configuration and 64 values of each tensor, whatever dtype it is loaded in."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for name, p in model.named_parameters():
+        sample = p.detach().flatten()[:: max(1, p.numel() // 64)][:64].to("cpu", torch.bfloat16)
+        digest.update(f"{name} {tuple(p.shape)}".encode() + sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class LoCoCo:
+    """A base model with the method dropped in: compressors beside it, LoRA and interpolation inside it.
+
+    The model stays an ordinary Llama: `model(tokens, lococo.cache())` goes through the memory.
+    """
+
+    def __init__(self, model: Llama, settings: Settings):
+        self.model, self.settings, self.base = model, settings, fingerprint(model)
+        self.base_config = config = model.config
+        # Position interpolation: the farthest position in use must fall inside the pretrained context.
+        model.config = replace(config, rope_scale=config.rope_scale * max(1.0, settings.reach / config.context))
+        like = model.norm.weight
+        self.compressors = nn.ModuleList(
+            Compressor(config.head_dim, settings.merged, settings.kernel).to(like.device, like.dtype)
+            for _ in range(config.n_layers if settings.merged else 0)
+        )
+        if settings.lora_rank:
+            add_lora(model, settings.lora_rank, settings.lora_alpha)
+
+    def cache(self) -> KVCache:
+        """An empty cache of this method, for one batch of sequences."""
+        if self.settings.mem == ALL:
+            return KVCache(self.model.config.n_layers)
+        return Memory(self.model.config, self.settings, self.compressors)
+
+    def groups(self) -> dict[str, dict[str, nn.Parameter]]:
+        """What trains and what an adapter file holds: group -> name -> parameter.
+
+        Without LoRA (the paper's inference mode) these are the compressors alone: the base stays as it is.
+        """
+        groups = {"compressors": {f"compressors.{n}": p for n, p in self.compressors.named_parameters()}}
+        if self.settings.lora_rank:
+            named = dict(self.model.named_parameters())
+            groups["LoRA"] = {n: p for n, p in named.items() if "lora_" in n}
+            groups["embeddings"] = {n: p for n, p in named.items() if n.startswith("tok_embeddings")}
+            groups["norms"] = {n: p for n, p in named.items() if "norm" in n}
+        return {group: tensors for group, tensors in groups.items() if tensors}
+
+    def start_training(self) -> None:
+        """Freeze the base; what trains is kept in float32 whatever the base's dtype (use autocast then)."""
+        for p in self.model.parameters():
+            p.requires_grad_(False)
+        for tensors in self.groups().values():
+            for p in tensors.values():
+                p.data = p.data.float()
+                p.requires_grad_(True)
+
+    def remove(self) -> Llama:
+        """Take compressors, LoRA and interpolation out again; in inference mode this is the base to the bit."""
+        if self.settings.lora_rank:
+            remove_lora(self.model, merge=False)
+        self.model.config = self.base_config
+        return self.model
+
+    # An adapter file: the tensors of `groups`, and as metadata the settings, the base's fingerprint and a checksum.
+
+    def save(self, file: Path) -> None:
+        """Write beside, sync, rename: `file` is either the old one or the new one, never half of it."""
+        tensors = {n: p.detach().cpu().contiguous() for group in self.groups().values() for n, p in group.items()}
+        about = {"settings": asdict(self.settings), "base": self.base, "sha256": checksum(tensors)}
+        part = file.with_suffix(".part")
+        save_file(tensors, part, metadata={"format": "pt", "lococo": json.dumps(about)})
+        with open(part, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(part, file)
+
+    @staticmethod
+    def load(path: str | Path, model: Llama, **expected) -> "LoCoCo":
+        """Put the adapter of a run directory (or file) onto its base; `expected` settings must be the file's."""
+        file = adapter_file(path)
+        settings, about = adapter_settings(file)
+        for key, value in expected.items():
+            if getattr(settings, key) != value:
+                raise UserError(f"{file}: trained with {key} {getattr(settings, key)}, not {value}")
+        if about["base"] != fingerprint(model):
+            raise UserError(f"{file}: made for another base model (fingerprint {about['base']}, "
+                            f"this model has {fingerprint(model)})")  # fmt: skip
+        lococo = LoCoCo(model, settings)
+        with safe_open(file, framework="pt") as handle:
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}
+        parameters = {name: p for group in lococo.groups().values() for name, p in group.items()}
+        wrong = [name for name in tensors.keys() | parameters.keys()
+                 if name not in tensors or name not in parameters or tensors[name].shape != parameters[name].shape]
+        if wrong or checksum(tensors) != about["sha256"]:
+            raise UserError(f"{file}: damaged ({min(wrong) if wrong else 'the checksum'} does not match)")
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.copy_(tensors[name])
+        return lococo
+
+
+def adapter_file(path: str | Path) -> Path:
+    file = Path(path) / "adapter.safetensors" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise UserError(f"{path}: no adapter there (a run directory of train.py holds adapter.safetensors)")
+    return file
+
+
+def adapter_settings(file: Path) -> tuple[Settings, dict]:
+    """What an adapter file says of itself: (its settings, its metadata)."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            about = json.loads(handle.metadata()["lococo"])
+        return Settings(**about["settings"]), about
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: not an adapter of this program, or damaged ({error})") from None
+
+
+def checksum(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# --- Perplexity ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def perplexity(model: Llama, new_cache, batches: Iterable[Tensor], segment: int) -> float:
+    """exp(total negative log-likelihood / scored tokens) over batches (B, L); each has a fresh cache."""
+    total, scored = 0.0, 0
+    for tokens in batches:
+        total += sum(loss.double().item() for loss in segment_losses(model, tokens, new_cache(), segment))
+        scored += tokens[:, 1:].numel()
+    return math.exp(total / scored)
