@@ -122,7 +122,7 @@ class Compressor(nn.Module):
         """Keys and values (B, G, S, D) -> mixing weights W (B, G, slots, S); every row sums to 1."""
         B, G, S, _ = k.shape
         x = torch.cat((k, v), dim=-1).flatten(0, 1).transpose(1, 2)  # (B G, 2D, S): heads join the batch
-        w = F.relu(self.conv(x)).float() + 1e-6  # a slot whose logits are all negative becomes a plain mean
+        w = F.relu(self.conv(x)).float() + 1e-9  # a slot whose logits are all negative becomes a plain mean
         return (w / w.sum(dim=-1, keepdim=True)).view(B, G, -1, S)
 
 
@@ -186,7 +186,8 @@ def segment_losses(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -
     """Negative log-likelihood, summed, of each segment of tokens (B, L); every token after the first is scored.
 
     The target of a segment's last token is the first one of the next, so nothing is lost at the seams. Call
-    backward on a loss before asking for the next: its graph reaches back to this segment's compression only.
+    backward on a loss before asking for the next: its graph reaches back to this segment's compression only
+    (without LoRA there is none before the first compression).
     """
     for x, y in zip(tokens[:, :-1].split(segment, dim=1), tokens[:, 1:].split(segment, dim=1)):
         yield F.cross_entropy(model(x, cache).flatten(0, 1), y.flatten(), reduction="sum")

@@ -308,7 +308,8 @@ def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace) -> None:
                 cache = lococo.cache()
                 with torch.autocast(tokens.device.type, args.dtype, enabled=args.dtype != torch.float32):
                     for loss in segment_losses(lococo.model, tokens, cache, args.segment):
-                        (loss / scored).backward()  # at once: the graph of one segment is all that there is
+                        if loss.requires_grad:  # without LoRA nothing that trains comes before a compression
+                            (loss / scored).backward()  # at once: the graph of one segment is all that there is
                         total += loss.item()
                         bar.update(min(args.segment, args.seq - 1) * len(tokens))
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
