@@ -229,10 +229,11 @@ class Llama(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> "Llama":
         """Random weights for training from scratch; layers that add to the residual start smaller."""
+        std = self.config.dim**-0.5
         for name, p in self.named_parameters():
             if p.dim() > 1:
                 small = name.endswith(("wo.weight", "w2.weight"))
-                p.normal_(std=0.02 / (2 * self.config.n_layers) ** 0.5 if small else 0.02)
+                p.normal_(std=std / (2 * self.config.n_layers) ** 0.5 if small else std)
         return self
 
     @staticmethod

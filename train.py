@@ -54,6 +54,8 @@ def text_documents(file: Path) -> Iterator[tuple[str, Iterator[str]]]:
         for number, line in enumerate(lines, 1):
             try:
                 text = json.loads(line)["text"]
+                if not isinstance(text, str):
+                    raise TypeError
             except (ValueError, KeyError, TypeError):
                 raise UserError(f'{file}: line {number} is not a JSON object with a "text" field') from None
             yield f"{file.name}:{number}", iter([text])
@@ -73,6 +75,10 @@ def text_chunks(file: Path) -> Iterator[str]:
         yield rest
 
 
+def token_dtype(tokenizer: Tokenizer) -> type:
+    return np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+
+
 def tokenize(files: list[Path], tokenizer: Tokenizer, skip_binary: bool) -> tuple[Path, Path]:
     """Token ids of all documents, one after the other, into the cache, unless they are there already.
 
@@ -85,7 +91,7 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, skip_binary: bool) -> tupl
     if index.is_file():
         return ids, index
     CACHE.mkdir(exist_ok=True)
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    dtype = token_dtype(tokenizer)
     ends, sums, total, skipped = [], [], 0, []
     bar = tqdm(total=sum(size for _, size, _ in stamps), desc="tokenizing", unit="B", unit_scale=True)
     with bar, open(ids.with_suffix(".part"), "wb") as out:
@@ -100,6 +106,8 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, skip_binary: bool) -> tupl
                         total += len(tokens)
                     ends.append(total)
                     sums.append(zlib.crc32(name.encode()))
+            except (EOFError, gzip.BadGzipFile, zlib.error):
+                raise UserError(f"{file}: not a complete gzip file") from None
             except UnicodeDecodeError:
                 if not skip_binary:
                     raise UserError(f"{file}: not UTF-8 text") from None
@@ -109,6 +117,9 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, skip_binary: bool) -> tupl
                 total = start[2]
                 skipped.append(file)
             bar.update(file.stat().st_size)
+    if total == 0:
+        ids.with_suffix(".part").unlink()
+        raise UserError(f"--data {files[0] if len(files) == 1 else files[0].parent}: there is no text in it")
     if skipped:
         tqdm.write(f"skipped {len(skipped)} files that are not UTF-8 text, the first is {skipped[0]}")
     with open(index.with_suffix(".npz.part"), "wb") as out:
@@ -158,10 +169,8 @@ class Corpus:
                 file, index = tokenize(texts, tokenizer, skip_binary=path is None or path.is_dir())
                 with np.load(index) as arrays:
                     ends, sums = arrays["ends"], arrays["sums"]
-                if len(ends) and ends[-1]:
-                    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-                    ids = np.memmap(file, dtype, mode="r")
-                    self._add(tables, ids, np.append(0, ends[:-1]), ends, sums)
+                ids = np.memmap(file, token_dtype(tokenizer), mode="r")
+                self._add(tables, ids, np.append(0, ends[:-1]), ends, sums)
         if not tables:
             raise UserError(f"--data {' '.join(map(str, paths))}: no text in it")
         self.documents = np.concatenate(tables)  # (documents, 4)

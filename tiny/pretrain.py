@@ -3,8 +3,9 @@
     python tiny/pretrain.py --out tiny          # about 100 minutes on two cores
 
 A plain language model of this size makes little use of distant context, and without that no memory can be told
-from another. So half of the sequences are a recall mixture (the idea of induction-head studies, arXiv 2209.11895):
-a quarter repeat one of their own passages further on, a quarter are random tokens repeated.
+from another. So it first learns to recall, on random tokens that repeat (the idea of induction-head studies, arXiv
+2209.11895), and then reads text in which a quarter of the sequences repeat one of their own passages further on
+and a quarter are random tokens repeated.
 Held-out and choosing documents (train.py, PARTS) are never seen. Writes the official Hugging Face layout.
 """
 
@@ -25,6 +26,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from model import Llama, LlamaConfig, Tokenizer, hugging_face_name  # noqa: E402
 from train import PARTS, Corpus, Sequences, default_files  # noqa: E402
+
+RECALL_STEPS = 1000  # first, short: 4 M random tokens, repeated
 
 
 def train_tokenizer(out: Path, vocab_size: int) -> None:
@@ -48,6 +51,12 @@ def train_tokenizer(out: Path, vocab_size: int) -> None:
     (out / "tokenizer.vocab").unlink()
 
 
+def repeated(L: int, rng: np.random.Generator, vocab_size: int) -> np.ndarray:
+    """L random tokens that repeat with a period drawn log-uniformly from 8 to L/2: only recall predicts them."""
+    period = int(np.exp(rng.uniform(np.log(8), np.log(L // 2))))
+    return np.resize(rng.integers(3, vocab_size, period), L)
+
+
 def recall_mixture(tokens: np.ndarray, rng: np.random.Generator, vocab_size: int) -> np.ndarray:
     """Half of the sequences stay; a quarter repeat a passage of 32 to 256 tokens, a quarter are random, repeated."""
     L, kind = len(tokens), rng.integers(4)
@@ -56,18 +65,25 @@ def recall_mixture(tokens: np.ndarray, rng: np.random.Generator, vocab_size: int
         source = int(rng.integers(0, L - 2 * n))
         target = int(rng.integers(source + n, L - n))
         tokens[target : target + n] = tokens[source : source + n]
-    elif kind == 3:
-        period = int(rng.integers(16, L // 2))
-        tokens[1:] = np.resize(rng.integers(3, vocab_size, period), L - 1)
-    return tokens
+    return repeated(L, rng, vocab_size) if kind == 3 else tokens
+
+
+@torch.no_grad()
+def init(model: Llama) -> Llama:
+    """A start from which recall heads form within 3 M tokens: the output layer begins as the embedding, so that
+    copying a token is easy, and all embeddings share a component, so that heads can look at positions alone."""
+    model.init_weights()
+    model.output.weight.copy_(model.tok_embeddings.weight)
+    model.tok_embeddings.weight += 0.16 * torch.randn(model.config.dim)
+    return model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=3400)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
     args.out.mkdir(exist_ok=True)
     torch.manual_seed(0)
@@ -78,7 +94,7 @@ def main() -> None:
     corpus = Corpus([], tokenizer)
     data = Sequences(corpus, corpus.part("training"), config.context + 1, seed=0)
     print(f"{data.per_pass * data.L / 1e6:.1f} M training tokens", flush=True)
-    model = Llama(config).init_weights()
+    model = init(Llama(config))
     matrices = [p for p in model.parameters() if p.dim() > 1]
     gains = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
@@ -95,10 +111,13 @@ def main() -> None:
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=10)
     for step in bar:
         rng = np.random.default_rng((1, step))
-        batch = np.stack([recall_mixture(data[step * args.batch + i].copy(), rng, config.vocab_size)
-                          for i in range(args.batch)])  # fmt: skip
-        tokens = torch.from_numpy(batch)
-        warm, done = min(1, (step + 1) / 100), step / args.steps
+        if step < RECALL_STEPS:
+            batch = [repeated(257, rng, config.vocab_size) for _ in range(16)]
+        else:
+            batch = [recall_mixture(data[step * args.batch + i].copy(), rng, config.vocab_size)
+                     for i in range(args.batch)]  # fmt: skip
+        tokens = torch.from_numpy(np.stack(batch))
+        warm, done = min(1, (step + 1) / 50), max(0, step - RECALL_STEPS) / (args.steps - RECALL_STEPS)
         for group in optimizer.param_groups:
             group["lr"] = args.lr * warm * (0.5 + 0.5 * math.cos(math.pi * done))
         with torch.autocast("cpu", torch.bfloat16):

@@ -1,0 +1,269 @@
+"""The three programs, run as a user would: what they print, write and refuse."""
+
+import io
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import eval_ppl
+import generate
+import train
+from generate import decode, sample, stream
+from lococo import LoCoCo, Settings, prefill
+from model import KVCache, Llama
+from train import RECIPES, exit_on_user_error
+
+RUN = ["--mem", "16", "--seq", "96", "--segment", "16", "--steps", "2", "--batch", "2", "--micro-batch", "1"]
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(60):  # enough names that every part has some
+        (folder / f"{i}.py").write_text("".join(f"def f{i}_{j}(x):\n    return x + {j}\n" for j in range(20)))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a program with a command line; returns (exit code, stdout, stderr)."""
+
+    def call(program, *words, stdin=b""):
+        monkeypatch.setattr(sys, "argv", [program.__name__ + ".py", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        try:
+            exit_on_user_error(program.main)
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+# --- train.py ------------------------------------------------------------------------------------------------
+
+
+def test_train_then_generate_then_evaluate(run, tmp_path):
+    code, out, err = run(train, "--data", "text", "--out", "run", *RUN)
+    assert code == 0, err
+    for word in ("compressors", "LoRA", "embeddings", "norms", "frozen", "learning rate", "untouched base",
+                 "before training", "after training", "4 sinks + 2 merged + 10 recent", "held-out documents"):  # fmt: skip
+        assert word in out, word
+    assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["adapter.safetensors", "log.jsonl"]
+    assert [json.loads(line)["step"] for line in open("run/log.jsonl")] == [1, 2]
+
+    code, out, err = run(generate, "--prompt", "-", "--adapter", "run", "--max-new-tokens", 40, stdin=b"x = 1\n" * 40)
+    assert code == 0 and out
+    assert "16 slots" in err and "segments of 16" in err and "warning: the prompt has" in err
+    held, used, full = (int(n.replace(",", "")) for n in re.search(
+        r"; ([\d,]+) entries held.*?([\d,]+) bytes; the full cache would hold ([\d,]+)", err, re.S).groups())  # fmt: skip
+    assert held <= 32 and used < full
+
+    code, out, err = run(eval_ppl, "run", "--data", "text", "--lengths", 64, 96, "--json", "table.json")
+    assert code == 0, err
+    table = json.load(open("table.json"))
+    assert [row["name"] for row in table["rows"]] == ["base, full cache", "run"]
+    assert table["protocol"]["scored_tokens"]["96"] == 95 * table["protocol"]["documents"]["96"]
+    for row in table["rows"]:
+        line = next(line for line in out.splitlines() if line.startswith(row["name"]))
+        assert f"{row['perplexity']['96']:.3f}" in line
+
+    code, _, err = run(train, "--data", "text", "--out", "run", *RUN)
+    assert code == 2 and "--out run holds another run" in err
+
+
+def test_training_twice_with_one_seed_gives_one_adapter(run):
+    for out in ("one", "two"):
+        assert run(train, "--data", "text", "--out", out, *RUN)[0] == 0
+    assert run(train, "--data", "text", "--out", "three", "--seed", 1, *RUN)[0] == 0
+    one, two, three = (load_file(f"{name}/adapter.safetensors") for name in ("one", "two", "three"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not all(torch.equal(one[name], three[name]) for name in one)
+
+
+def test_micro_batches_do_not_change_the_result(run):
+    for size in (1, 2):
+        assert run(train, "--data", "text", "--out", str(size), *RUN[:-1], size)[0] == 0
+    one, two = (load_file(f"{n}/adapter.safetensors") for n in "12")
+    assert all(torch.allclose(one[name], two[name], atol=2e-3) for name in one if "conv" not in name)
+
+
+@pytest.mark.parametrize("method", ["full", "streaming", "lococo"])
+def test_every_method_trains(run, method):
+    code, out, err = run(train, "--data", "text", "--out", "run", "--method", method, *RUN)
+    assert code == 0 and f"{method} after training" in out, err
+    assert ("compressors" in out) == (method == "lococo")
+
+
+def test_inference_mode_saves_compressors_alone_and_other_flags_win(run):
+    code, out, err = run(train, "--data", "text", "--out", "run", "--lora-rank", 0, "--positions", "interpolated",
+                         "--kernel", 5, "--sinks", 2, "--recent", 4, *RUN)  # fmt: skip
+    assert code == 0, err
+    tensors = load_file("run/adapter.safetensors")
+    assert len(tensors) == 8 and all(name.startswith("compressors.") for name in tensors)
+    assert tensors["compressors.0.conv.weight"].shape == (10, 64, 5)  # 16 - 2 - 4 slots, 2D channels, kernel
+    assert "LoRA" not in out and "positions interpolated" in out
+
+
+def test_the_recipe_of_the_paper_is_the_papers():
+    paper = {name: values[1] for name, values in RECIPES.items()}
+    expected = dict(mem=512, segment=512, kernel=21, steps=200, batch=128, lr=5e-5, conv_lr=5e-2, sinks=0, recent=0,
+                    positions="interpolated", lora_rank=8)  # fmt: skip
+    assert {name: paper[name] for name in expected} == expected
+
+
+def test_bfloat16_trains_with_float32_masters(run):
+    assert run(train, "--data", "text", "--out", "run", "--dtype", "bfloat16", *RUN)[0] == 0
+    assert {t.dtype for t in load_file("run/adapter.safetensors").values()} == {torch.float32}
+    code, out, _ = run(generate, "--prompt", "text/0.py", "--adapter", "run", "--dtype", "bfloat16")
+    assert code == 0 and out
+
+
+# --- generate.py ---------------------------------------------------------------------------------------------
+
+
+def test_greedy_is_deterministic_and_seeds_differ(run):
+    greedy = [run(generate, "--prompt", "text/0.py", "--full", "--temperature", 0, "--max-new-tokens", 20, "--seed", s)
+              for s in (0, 1)]  # fmt: skip
+    assert greedy[0][0] == 0 and greedy[0][1] == greedy[1][1]
+    hot = [run(generate, "--prompt", "text/0.py", "--temperature", 2, "--max-new-tokens", 20, "--seed", s)[1]
+           for s in (0, 0, 1)]  # fmt: skip
+    assert hot[0] == hot[1] != hot[2]
+
+
+def test_samples_share_one_prefill(run, monkeypatch):
+    calls = []
+    monkeypatch.setattr(generate, "prefill", lambda *a: calls.append(1) or prefill(*a))
+    code, out, err = run(generate, "--prompt", "text/0.py", "--num-samples", 3, "--max-new-tokens", 5)
+    assert code == 0 and len(calls) == 1 and "sample 3" in err
+    alone = run(generate, "--prompt", "text/0.py", "--max-new-tokens", 5, "--seed", 1)[1]
+    assert alone.strip() in out  # sample 2 is what seed 1 gives
+
+
+def test_a_model_without_an_adapter_keeps_its_full_cache_and_says_so(run):
+    code, _, err = run(generate, "--prompt", "text/0.py", "--model", train.TINY, "--max-new-tokens", 3)
+    assert code == 0 and "full cache (no adapter)" in err and "no limit" in err
+
+
+def test_decoding_with_a_memory_equals_reading_the_whole_at_once(tokenizer):
+    """Greedy tokens from prefill and decode, against logits of one pass over prompt and answer in the same memory."""
+    model = Llama.from_pretrained(train.TINY)
+    lococo = LoCoCo(model, Settings.of("lococo", 16, 8, 200, 2, 6, "slots", kernel=3, lora_rank=0))
+    prompt = tokenizer.encode("def fibonacci(n):\n    if n < 2:\n        return n\n")
+    cache = lococo.cache()
+    logits = prefill(model, torch.tensor([prompt]), cache, 8)
+    answer = list(decode(model, tokenizer, logits, cache, 30, 0, 1.0, 0))
+    again = lococo.cache()
+    logits, repeated = prefill(model, torch.tensor([prompt]), again, 8), []
+    for token in answer:
+        repeated.append(int(logits.argmax()))
+        with torch.no_grad():
+            logits = model(torch.tensor([[token]]), again)[:, -1]
+    assert answer == repeated
+    assert cache.held <= 16 + 8
+
+
+def test_sampling_takes_the_fewest_tokens_that_reach_top_p():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    generator = torch.Generator().manual_seed(0)
+    for top_p, allowed in ((0.1, {0}), (0.5, {0}), (0.6, {0, 1}), (0.81, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
+        assert {sample(logits, 1.0, top_p, generator) for _ in range(400)} == allowed
+    drawn = np.bincount([sample(logits, 1.0, 1.0, generator) for _ in range(4000)], minlength=4) / 4000
+    assert np.allclose(drawn, [0.5, 0.3, 0.15, 0.05], atol=0.03)
+
+
+@pytest.mark.parametrize("text", ["    return x", "  a  b ", "naïve", "北京 🐍\n", "\n\n    x", "🐍"])
+def test_streamed_text_is_the_text(tokenizer, text):
+    prompt = tokenizer.encode("prompt:")
+    ids = tokenizer.encode("prompt:" + text)[len(prompt) :]
+    pieces = list(stream(tokenizer, prompt, ids))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_text_that_ends_inside_a_character_is_shown_at_the_end(tokenizer):
+    ids = tokenizer.encode("a🐍", bos=False)
+    assert "".join(stream(tokenizer, [1], ids[:-1])).startswith("a")
+
+
+# --- Bad input -----------------------------------------------------------------------------------------------
+
+
+BAD = [
+    (train, ["--method", "magic"], "unknown method 'magic'; there are full, streaming, lococo"),
+    (train, ["--mem", "0"], "--mem 0"),
+    (train, ["--mem", "-8"], "--mem -8"),
+    (train, ["--mem", "many"], "invalid int value: 'many'"),
+    (train, ["--kernel", "20"], "--kernel 20: an odd size"),
+    (train, ["--seq", "100"], "--seq 100 is shorter than one segment; --segment is 512"),
+    (train, ["--steps", "0"], "--steps 0"),
+    (train, ["--lr", "-1"], "--lr -1.0"),
+    (train, ["--sinks", "600"], "--sinks 600"),
+    (train, ["--method", "streaming", "--lora-rank", "0"], "nothing to train"),
+    (train, ["--model", "nowhere"], "--model nowhere: no such directory"),
+    (train, ["--model", "text"], "text: no tokenizer.model"),
+    (train, ["--data", "nowhere"], "--data nowhere: no such file"),
+    (train, ["--data", "empty.txt"], "--data empty.txt: there is no text in it"),
+    (train, ["--data", "latin.txt"], "latin.txt: not UTF-8 text"),
+    (train, ["--data", "text", "--seq", "100000"], "a sequence needs 100000"),
+    (train, ["--out", "text"], "--out text holds another run"),
+    (train, ["--unknown"], "unrecognized arguments: --unknown"),
+    (generate, [], "the following arguments are required: --prompt"),
+    (generate, ["--prompt", "nowhere.txt"], "--prompt nowhere.txt: No such file"),
+    (generate, ["--prompt", "text"], "--prompt text: Is a directory"),
+    (generate, ["--prompt", "empty.txt"], "--prompt empty.txt: there is no text in it"),
+    (generate, ["--prompt", "latin.txt"], "--prompt latin.txt: not UTF-8 text"),
+    (generate, ["--prompt", "text/0.py", "--adapter", "nowhere"], "nowhere: no adapter there"),
+    (generate, ["--prompt", "text/0.py", "--adapter", "latin.txt"], "latin.txt: not an adapter"),
+    (generate, ["--prompt", "text/0.py", "--temperature", "-1"], "--temperature -1"),
+    (generate, ["--prompt", "text/0.py", "--top-p", "0"], "--top-p 0"),
+    (generate, ["--prompt", "text/0.py", "--max-new-tokens", "0"], "--max-new-tokens 0"),
+    (generate, ["--prompt", "text/0.py", "--dtype", "int8"], "invalid choice: 'int8'"),
+    (eval_ppl, ["nowhere"], "nowhere: no adapter there"),
+    (eval_ppl, ["--lengths", "1"], "--lengths need at least 2"),
+    (eval_ppl, ["--data", "text", "--lengths", "100000"], "--lengths 100000: no held-out document"),
+    (eval_ppl, ["--model", "nowhere"], "--model nowhere"),
+]
+
+
+@pytest.mark.parametrize("program, words, sentence", BAD, ids=lambda v: getattr(v, "__name__", None) or " ".join(v)
+                         if isinstance(v, list) else "")  # fmt: skip
+def test_bad_input_is_one_sentence_and_exit_code_2(run, tmp_path, program, words, sentence):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    before = {f for f in tmp_path.rglob("*") if "cache" not in f.parts}
+    code, out, err = run(program, *words)
+    assert code == 2
+    assert sentence in err and "Traceback" not in err
+    assert err.strip().splitlines()[-1].startswith(program.__name__ + ".py: ")
+    assert {f for f in tmp_path.rglob("*") if "cache" not in f.parts} == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("device", ["cuda", "gpu"])
+def test_a_device_that_is_not_there(run, device):
+    code, _, err = run(generate, "--prompt", "text/0.py", "--device", device)
+    assert code == 2 and err == f"generate.py: --device {device}: there is no such device here\n"
+
+
+def test_a_truncated_model_is_named(run, tmp_path):
+    (tmp_path / "model").mkdir()
+    for file in train.TINY.glob("*[!t].*"):
+        if file.name in ("config.json", "tokenizer.model", "model.safetensors"):
+            content = file.read_bytes()
+            (tmp_path / "model" / file.name).write_bytes(content[: len(content) // 2] if "safe" in file.name else content)
+    code, _, err = run(generate, "--prompt", "text/0.py", "--model", "model")
+    assert code == 2 and "model.safetensors: cannot be read as weights, is it truncated?" in err
+
+
+def test_full_cache_object_is_the_plain_one():
+    model = Llama.from_pretrained(train.TINY)
+    assert type(LoCoCo(model, Settings.of("full", 8, 8, 64, lora_rank=0)).cache()) is KVCache
