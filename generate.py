@@ -16,9 +16,9 @@ from typing import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from eval_ppl import TINY, Parser, exit_on_user_error, load_base
 from lococo import LoCoCo, prefill
 from model import KVCache, Llama, Tokenizer, UserError
-from train import TINY, Parser, exit_on_user_error, load_base
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
@@ -128,7 +128,7 @@ def main() -> None:
     say(f"prompt           {len(prompt):,} tokens in {-(-len(prompt) // segment)} segments of {segment}")
     say(f"memory           {slots}; {branch.held:,} entries held after {branch.seen:,} tokens")
     say(f"key/value cache  {branch.nbytes:,} bytes; the full cache would hold {full:,}")
-    say(f"speed            prefill {len(prompt) / (filled - begun):,.0f} tokens/s, decode {count / (done - filled):,.0f}")
+    say(f"tokens/s         prefill {len(prompt) / (filled - begun):,.0f}, decode {count / (done - filled):,.0f}")
 
 
 if __name__ == "__main__":

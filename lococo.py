@@ -16,7 +16,7 @@ import math
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Iterable, Iterator, NamedTuple
+from typing import Iterator, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -363,16 +363,3 @@ def checksum(tensors: dict[str, Tensor]) -> str:
     for name in sorted(tensors):
         digest.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-# --- Perplexity ----------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def perplexity(model: Llama, new_cache, batches: Iterable[Tensor], segment: int) -> float:
-    """exp(total negative log-likelihood / scored tokens) over batches (B, L); each has a fresh cache."""
-    total, scored = 0.0, 0
-    for tokens in batches:
-        total += sum(loss.double().item() for loss in segment_losses(model, tokens, new_cache(), segment))
-        scored += tokens[:, 1:].numel()
-    return math.exp(total / scored)

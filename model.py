@@ -47,6 +47,13 @@ class LlamaConfig:
     rope_scale: float = 1.0  # positions are divided by this (linear interpolation, arXiv 2306.15595)
     tied: bool = False  # the output layer is the embedding table
 
+    def __post_init__(self):
+        sizes = (self.dim, self.n_layers, self.n_heads, self.n_kv_heads, self.ffn_dim, self.vocab_size, self.context)
+        if not all(isinstance(n, int) and n > 0 for n in sizes):
+            raise UserError(f"sizes must be positive whole numbers: {self}")
+        if self.dim % (2 * self.n_heads) or self.n_heads % self.n_kv_heads:
+            raise UserError(f"dim must be an even multiple of n_heads, n_heads a multiple of n_kv_heads: {self}")
+
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
@@ -226,20 +233,8 @@ class Llama(nn.Module):
         """Token ids, int64 (B, T) -> float32 logits (B, T, V); with a cache, continues from it."""
         return self.output(self.hidden(tokens, cache)).float()
 
-    @torch.no_grad()
-    def init_weights(self) -> "Llama":
-        """Random weights for training from scratch; layers that add to the residual start smaller."""
-        std = self.config.dim**-0.5
-        for name, p in self.named_parameters():
-            if p.dim() > 1:
-                small = name.endswith(("wo.weight", "w2.weight"))
-                p.normal_(std=std / (2 * self.config.n_layers) ** 0.5 if small else std)
-        return self
-
     @staticmethod
-    def from_pretrained(
-        path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-    ) -> "Llama":
+    def from_pretrained(path: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Llama":
         """Load a directory in Meta's layout (params.json) or Hugging Face's (config.json), strictly.
 
         One tensor at a time goes from the file to its place, so there is never a second copy of the weights.
@@ -257,10 +252,8 @@ class Llama(nn.Module):
         for name, p in list(model.named_parameters()):
             tensor = read(name)
             if tensor.shape != p.shape or not tensor.is_floating_point():
-                raise UserError(
-                    f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)} where the configuration says "
-                    f"{tuple(p.shape)}; the checkpoint is incomplete or belongs to another configuration"
-                )
+                raise UserError(f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)}, the configuration says "
+                                f"{tuple(p.shape)}; a file is missing or belongs to another model")  # fmt: skip
             owner, _, leaf = name.rpartition(".")
             value = torch.empty(p.shape, dtype=dtype, device=device).copy_(tensor)
             setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
@@ -276,21 +269,15 @@ class Llama(nn.Module):
 # names), unread are the checkpoint's tensors, by its own names, that nobody has asked for yet.
 
 
-def _json(file: Path) -> dict:
+def _json(file: Path, *required: str) -> dict:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{file}: not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: a JSON object is expected")
-    return content
-
-
-def _require(content: dict, file: Path, *keys: str) -> list:
-    missing = [key for key in keys if key not in content]
+    missing = [key for key in required if not isinstance(content, dict) or content.get(key) is None]
     if missing:
         raise UserError(f"{file}: {missing[0]!r} is missing")
-    return [content[key] for key in keys]
+    return content
 
 
 def _readers(file: Path) -> dict[str, Callable[[], Tensor]]:
@@ -316,13 +303,11 @@ META_KEYS = {"dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim
 def _open_meta(path: Path):
     """params.json and consolidated.NN.pth; nothing records how many shards there should be."""
     file = path / "params.json"
-    params = _json(file)
+    params = _json(file, "dim", "n_layers", "n_heads", "multiple_of", "norm_eps")
     unknown = {key for key, value in params.items() if value not in (None, False)} - META_KEYS
     if unknown:
         raise UserError(f"{file}: {min(unknown)!r} is not implemented (Llama-2 only)")
-    dim, n_layers, n_heads, multiple_of, eps = _require(
-        params, file, "dim", "n_layers", "n_heads", "multiple_of", "norm_eps"
-    )
+    dim, heads, multiple = params["dim"], params["n_heads"], params["multiple_of"]
     shards = [_readers(shard) for shard in sorted(path.glob("consolidated.*.pth"))]
     if not shards:
         raise UserError(f"{path}: no consolidated.NN.pth beside params.json")
@@ -334,20 +319,20 @@ def _open_meta(path: Path):
             raise UserError(f"{path}: tensor {name} is missing")
         cut = META_CUT.get(name, META_CUT.get(name.split(".", 2)[-1], 0))
         parts = [shard[name]() for shard in shards]
+        if len({part.shape for part in parts}) > 1:
+            raise UserError(f"{path}: the shards hold pieces of different shapes of {name}")
         whole = parts[0] if "norm" in name else torch.cat(parts, dim=cut)
         # Meta turns neighbouring channels (2i, 2i + 1), this file (i, i + D/2): reorder each head's rows.
-        for kind, heads in (("wq", config.n_heads), ("wk", config.n_kv_heads)):
-            if f".{kind}." in name and whole.shape == (heads * config.head_dim, dim):
-                whole = whole.view(heads, config.head_dim // 2, 2, dim).transpose(1, 2).reshape(whole.shape)
-        return whole
+        turned = name.endswith(("wq.weight", "wk.weight")) and len(whole) % config.head_dim == 0
+        return whole.view(-1, config.head_dim // 2, 2, dim).transpose(1, 2).reshape(whole.shape) if turned else whole
 
     ffn = int(int(2 * 4 * dim / 3) * (params.get("ffn_dim_multiplier") or 1))
     vocab = params.get("vocab_size", -1)
     config = LlamaConfig(
-        dim, n_layers, n_heads, params.get("n_kv_heads") or n_heads, -(-ffn // multiple_of) * multiple_of,
-        norm_eps=eps, rope_theta=params.get("rope_theta", 10000.0),
+        dim, params["n_layers"], heads, params.get("n_kv_heads") or heads, -(-ffn // multiple) * multiple,
+        vocab if vocab > 0 else len(read("tok_embeddings.weight")), params["norm_eps"],
+        rope_theta=params.get("rope_theta", 10000.0),
     )  # fmt: skip
-    config.vocab_size = vocab if vocab > 0 else read("tok_embeddings.weight").shape[0]
     return config, read, unread
 
 
@@ -365,11 +350,9 @@ def hugging_face_name(name: str) -> str:
 
 def _hugging_face_config(file: Path) -> LlamaConfig:
     """config.json -> LlamaConfig; what is not a plain Llama-2 is refused by name."""
-    c = _json(file)
-    dim, layers, heads, ffn, vocab, eps, context = _require(
-        c, file, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
-        "rms_norm_eps", "max_position_embeddings",
-    )  # fmt: skip
+    c = _json(file, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
+              "rms_norm_eps", "max_position_embeddings")  # fmt: skip
+    dim, heads = c["hidden_size"], c["num_attention_heads"]
     ropes = c.get("rope_parameters") or {}  # newer files keep theta and the scaling in here
     scaling = c.get("rope_scaling") or ropes
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -384,11 +367,13 @@ def _hugging_face_config(file: Path) -> LlamaConfig:
     for key, (value, allowed) in plain.items():
         if value not in allowed:
             raise UserError(f"{file}: {key} {value!r} is not implemented (Llama-2 has {allowed[-1]!r})")
+    if kind == "linear" and not scaling.get("factor"):
+        raise UserError(f"{file}: linear rope_scaling without a 'factor'")
     return LlamaConfig(
-        dim, layers, heads, c.get("num_key_value_heads") or heads, ffn, vocab, eps, context,
+        dim, c["num_hidden_layers"], heads, c.get("num_key_value_heads") or heads, c["intermediate_size"],
+        c["vocab_size"], c["rms_norm_eps"], c["max_position_embeddings"],
         rope_theta=ropes.get("rope_theta", c.get("rope_theta", 10000.0)),
-        rope_scale=_require(scaling, file, "factor")[0] if kind == "linear" else 1.0,
-        tied=c.get("tie_word_embeddings", False),
+        rope_scale=scaling["factor"] if kind == "linear" else 1.0, tied=c.get("tie_word_embeddings", False),
     )  # fmt: skip
 
 
@@ -397,8 +382,7 @@ def _open_hugging_face(path: Path):
     config = _hugging_face_config(path / "config.json")
     for stem in ("model.safetensors", "pytorch_model.bin"):
         if (path / f"{stem}.index.json").is_file():
-            index = path / f"{stem}.index.json"
-            files = sorted(set(_require(_json(index), index, "weight_map")[0].values()))
+            files = sorted(set(_json(path / f"{stem}.index.json", "weight_map")["weight_map"].values()))
             break
         if (path / stem).is_file():
             files = [stem]

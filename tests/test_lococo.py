@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from conftest import meta_state, reference_logits
 
+from eval_ppl import perplexity
 from lococo import (
-    ALL, METHODS, Compressor, LoCoCo, LoRALinear, Settings, fingerprint, perplexity, prefill, remove_lora,
+    ALL, METHODS, Compressor, LoCoCo, LoRALinear, Settings, fingerprint, prefill, remove_lora,
     segment_losses,
 )  # fmt: skip
 from model import KVCache, Llama, LlamaConfig, UserError, rope, rotate
@@ -144,7 +145,7 @@ def test_compression_equals_one_mixing_matrix_of_kept_and_merged_rows(model, fra
     """K' = W K and V' = W V with W (M, S) written out: one-hot rows for what is kept; keys taken to position 0
     before the product and to their slots after it when positions are slots."""
     lococo = LoCoCo(model, settings(sinks=2, recent=3, positions=frame))
-    s, c, S = lococo.settings, model.config, 14
+    c, S = model.config, 14
     k, v = torch.randn(1, 2, S, 8), torch.randn(1, 2, S, 8)
     k_new, v_new = lococo.cache().compress(1, k, v)
     raw = rotate(k, *rope(-torch.arange(S), c)) if frame == "slots" else k
@@ -162,7 +163,7 @@ def test_streaming_equals_a_fresh_forward_over_what_the_window_keeps():
     """One layer, so that keys depend on their token alone: attending to the memory must equal a plain forward
     over [sinks | recent | segment] read as one text, by the float64 reference."""
     config = LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)
-    model = Llama(config).init_weights()
+    model = Llama(config)
     lococo = LoCoCo(model, settings("streaming", mem=8, sinks=3, recent=5))
     cache, tokens = lococo.cache(), TOKENS[:1]
     segments = [model(piece, cache) for piece in tokens.split(6, dim=1)]
@@ -193,8 +194,7 @@ def test_positions_by_slot_stay_below_memory_plus_segment(model):
     cache = lococo.cache()
     starts = []
     for t in range(40):
-        cache_begin = cache.fork().begin(1)
-        starts.append(cache_begin)
+        starts.append(cache.fork().begin(1))
         model(TOKENS[:, t : t + 1], cache)
     assert max(starts) == 8 + 6 - 1 and min(starts[14:]) == 8
     assert model.config.rope_scale == 1.0  # 8 + 6 positions fit into the context of 64

@@ -61,7 +61,8 @@ def test_later_tokens_never_change_earlier_logits(model):
 
 def test_presets():
     with torch.device("meta"):
-        count = {n: sum(p.numel() for p in Llama(LlamaConfig.preset(n)).parameters()) for n in ("tiny", "7B", "13B", "70B")}
+        models = {name: Llama(LlamaConfig.preset(name)) for name in ("tiny", "7B", "13B", "70B")}
+    count = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     assert count == {"tiny": 1315968, "7B": 6738415616, "13B": 13015864320, "70B": 68976648192}  # Meta's own counts
     with pytest.raises(UserError, match="8B.*tiny, 7B"):
         LlamaConfig.preset("8B")
@@ -129,7 +130,7 @@ def test_meta_layout(tmp_path, model, shards):
 def test_meta_eight_shards_ffn_multiplier_and_theta(tmp_path):
     """As Llama-2 70B is stored: eight shards with one key/value head in each."""
     config = LlamaConfig(64, 1, 16, 8, ffn_dim=224, vocab_size=64)
-    model = Llama(config).init_weights()
+    model = Llama(config)
     path = write_meta(tmp_path, model, 8, ffn_dim_multiplier=1.3, rope_theta=1e6, vocab_size=64)
     assert_loads(path, model, ffn_dim=224, rope_theta=1e6)
 
@@ -174,7 +175,7 @@ def test_weights_arrive_in_the_dtype_asked_for(tmp_path, model):
         ({"sliding_window": 4096}, "sliding_window 4096"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "without a 'factor'"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"head_dim": 64}, "head_dim 64"),
@@ -194,7 +195,7 @@ def test_missing_and_damaged_files_are_named(tmp_path, model):
         Llama.from_pretrained(tmp_path)
     meta = write_meta(tmp_path / "meta", model, 2)
     (meta / "consolidated.01.pth").unlink()
-    with pytest.raises(UserError, match="tok_embeddings.weight is .*64, 16.*64, 32.*incomplete"):
+    with pytest.raises(UserError, match="tok_embeddings.weight is .*64, 16.*64, 32.*a file is missing"):
         Llama.from_pretrained(meta)
     (meta / "consolidated.00.pth").unlink()
     with pytest.raises(UserError, match="no consolidated"):

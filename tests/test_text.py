@@ -1,4 +1,4 @@
-"""train.py's first half: text into documents, documents into sequences, and the parts that stay apart."""
+"""eval_ppl.py's first half: text into documents, documents into sequences, and the parts that stay apart."""
 
 import gzip
 import json
@@ -7,14 +7,15 @@ import zlib
 import numpy as np
 import pytest
 
-import train
+import eval_ppl
+from eval_ppl import PARTS, Corpus, text_chunks
 from model import UserError
-from train import PARTS, Corpus, Sequences, text_chunks
+from train import Sequences
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(eval_ppl, "CACHE", tmp_path / "cache")
 
 
 def texts(corpus, tokenizer):
@@ -44,7 +45,7 @@ def test_text_is_tokenized_once_and_again_when_it_changes(tmp_path, tokenizer, m
     file.write_text("some text")
     Corpus([file], tokenizer)
     with monkeypatch.context() as patch:
-        patch.setattr(train, "text_documents", None)  # any use would fail
+        patch.setattr(eval_ppl, "text_documents", None)  # any use would fail
         assert texts(Corpus([file], tokenizer), tokenizer) == ["some text"]
     file.write_text("other text")
     assert texts(Corpus([file], tokenizer), tokenizer) == ["other text"]
@@ -54,7 +55,7 @@ def test_long_text_is_tokenized_in_chunks_without_a_trace(tmp_path, tokenizer, m
     text = "def f():\n    return 1\n\n\n" * 50 + "end without newline"
     file = tmp_path / "a.py"
     file.write_text(text)
-    monkeypatch.setattr(train, "CHUNK", 64)
+    monkeypatch.setattr(eval_ppl, "CHUNK", 64)
     assert len(list(text_chunks(file))) > 10
     corpus = Corpus([file], tokenizer)
     assert corpus.read(corpus.documents[0], 0, 10**9).tolist() == tokenizer.encode(text)
@@ -62,7 +63,7 @@ def test_long_text_is_tokenized_in_chunks_without_a_trace(tmp_path, tokenizer, m
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_files_of_token_ids(tmp_path, tokenizer, dtype, monkeypatch):
-    monkeypatch.setattr(train, "CHUNK", 2)  # documents cross the blocks in which the file is searched
+    monkeypatch.setattr(eval_ppl, "CHUNK", 2)  # documents cross the blocks in which the file is searched
     ids = [1, 50, 60, 70, 1, 80, 1, 90, 91]
     np.array(ids, dtype).tofile(tmp_path / "tokens.bin")
     corpus = Corpus([tmp_path / "tokens.bin"], tokenizer)

@@ -24,8 +24,9 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from eval_ppl import PARTS, Corpus, default_files  # noqa: E402
 from model import Llama, LlamaConfig, Tokenizer, hugging_face_name  # noqa: E402
-from train import PARTS, Corpus, Sequences, default_files  # noqa: E402
+from train import Sequences  # noqa: E402
 
 RECALL_STEPS = 1000  # first, short: 4 M random tokens, repeated
 
@@ -72,7 +73,11 @@ def recall_mixture(tokens: np.ndarray, rng: np.random.Generator, vocab_size: int
 def init(model: Llama) -> Llama:
     """A start from which recall heads form within 3 M tokens: the output layer begins as the embedding, so that
     copying a token is easy, and all embeddings share a component, so that heads can look at positions alone."""
-    model.init_weights()
+    std = model.config.dim**-0.5
+    for name, p in model.named_parameters():
+        if p.dim() > 1:  # layers that add to the residual stream start smaller
+            small = name.endswith(("wo.weight", "w2.weight"))
+            p.normal_(std=std / (2 * model.config.n_layers) ** 0.5 if small else std)
     model.output.weight.copy_(model.tok_embeddings.weight)
     model.tok_embeddings.weight += 0.16 * torch.randn(model.config.dim)
     return model
@@ -97,9 +102,8 @@ def main() -> None:
     model = init(Llama(config))
     matrices = [p for p in model.parameters() if p.dim() > 1]
     gains = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}], lr=args.lr, betas=(0.9, 0.95)
-    )
+    decay = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(decay, lr=args.lr, betas=(0.9, 0.95))
     checkpoint, first = args.out / "pretrain.pt", 0
     if checkpoint.is_file():
         state = torch.load(checkpoint, weights_only=True)
