@@ -15,20 +15,21 @@ import gzip
 import hashlib
 import json
 import math
+import os
 import platform
 import sys
 import sysconfig
 import time
 import zlib
 from pathlib import Path
-from typing import Callable, Iterable, Iterator
+from typing import BinaryIO, Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lococo import ALL, LoCoCo, adapter_file, adapter_settings, segment_losses
+from lococo import LoCoCo, adapter_file, adapter_settings, segment_losses
 from model import KVCache, Llama, Tokenizer, UserError
 
 HERE = Path(__file__).parent
@@ -39,8 +40,9 @@ TINY = HERE / "tiny"  # the embedded model and adapter
 CACHE = HERE / ".cache"  # tokenized text; may be deleted at any time
 CHUNK = 1 << 20  # characters tokenized at once
 
-# A document belongs to one part for ever: the checksum of its file's name, modulo 20, decides.
-PARTS = {"held-out": (0, 1), "choosing": (2,), "training": tuple(range(3, 20))}
+# A document belongs to one part for ever: the checksum of its file's name, modulo 20, decides. The choosing part
+# is for hyperparameters, so that the held-out part is scored only.
+PARTS = {"held-out": (0, 1), "choosing": (2,), "training": tuple(range(3, 20)), "all": tuple(range(20))}
 
 
 def default_files() -> list[Path]:
@@ -56,17 +58,19 @@ def text_documents(file: Path) -> Iterator[tuple[str, Iterator[str]]]:
         return
     with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             try:
                 text = json.loads(line)["text"]
                 if not isinstance(text, str):
                     raise TypeError
             except (ValueError, KeyError, TypeError):
                 raise UserError(f'{file}: line {number} is not a JSON object with a "text" field') from None
-            yield f"{file.name}:{number}", iter([text])
+            yield f"{file.name}:{number}", iter([text.encode("utf-8", "replace").decode()])  # lone surrogates: ?
 
 
 def text_chunks(file: Path) -> Iterator[str]:
-    """About CHUNK characters at a time; every chunk but the first begins with a newline."""
+    """About CHUNK characters at a time, lines whole; every chunk but the first begins with a newline."""
     with open(file, encoding="utf-8", newline="") as text:
         rest = ""
         while chunk := text.read(CHUNK):
@@ -95,42 +99,46 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, skip_binary: bool) -> tupl
     if index.is_file():
         return ids, index
     CACHE.mkdir(exist_ok=True)
-    dtype = token_dtype(tokenizer)
-    ends, sums, total, skipped = [], [], 0, []
-    bar = tqdm(total=sum(size for _, size, _ in stamps), desc="tokenizing", unit="B", unit_scale=True)
-    with bar, open(ids.with_suffix(".part"), "wb") as out:
-        for file in files:
-            start = (out.tell(), len(ends), total)
-            try:
-                for name, chunks in text_documents(file):
-                    for i, chunk in enumerate(chunks):
-                        # Sentencepiece puts a space before a text; not before a text that goes on.
-                        tokens = np.array(tokenizer.encode(chunk, bos=False)[i > 0 :], dtype)
-                        out.write(tokens.tobytes())
-                        total += len(tokens)
-                    ends.append(total)
-                    sums.append(zlib.crc32(name.encode()))
-            except (EOFError, gzip.BadGzipFile, zlib.error):
-                raise UserError(f"{file}: not a complete gzip file") from None
-            except UnicodeDecodeError:
-                if not skip_binary:
-                    raise UserError(f"{file}: not UTF-8 text") from None
-                out.seek(start[0])
-                out.truncate()
-                del ends[start[1] :], sums[start[1] :]
-                total = start[2]
-                skipped.append(file)
-            bar.update(file.stat().st_size)
-    if total == 0:
-        ids.with_suffix(".part").unlink()
-        raise UserError(f"--data {files[0] if len(files) == 1 else files[0].parent}: there is no text in it")
-    if skipped:
-        tqdm.write(f"skipped {len(skipped)} files that are not UTF-8 text, the first is {skipped[0]}")
-    with open(index.with_suffix(".npz.part"), "wb") as out:
-        np.savez(out, ends=np.array(ends, np.int64), sums=np.array(sums, np.uint32))
-    ids.with_suffix(".part").rename(ids)
-    index.with_suffix(".npz.part").rename(index)
+    part = CACHE / f"{key}-{os.getpid()}.part"
+    try:
+        with open(part, "wb") as out:
+            ends, sums = write_tokens(out, files, tokenizer, skip_binary)
+        if not any(ends):
+            raise UserError(f"--data {files[0] if len(files) == 1 else files[0].parent}: there is no text in it")
+        part.replace(ids)
+        with open(part, "wb") as out:
+            np.savez(out, ends=np.array(ends, np.int64), sums=np.array(sums, np.uint32))
+        part.replace(index)  # last: its presence says that both are whole
+    finally:
+        part.unlink(missing_ok=True)
     return ids, index
+
+
+def write_tokens(out: BinaryIO, files: list[Path], tokenizer: Tokenizer, skip_binary: bool) -> tuple[list, list]:
+    """Token ids to `out`; returns every document's end, counted in tokens, and the checksum of its name."""
+    ends, sums, dtype, skipped = [], [], token_dtype(tokenizer), []
+    size = np.dtype(dtype).itemsize
+    for file in tqdm(files, desc="tokenizing", unit=" files", disable=None):
+        start, documents = out.tell(), len(ends)
+        try:
+            for name, chunks in text_documents(file):
+                for i, chunk in enumerate(chunks):
+                    # Sentencepiece puts a space before a text; not before a text that goes on.
+                    out.write(np.array(tokenizer.encode(chunk, bos=False)[i > 0 :], dtype).tobytes())
+                ends.append(out.tell() // size)
+                sums.append(zlib.crc32(name.encode()))
+        except (EOFError, gzip.BadGzipFile, zlib.error):
+            raise UserError(f"{file}: not a complete gzip file") from None
+        except UnicodeDecodeError:
+            if not skip_binary:
+                raise UserError(f"{file}: not UTF-8 text") from None
+            out.seek(start)
+            out.truncate()
+            del ends[documents:], sums[documents:]
+            skipped.append(file)
+    if skipped:
+        print(f"skipped {len(skipped)} files that are not UTF-8 text, the first is {skipped[0]}", file=sys.stderr)
+    return ends, sums
 
 
 def open_bin(file: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -195,10 +203,9 @@ class Corpus:
         return np.append(self.bos, body) if start == 0 else body
 
 
-def heldout_batches(corpus: Corpus, L: int, device: str, most: int, size: int = 4) -> list[Tensor]:
-    """The first L tokens of held-out documents that have as many, (<= size, L) each; shorter ones are left out."""
-    documents = corpus.part("held-out", at_least=L)[:most]
-    tokens = [torch.from_numpy(corpus.read(d, 0, L)) for d in documents]
+def scored_batches(corpus: Corpus, part: str, L: int, device: str, most: int, size: int) -> list[Tensor]:
+    """The first L tokens of documents of a part that have as many, (<= size, L) each; shorter ones are left out."""
+    tokens = [torch.from_numpy(corpus.read(d, 0, L)) for d in corpus.part(part, at_least=L)[:most]]
     return [torch.stack(tokens[i : i + size]).to(device) for i in range(0, len(tokens), size)]
 
 
@@ -213,6 +220,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on cpu, else bfloat16")
         self.add_argument("--seed", type=int, default=0)
 
+    def parse_args(self) -> argparse.Namespace:
+        args = super().parse_args()
+        if not 0 <= args.seed < 2**63:
+            self.error(f"--seed {args.seed}: from 0 to 2^63 - 1")
+        return args
+
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}\n")
 
@@ -221,8 +234,12 @@ def exit_on_user_error(main: Callable[[], None]) -> None:
     """Run a program: what the user can mend is one sentence and exit code 2, Ctrl-C is exit code 130."""
     try:
         main()
-    except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (UserError, OSError) as error:
+        reason = error if isinstance(error, UserError) else f"{error.filename}: {error.strerror}"
+        print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
@@ -233,8 +250,8 @@ def load_base(args: argparse.Namespace) -> tuple[Llama, Tokenizer]:
     """The model and tokenizer that --model, --device and --dtype ask for; fills in what they leave open."""
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError):
+        torch.ones(1, device=args.device).item()
+    except (RuntimeError, AssertionError, NotImplementedError):
         raise UserError(f"--device {args.device}: there is no such device here") from None
     args.dtype = getattr(torch, args.dtype or ("float32" if args.device == "cpu" else "bfloat16"))
     torch.manual_seed(args.seed)
@@ -248,34 +265,39 @@ def load_base(args: argparse.Namespace) -> tuple[Llama, Tokenizer]:
     return model, tokenizer
 
 
+def precision(args: argparse.Namespace) -> torch.autocast:
+    """Compute in --dtype, whatever dtype a weight is kept in: what trains is always float32."""
+    return torch.autocast(torch.device(args.device).type, args.dtype, enabled=args.dtype != torch.float32)
+
+
 # --- Perplexity ----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def perplexity(model: Llama, new_cache, batches: Iterable[Tensor], segment: int) -> float:
+def perplexity(model: Llama, new_cache: Callable[[], KVCache], batches: Iterable[Tensor], segment: int) -> float:
     """exp(total negative log-likelihood / scored tokens) over batches (B, L); each has a fresh cache."""
     total, scored = 0.0, 0
-    for tokens in batches:
-        total += sum(loss.double().item() for loss in segment_losses(model, tokens, new_cache(), segment))
+    for tokens in tqdm(batches, desc="scoring", leave=False, disable=None):
+        total += sum(loss.item() for loss in segment_losses(model, tokens, new_cache(), segment))
         scored += tokens[:, 1:].numel()
     return math.exp(total / scored)
 
 
 def evaluate(model: Llama, new_cache: Callable[[], KVCache], batches: dict[int, list[Tensor]], segment: int) -> dict:
-    """One row of the table: length -> perplexity, bytes of one sequence's cache, tokens/s over all lengths."""
-    caches, ppl, begun = [], {}, time.time()
+    """One row of the table: perplexity per length, bytes of one sequence's cache, tokens/s over all lengths."""
+    last = None
 
-    def remembered() -> KVCache:
-        caches[:] = [new_cache()]
-        return caches[0]
+    def fresh() -> KVCache:
+        nonlocal last
+        last = new_cache()
+        return last
 
-    for length, documents in batches.items():
-        ppl[length] = perplexity(model, remembered, documents, segment)
-    last = list(batches.values())[-1]
+    begun = time.time()
+    ppl = {length: perplexity(model, fresh, documents, segment) for length, documents in batches.items()}
     tokens = sum(batch.numel() for documents in batches.values() for batch in documents)
     return {
         "perplexity": ppl,
-        "cache_bytes": caches[0].nbytes // len(last[-1]),
+        "cache_bytes": last.nbytes // last.keys[0].shape[0],
         "tokens_per_s": tokens / (time.time() - begun),
         "rope_factor": model.config.rope_scale,
     }
@@ -289,35 +311,41 @@ def main() -> None:
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="run directories of train.py (default: the embedded adapter)")
     add("--lengths", type=int, nargs="+", default=[2048, 4096, 8192], help="context lengths in tokens")
-    add("--data", type=Path, nargs="+", default=[], metavar="PATH", help="as in train.py; its held-out part is scored")
+    add("--data", type=Path, nargs="+", default=[], metavar="PATH", help="as in train.py (default: Python's library)")
+    add("--part", choices=PARTS, help="documents to score (default: all of --data, the held-out part of the library)")
     add("--documents", type=int, default=64, help="at most so many per length")
+    add("--micro-batch", type=int, default=4, help="documents in memory at once")
     add("--json", type=Path, metavar="FILE", help="write the table and its protocol there too")
     args = parser.parse_args()
-    if min(args.lengths) < 2 or args.documents < 1:
-        raise UserError("--lengths need at least 2 tokens and --documents at least 1")
-    args.lengths = sorted(set(args.lengths))
+    for name, value, least in (("lengths", min(args.lengths), 2), ("documents", args.documents, 1),
+                               ("micro-batch", args.micro_batch, 1)):  # fmt: skip
+        if value < least:
+            raise UserError(f"--{name} {value}: at least {least} is needed")
+    args.part = args.part or ("all" if args.data else "held-out")
     runs = args.runs or ([] if args.model else [TINY])
     for run in runs:
         adapter_settings(adapter_file(run))  # a wrong path is told before the work begins
+    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise UserError(f"--json {args.json}: not a file in a directory that exists")
     model, tokenizer = load_base(args)
     corpus = Corpus(args.data, tokenizer)
-    batches = {length: heldout_batches(corpus, length, args.device, args.documents) for length in args.lengths}
+    batches = {length: scored_batches(corpus, args.part, length, args.device, args.documents, args.micro_batch)
+               for length in sorted(set(args.lengths))}  # fmt: skip
     for length, documents in batches.items():
         if not documents:
-            raise UserError(f"--lengths {length}: no held-out document of --data has so many tokens")
-    rows = [{"name": "base, full cache", "slots": None, **evaluate(
-        model, lambda: KVCache(model.config.n_layers), batches, segment=512)}]  # fmt: skip
-    for run in runs:
-        # Afresh, because an adapter overwrites embeddings and norms.
-        model = Llama.from_pretrained(args.model or TINY, args.dtype, args.device)
-        lococo = LoCoCo.load(run, model)
-        slots = None if lococo.settings.mem == ALL else lococo.settings.mem
-        rows.append({"name": str(run), "slots": slots,
-                     **evaluate(model, lococo.cache, batches, lococo.settings.segment)})  # fmt: skip
-    print_table(rows, batches)
+            raise UserError(f"--lengths {length}: no document of that many tokens (--part {args.part})")
+    with precision(args):
+        rows = [{"name": "base, full cache", "slots": None,
+                 **evaluate(model, lambda: KVCache(model.config.n_layers), batches, segment=512)}]  # fmt: skip
+        for run in runs:
+            lococo = LoCoCo.load(run, model)
+            rows.append({"name": str(run), "slots": lococo.settings.mem,
+                         **evaluate(model, lococo.cache, batches, lococo.settings.segment)})  # fmt: skip
+            lococo.remove()
+    print_table(rows, batches, args.part)
     if args.json:
         protocol = {
-            "model": str(args.model or "tiny/"),
+            "model": str(args.model or "tiny/"), "part": args.part,
             "data": [str(path) for path in args.data] or "Python's standard library",
             "documents": {length: sum(map(len, b)) for length, b in batches.items()},
             "scored_tokens": {length: sum(t[:, 1:].numel() for t in b) for length, b in batches.items()},
@@ -327,14 +355,14 @@ def main() -> None:
         args.json.write_text(json.dumps({"rows": rows, "protocol": protocol}, indent=2) + "\n")
 
 
-def print_table(rows: list[dict], batches: dict[int, list[Tensor]]) -> None:
+def print_table(rows: list[dict], batches: dict[int, list[Tensor]], part: str) -> None:
     width = max(len(row["name"]) for row in rows)
     print(f"{'':{width}} {'slots':>6} {'cache bytes':>12} {'tokens/s':>9}" + "".join(f"{n:>9}" for n in batches))
     for row in rows:
         print(f"{row['name']:{width}} {row['slots'] or '-':>6} {row['cache_bytes']:>12,} {row['tokens_per_s']:>9,.0f}"
               + "".join(f"{p:>9.3f}" for p in row["perplexity"].values()))  # fmt: skip
     counts = ", ".join(f"{sum(map(len, b))} of {length}" for length, b in batches.items())
-    print(f"held-out documents scored: {counts} tokens; each starts with BOS and an empty cache")
+    print(f"documents scored ({part}): {counts} tokens; each starts with BOS and an empty cache")
 
 
 if __name__ == "__main__":

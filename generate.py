@@ -11,12 +11,12 @@ decoding too. The text goes to standard output, the figures to standard error.
 import sys
 import time
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import Iterator
 
 import torch
 from torch import Tensor
 
-from eval_ppl import TINY, Parser, exit_on_user_error, load_base
+from eval_ppl import TINY, Parser, exit_on_user_error, load_base, precision
 from lococo import LoCoCo, prefill
 from model import KVCache, Llama, Tokenizer, UserError
 
@@ -25,7 +25,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     """One token id from float logits (V,); temperature 0 takes the likeliest."""
     if temperature == 0:
         return int(logits.argmax())
-    p, ids = torch.softmax(logits / temperature, dim=-1).sort(descending=True)
+    p, ids = torch.softmax((logits - logits.max()) / temperature, dim=-1).sort(descending=True)
     p[p.cumsum(0) - p >= top_p] = 0  # the fewest tokens that together reach top_p, at least one
     return int(ids[torch.multinomial(p, 1, generator=generator)])
 
@@ -45,18 +45,23 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache, m
             logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
 
 
-def stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens as it comes. Decoded after the end of the prompt, so that a first space is kept, and
-    held back while it ends inside a UTF-8 character (which decodes to U+FFFD)."""
-    context, held = prompt[-8:], []
-    for token in tokens:
-        held.append(token)
-        text = tokenizer.decode(context + held)[len(tokenizer.decode(context)) :]
-        if not text.endswith("\ufffd"):
-            yield text
-            context, held = (context + held)[-8:], []
-    if held:
-        yield tokenizer.decode(context + held)[len(tokenizer.decode(context)) :]
+class TextStream:
+    """Text of tokens as they come: decoded after the end of the prompt, so that a first space is kept, and held
+    back while it ends inside a UTF-8 character (which decodes to U+FFFD)."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
+        self.tokenizer, self.context, self.held = tokenizer, prompt[-8:], []
+
+    def add(self, token: int) -> str:
+        self.held.append(token)
+        text = self.rest()
+        if text.endswith("\ufffd"):
+            return ""
+        self.context, self.held = (self.context + self.held)[-8:], []
+        return text
+
+    def rest(self) -> str:
+        return self.tokenizer.decode(self.context + self.held)[len(self.tokenizer.decode(self.context)) :]
 
 
 def read_prompt(name: str) -> str:
@@ -102,27 +107,28 @@ def main() -> None:
 
     if lococo is None or args.full:
         say(f"full cache ({'--full' if args.full else 'no adapter'}): every key and value is kept")
-        cache, segment, slots, length = KVCache(model.config.n_layers), 512, "no limit", model.config.context
+        cache, segment, slots, trained = KVCache(model.config.n_layers), 512, "no limit", "the model was pretrained"
+        length = round(model.config.context * model.config.rope_scale)  # interpolation stretches it
     else:
-        cache, segment, length = lococo.cache(), lococo.settings.segment, lococo.settings.length
-        slots = f"{lococo.settings.mem} slots"
+        s = lococo.settings
+        cache, segment, length, trained = lococo.cache(), s.segment, s.length, "the adapter was trained"
+        slots = "no limit" if s.mem is None else f"{s.mem} slots"
     if len(prompt) > length:
-        trained = "model was pretrained" if lococo is None or args.full else "adapter was trained"
-        say(f"warning: the prompt has {len(prompt):,} tokens, the {trained} on {length:,}: expect worse text")
+        say(f"warning: the prompt has {len(prompt):,} tokens, {trained} on {length:,}: expect worse text")
 
     begun = time.time()
-    logits = prefill(model, torch.tensor([prompt], device=args.device), cache, segment)
-    filled, count = time.time(), 0
-    for number in range(args.num_samples):
-        if args.num_samples > 1:
-            say(f"--- sample {number + 1}")
-        branch, ids = cache.fork(), []  # the prompt is read once; the ids are counted as they pass
-        tokens = decode(model, tokenizer, logits, branch, args.max_new_tokens, args.temperature, args.top_p,
-                        args.seed + number)  # fmt: skip
-        for piece in stream(tokenizer, prompt, (ids.append(token) or token for token in tokens)):
-            print(piece, end="", flush=True)
-        print()
-        count += len(ids)
+    with precision(args):
+        logits = prefill(model, torch.tensor([prompt], device=args.device), cache, segment)
+        filled, count = time.time(), 0
+        for number in range(args.num_samples):
+            if args.num_samples > 1:
+                say(f"--- sample {number + 1}")
+            branch, text = cache.fork(), TextStream(tokenizer, prompt)  # the prompt is read once
+            for token in decode(model, tokenizer, logits, branch, args.max_new_tokens, args.temperature, args.top_p,
+                                args.seed + number):  # fmt: skip
+                print(text.add(token), end="", flush=True)
+                count += 1
+            print(text.rest(), flush=True)
     done = time.time()
     full = branch.nbytes // branch.held * branch.seen
     say(f"prompt           {len(prompt):,} tokens in {-(-len(prompt) // segment)} segments of {segment}")

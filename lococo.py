@@ -4,10 +4,10 @@ In the paper's order: what a memory keeps (the table of methods), the compressor
 the segment loop (section 3.3), position interpolation, LoRA, what trains, and the adapter file.
 Letters as in model.py. Left out on purpose: heavy hitters (H2O) and everything distributed.
 
-Where this file departs from the paper's own code (VITA-Group/LoCoCo), it follows the paper: weights are
-ReLU / sum (equation 8; the code takes a softmax of the ReLU), no learnt blend with kept tokens, and the first
-segment's keys and values keep their gradient. As there, compression is lazy; unlike there, decoding
-compresses only when a whole segment has gathered, because at every token it would cost many times the model.
+Where the paper and its own code (VITA-Group/LoCoCo) differ, this follows the paper: weights are ReLU / sum
+(equation 8; the code takes a softmax of the ReLU), no learnt blend with kept tokens, and the first segment's
+keys and values keep their gradient. Compression is lazy, as in the code; unlike there, decoding compresses only
+when a whole segment has gathered, because at every token it would cost many times the model.
 """
 
 import hashlib
@@ -28,22 +28,23 @@ from model import KVCache, Llama, LlamaConfig, UserError, rope, rotate
 
 # --- Methods -------------------------------------------------------------------------------------------------
 
-ALL = -1  # as many as there are
+ALL = "all"  # every token there is
+REST = "rest"  # as many as there is room for
 
 
 class Method(NamedTuple):
     """What a memory of M slots holds, oldest first: [sinks | merged | recent]. All else is dropped."""
 
-    sinks: int  # the first tokens, kept as they are
-    recent: int  # the last tokens, kept as they are
-    merge: bool  # the convolution mixes the rest into the remaining slots
+    sinks: int | str  # the first tokens, kept as they are
+    recent: int | str  # the last tokens, kept as they are
+    merge: bool  # the convolution mixes what is between them into the remaining slots
     positions: str  # "interpolated" (original ones, divided by a factor) or "slots" (the place in the cache)
 
 
 METHODS = {
     #                   sinks recent  merge  positions
     "full": Method(       ALL,     0, False, "interpolated"),
-    "streaming": Method(    4,   ALL, False, "slots"),
+    "streaming": Method(    4,  REST, False, "slots"),
     "lococo": Method(       0,     0, True,  "interpolated"),
 }  # fmt: skip
 POSITIONS = ("interpolated", "slots")
@@ -54,54 +55,53 @@ class Settings:
     """All that a trained adapter depends on, stored in its file. Make one with `Settings.of`."""
 
     method: str
-    mem: int  # M, slots per layer and key/value head; ALL for the full cache
+    mem: int | None  # M, slots per layer and key/value head; None: no limit
     sinks: int
-    recent: int
     merged: int  # slots that the convolution fills
+    recent: int
     positions: str
     segment: int  # T
     length: int  # L that it is trained for, in tokens
-    kernel: int = 21
-    lora_rank: int = 8
+    kernel: int
+    lora_rank: int
     lora_alpha: int = 16
-
-    @property
-    def reach(self) -> int:
-        """How many positions are in use."""
-        in_slots = self.positions == "slots" and self.mem != ALL
-        return self.mem + self.segment if in_slots else self.length
 
     @staticmethod
     def of(method: str, mem: int, segment: int, length: int, sinks: int | None = None, recent: int | None = None,
            positions: str | None = None, kernel: int = 21, lora_rank: int = 8) -> "Settings":  # fmt: skip
-        """A row of METHODS with the counts that are given in place of its own; UserError if it makes no sense."""
+        """A row of METHODS, with counts and positions that are given in place of its own.
+
+        What eviction does not keep takes no slot: `streaming` with 8 sinks and nothing recent has M = 8.
+        Raises UserError for what makes no sense.
+        """
         if method not in METHODS:
             raise UserError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
         row = METHODS[method]
         positions = positions or row.positions
         if positions not in POSITIONS:
             raise UserError(f"unknown positions {positions!r}; there are {', '.join(POSITIONS)}")
-        for name, value, least in (("mem", mem, 1), ("segment", segment, 1), ("lora-rank", lora_rank, 0),
-                                   ("sinks", sinks or 0, 0), ("recent", recent or 0, 0)):  # fmt: skip
-            if value < least:
+        for name, value, least in (("mem", mem, 1), ("segment", segment, 1), ("seq", length, 2), ("sinks", sinks, 0),
+                                   ("recent", recent, 0), ("lora-rank", lora_rank, 0)):  # fmt: skip
+            if value is not None and value < least:
                 raise UserError(f"--{name} {value}: at least {least} is needed")
         if length < segment:
             raise UserError(f"--seq {length} is shorter than one segment; --segment is {segment}")
         if kernel < 1 or kernel % 2 == 0:
             raise UserError(f"--kernel {kernel}: an odd size is needed, so that a slot is centred on its entry")
+        if row.sinks == ALL:
+            if sinks or recent:
+                raise UserError(f"--method {method} keeps everything: --sinks and --recent do not go with it")
+            return Settings(method, None, 0, 0, 0, positions, segment, length, kernel, lora_rank)
         sinks = row.sinks if sinks is None else sinks
         recent = row.recent if recent is None else recent
-        if sinks == ALL:
-            mem = ALL
-            merged = recent = 0
-        else:
-            recent = max(mem - sinks, 0) if recent == ALL else recent
-            merged = mem - sinks - recent if row.merge else 0
-            if sinks + recent > mem or (row.merge and merged < 1):
-                left = " and leave no slot to merge into" if row.merge else ""
-                raise UserError(f"--sinks {sinks} and --recent {recent} do not fit into --mem {mem}{left}")
-            mem = sinks + recent + merged  # what eviction does not keep takes no slot
-        return Settings(method, mem, sinks, recent, merged, positions, segment, length, kernel, lora_rank)
+        recent = max(mem - sinks, 0) if recent == REST else recent
+        room = mem - sinks - recent
+        if room < row.merge:
+            left = " with a slot left to merge into" if row.merge else ""
+            raise UserError(f"--sinks {sinks} and --recent {recent} do not fit into --mem {mem}{left}")
+        merged = room if row.merge else 0
+        return Settings(method, sinks + merged + recent, sinks, merged, recent, positions, segment, length, kernel,
+                        lora_rank)  # fmt: skip
 
 
 # --- Compressor (section 3.2) --------------------------------------------------------------------------------
@@ -144,7 +144,8 @@ class Memory(KVCache):
 
     def begin(self, T: int) -> int:
         s = self.settings
-        assert T <= s.segment, f"{T} tokens enter at once, a segment has {s.segment}"
+        if T > s.segment:
+            raise UserError(f"{T} tokens at once, but a segment has {s.segment}: see segment_losses and prefill")
         self.make_room = self.held + T > s.mem + s.segment
         place = s.mem if self.make_room else self.held
         start = super().begin(T)
@@ -186,8 +187,7 @@ def segment_losses(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -
     """Negative log-likelihood, summed, of each segment of tokens (B, L); every token after the first is scored.
 
     The target of a segment's last token is the first one of the next, so nothing is lost at the seams. Call
-    backward on a loss before asking for the next: its graph reaches back to this segment's compression only
-    (without LoRA there is none before the first compression).
+    backward on a loss before asking for the next: its graph reaches back to this segment's compression only.
     """
     for x, y in zip(tokens[:, :-1].split(segment, dim=1), tokens[:, 1:].split(segment, dim=1)):
         yield F.cross_entropy(model(x, cache).flatten(0, 1), y.flatten(), reduction="sum")
@@ -201,6 +201,19 @@ def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tenso
     return model.output(h[:, -1]).float()
 
 
+# --- Position interpolation (arXiv 2306.15595) ---------------------------------------------------------------
+
+
+def interpolation(config: LlamaConfig, settings: Settings) -> float:
+    """The factor s by which positions are divided, so that the farthest one in use is inside the pretrained context.
+
+    Original positions reach L; positions by slot never exceed M + T, whatever L.
+    """
+    by_slot = settings.positions == "slots" and settings.mem is not None
+    reach = settings.mem + settings.segment if by_slot else settings.length
+    return config.rope_scale * max(1.0, reach / config.context)
+
+
 # --- LoRA (arXiv 2106.09685) ---------------------------------------------------------------------------------
 
 
@@ -210,8 +223,8 @@ class LoRALinear(nn.Module):
     def __init__(self, base: nn.Linear, rank: int, alpha: int):
         super().__init__()
         self.base, self.scale = base, alpha / rank
-        self.lora_a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
-        self.lora_b = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
+        self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, device=base.weight.device))
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device))
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -253,25 +266,29 @@ def fingerprint(model: Llama) -> str:
 class LoCoCo:
     """A base model with the method dropped in: compressors beside it, LoRA and interpolation inside it.
 
-    The model stays an ordinary Llama: `model(tokens, lococo.cache())` goes through the memory.
+    The model stays an ordinary Llama: `model(segment, lococo.cache())` goes through the memory. What trains is
+    float32 whatever the base's dtype, so that small steps are not rounded away; run the model under autocast then.
     """
 
     def __init__(self, model: Llama, settings: Settings):
-        self.model, self.settings, self.base = model, settings, fingerprint(model)
-        self.base_config = config = model.config
-        # Position interpolation: the farthest position in use must fall inside the pretrained context.
-        model.config = replace(config, rope_scale=config.rope_scale * max(1.0, settings.reach / config.context))
-        like = model.norm.weight
+        self.model, self.settings = model, settings
+        self.base, self.base_config = fingerprint(model), model.config
+        model.config = replace(model.config, rope_scale=interpolation(model.config, settings))
         self.compressors = nn.ModuleList(
-            Compressor(config.head_dim, settings.merged, settings.kernel).to(like.device, like.dtype)
-            for _ in range(config.n_layers if settings.merged else 0)
+            Compressor(model.config.head_dim, settings.merged, settings.kernel).to(model.norm.weight.device)
+            for _ in range(model.config.n_layers if settings.merged else 0)
         )
+        self.originals = {}  # embeddings and norms as the base has them, for `remove`
         if settings.lora_rank:
             add_lora(model, settings.lora_rank, settings.lora_alpha)
+            for group in ("embeddings", "norms"):
+                for name, p in self.groups()[group].items():
+                    self.originals[name] = p.data
+                    p.data = p.data.to(torch.float32, copy=True)
 
     def cache(self) -> KVCache:
         """An empty cache of this method, for one batch of sequences."""
-        if self.settings.mem == ALL:
+        if self.settings.mem is None:
             return KVCache(self.model.config.n_layers)
         return Memory(self.model.config, self.settings, self.compressors)
 
@@ -289,18 +306,18 @@ class LoCoCo:
         return {group: tensors for group, tensors in groups.items() if tensors}
 
     def start_training(self) -> None:
-        """Freeze the base; what trains is kept in float32 whatever the base's dtype (use autocast then)."""
-        for p in self.model.parameters():
-            p.requires_grad_(False)
+        """Freeze the base, all but `groups`."""
+        self.model.requires_grad_(False)
         for tensors in self.groups().values():
             for p in tensors.values():
-                p.data = p.data.float()
                 p.requires_grad_(True)
 
     def remove(self) -> Llama:
-        """Take compressors, LoRA and interpolation out again; in inference mode this is the base to the bit."""
+        """Take compressors, LoRA, interpolation and tuned tensors out again: the base, to the bit."""
         if self.settings.lora_rank:
             remove_lora(self.model, merge=False)
+        for name, value in self.originals.items():
+            self.model.get_parameter(name).data = value
         self.model.config = self.base_config
         return self.model
 
@@ -327,16 +344,16 @@ class LoCoCo:
         if about["base"] != fingerprint(model):
             raise UserError(f"{file}: made for another base model (fingerprint {about['base']}, "
                             f"this model has {fingerprint(model)})")  # fmt: skip
-        lococo = LoCoCo(model, settings)
         with safe_open(file, framework="pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}
+        if checksum(tensors) != about["sha256"]:
+            raise UserError(f"{file}: damaged (the checksum does not match)")
+        lococo = LoCoCo(model, settings)
         parameters = {name: p for group in lococo.groups().values() for name, p in group.items()}
-        wrong = [name for name in tensors.keys() | parameters.keys()
-                 if name not in tensors or name not in parameters or tensors[name].shape != parameters[name].shape]
-        if wrong or checksum(tensors) != about["sha256"]:
-            raise UserError(f"{file}: damaged ({min(wrong) if wrong else 'the checksum'} does not match)")
+        assert tensors.keys() == parameters.keys()  # the checksum holds, so `save` wrote them
         with torch.no_grad():
             for name, p in parameters.items():
+                assert p.shape == tensors[name].shape
                 p.copy_(tensors[name])
         return lococo
 

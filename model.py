@@ -30,6 +30,10 @@ class UserError(ValueError):
     """Something the user can mend; the programs print its sentence and exit with code 2."""
 
 
+def _positive(value) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < float("inf")
+
+
 # --- Configuration -------------------------------------------------------------------------------------------
 
 
@@ -49,8 +53,9 @@ class LlamaConfig:
 
     def __post_init__(self):
         sizes = (self.dim, self.n_layers, self.n_heads, self.n_kv_heads, self.ffn_dim, self.vocab_size, self.context)
-        if not all(isinstance(n, int) and n > 0 for n in sizes):
-            raise UserError(f"sizes must be positive whole numbers: {self}")
+        numbers = (self.norm_eps, self.rope_theta, self.rope_scale)
+        if not all(isinstance(n, int) and n > 0 for n in sizes) or not all(_positive(n) for n in numbers):
+            raise UserError(f"sizes must be positive whole numbers, eps, theta and scale positive: {self}")
         if self.dim % (2 * self.n_heads) or self.n_heads % self.n_kv_heads:
             raise UserError(f"dim must be an even multiple of n_heads, n_heads a multiple of n_kv_heads: {self}")
 
@@ -67,11 +72,13 @@ class LlamaConfig:
 
 
 PRESETS = {
-    "tiny": dict(dim=128, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=344, vocab_size=2048, context=1024),
+    # Slow rotations, so that half of a head's 64 channels can match tokens 1,000 positions apart.
+    "tiny": dict(dim=128, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=344, vocab_size=2048, context=1024,
+                 rope_theta=1e6),
     "7B": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
     "13B": dict(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, ffn_dim=13824),
     "70B": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672),
-}
+}  # fmt: skip
 
 
 # --- Rotary positions ----------------------------------------------------------------------------------------
@@ -269,14 +276,17 @@ class Llama(nn.Module):
 # names), unread are the checkpoint's tensors, by its own names, that nobody has asked for yet.
 
 
-def _json(file: Path, *required: str) -> dict:
+def _json(file: Path, *numbers: str) -> dict:
+    """A JSON object in which these keys hold positive numbers."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{file}: not valid JSON ({error})") from None
-    missing = [key for key in required if not isinstance(content, dict) or content.get(key) is None]
-    if missing:
-        raise UserError(f"{file}: {missing[0]!r} is missing")
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: not a JSON object")
+    for key in numbers:
+        if not _positive(content.get(key)):
+            raise UserError(f"{file}: {key!r} is {'not a positive number' if key in content else 'missing'}")
     return content
 
 
@@ -294,8 +304,7 @@ def _readers(file: Path) -> dict[str, Callable[[], Tensor]]:
         raise UserError(f"{file}: cannot be read as weights, is it truncated? ({reason})") from None
 
 
-# Meta cuts these on dimension 1 when it writes several shards, norms not at all, everything else on dimension 0.
-META_CUT = {"tok_embeddings.weight": 1, "attention.wo.weight": 1, "feed_forward.w2.weight": 1}
+META_CUT_ON_COLUMNS = ("tok_embeddings", "wo", "w2")  # in several shards; norms are whole, the rest cut on rows
 META_KEYS = {"dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps",
              "vocab_size", "rope_theta", "max_seq_len", "max_batch_size"}  # fmt: skip
 
@@ -317,17 +326,19 @@ def _open_meta(path: Path):
         unread.discard(name)
         if not all(name in shard for shard in shards):
             raise UserError(f"{path}: tensor {name} is missing")
-        cut = META_CUT.get(name, META_CUT.get(name.split(".", 2)[-1], 0))
-        parts = [shard[name]() for shard in shards]
-        if len({part.shape for part in parts}) > 1:
-            raise UserError(f"{path}: the shards hold pieces of different shapes of {name}")
-        whole = parts[0] if "norm" in name else torch.cat(parts, dim=cut)
+        parts, kind = [shard[name]() for shard in shards], name.split(".")[-2]
+        if "norm" in kind:
+            return parts[0]
+        if len({part.shape for part in parts}) > 1 or parts[0].dim() != 2:
+            raise UserError(f"{path}: {name} has shapes {[tuple(part.shape) for part in parts]} in the shards")
+        whole = torch.cat(parts, dim=int(kind in META_CUT_ON_COLUMNS))
         # Meta turns neighbouring channels (2i, 2i + 1), this file (i, i + D/2): reorder each head's rows.
-        turned = name.endswith(("wq.weight", "wk.weight")) and len(whole) % config.head_dim == 0
-        return whole.view(-1, config.head_dim // 2, 2, dim).transpose(1, 2).reshape(whole.shape) if turned else whole
+        if kind in ("wq", "wk") and len(whole) % config.head_dim == 0:
+            return whole.view(-1, config.head_dim // 2, 2, whole.shape[1]).transpose(1, 2).reshape(whole.shape)
+        return whole
 
     ffn = int(int(2 * 4 * dim / 3) * (params.get("ffn_dim_multiplier") or 1))
-    vocab = params.get("vocab_size", -1)
+    vocab = params.get("vocab_size") or -1
     config = LlamaConfig(
         dim, params["n_layers"], heads, params.get("n_kv_heads") or heads, -(-ffn // multiple) * multiple,
         vocab if vocab > 0 else len(read("tok_embeddings.weight")), params["norm_eps"],
@@ -355,6 +366,8 @@ def _hugging_face_config(file: Path) -> LlamaConfig:
     dim, heads = c["hidden_size"], c["num_attention_heads"]
     ropes = c.get("rope_parameters") or {}  # newer files keep theta and the scaling in here
     scaling = c.get("rope_scaling") or ropes
+    if not isinstance(scaling, dict):
+        raise UserError(f"{file}: rope_scaling {scaling!r} is not a JSON object")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     plain = {
         "model_type": (c.get("model_type"), ["llama"]),
@@ -367,7 +380,7 @@ def _hugging_face_config(file: Path) -> LlamaConfig:
     for key, (value, allowed) in plain.items():
         if value not in allowed:
             raise UserError(f"{file}: {key} {value!r} is not implemented (Llama-2 has {allowed[-1]!r})")
-    if kind == "linear" and not scaling.get("factor"):
+    if kind == "linear" and not _positive(scaling.get("factor")):
         raise UserError(f"{file}: linear rope_scaling without a 'factor'")
     return LlamaConfig(
         dim, c["num_hidden_layers"], heads, c.get("num_key_value_heads") or heads, c["intermediate_size"],
@@ -382,7 +395,10 @@ def _open_hugging_face(path: Path):
     config = _hugging_face_config(path / "config.json")
     for stem in ("model.safetensors", "pytorch_model.bin"):
         if (path / f"{stem}.index.json").is_file():
-            files = sorted(set(_json(path / f"{stem}.index.json", "weight_map")["weight_map"].values()))
+            weight_map = _json(path / f"{stem}.index.json").get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise UserError(f"{path / stem}.index.json: no weight_map in it")
+            files = sorted(set(map(str, weight_map.values())))
             break
         if (path / stem).is_file():
             files = [stem]

@@ -8,15 +8,20 @@ Left out on purpose: resuming, several processes.
 """
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
+from typing import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from eval_ppl import HERE, Corpus, Parser, exit_on_user_error, heldout_batches, load_base, perplexity
+from eval_ppl import (
+    HERE, Corpus, Parser, exit_on_user_error, load_base, perplexity, precision, scored_batches,
+)  # fmt: skip
 from lococo import METHODS, POSITIONS, LoCoCo, Settings, segment_losses
 from model import UserError
 
@@ -42,8 +47,9 @@ class Sequences:
             order = np.random.default_rng((self.seed, epoch)).permutation(len(self.documents))
             self.epoch, self.order = epoch, self.documents[order]
             self.ends = np.cumsum(self.order[:, 2] - self.order[:, 1] + 1)
-        # Neighbours in the stream are neighbours in i, so a batch would hold one document: visit i out of order.
-        position = np.random.default_rng((self.seed, epoch, 1)).permutation(self.per_pass)[i] * self.L
+            # Neighbours in the stream share a document: visited out of order, a batch holds different ones.
+            self.visits = np.random.default_rng((self.seed, epoch, 1)).permutation(self.per_pass)
+        position = int(self.visits[i]) * self.L
         pieces, need = [], self.L
         d = int(np.searchsorted(self.ends, position, side="right"))
         while need:
@@ -77,15 +83,29 @@ EVALUATED = 16  # held-out documents that a run is scored on, at most
 # --- Training ------------------------------------------------------------------------------------------------
 
 
+def make_optimizer(lococo: LoCoCo, args: argparse.Namespace):
+    """AdamW without weight decay, one learning rate for the compressors and one for the rest, linear decay to 0."""
+    groups = [{"params": list(tensors.values()), "lr": args.conv_lr if group == "compressors" else args.lr}
+              for group, tensors in lococo.groups().items()]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=args.steps)
+
+
+def backward_through(lococo: LoCoCo, tokens: Tensor, scored: int) -> Iterator[float]:
+    """One pass over tokens (B, L) from an empty memory, adding to the gradients segment by segment.
+
+    Yields each segment's summed loss; what is differentiated is that divided by `scored`, the tokens of the step.
+    """
+    for loss in segment_losses(lococo.model, tokens, lococo.cache(), lococo.settings.segment):
+        if loss.requires_grad:  # without LoRA nothing that trains comes before the first compression
+            (loss / scored).backward()  # at once, so that the graph of one segment is all there ever is
+        yield loss.item()
+
+
 def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace) -> None:
-    """AdamW with linear decay; per step args.batch sequences, one segment's graph in memory at a time."""
-    groups = lococo.groups()
-    rates = {group: args.conv_lr if group == "compressors" else args.lr for group in groups}
-    optimizer = torch.optim.AdamW(
-        [{"params": list(tensors.values()), "lr": rates[group]} for group, tensors in groups.items()], weight_decay=0.0
-    )
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=args.steps)
-    parameters = [p for tensors in groups.values() for p in tensors.values()]
+    """args.steps steps of args.batch sequences, args.micro_batch of them at a time."""
+    optimizer, schedule = make_optimizer(lococo, args)
+    parameters = [p for tensors in lococo.groups().values() for p in tensors.values()]
     scored = args.batch * (args.seq - 1)
     bar = tqdm(total=args.steps * scored, desc="training", unit=" tokens", unit_scale=True)
     with bar, open(args.out / "log.jsonl", "w") as log:
@@ -93,13 +113,10 @@ def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace) -> None:
             begun, total = time.time(), 0.0
             sequences = torch.from_numpy(np.stack([data[step * args.batch + i] for i in range(args.batch)]))
             for tokens in sequences.to(args.device).split(args.micro_batch):
-                cache = lococo.cache()
-                with torch.autocast(tokens.device.type, args.dtype, enabled=args.dtype != torch.float32):
-                    for loss in segment_losses(lococo.model, tokens, cache, args.segment):
-                        if loss.requires_grad:  # without LoRA nothing that trains comes before a compression
-                            (loss / scored).backward()  # at once: the graph of one segment is all that there is
-                        total += loss.item()
-                        bar.update(min(args.segment, args.seq - 1) * len(tokens))
+                with precision(args):
+                    for i, loss in enumerate(backward_through(lococo, tokens, scored)):
+                        total += loss
+                        bar.update(len(tokens) * min(args.segment, args.seq - 1 - i * args.segment))
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -149,7 +166,7 @@ def parse() -> argparse.Namespace:
 def run_directory(args: argparse.Namespace, settings: Settings) -> Path:
     """A new directory for this run; one that holds anything is refused."""
     name = HERE / "runs" / f"{settings.method}-mem{args.mem}-seq{args.seq}"
-    numbered = (name.with_name(f"{name.name}-{i}") for i in range(2, 10**6))
+    numbered = (name.with_name(f"{name.name}-{i}") for i in itertools.count(2))
     out = args.out or (next(d for d in numbered if not d.exists()) if name.exists() else name)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} holds another run; give a new directory")
@@ -173,25 +190,29 @@ def main() -> None:
                            args.kernel, args.lora_rank)  # fmt: skip
     if not (settings.merged or settings.lora_rank):
         raise UserError(f"--lora-rank 0 with --method {args.method}: there is nothing to train")
+    if settings.merged and args.seq - 1 <= settings.mem + args.segment:
+        raise UserError(f"--seq {args.seq} fits into --mem {args.mem} and one segment of {args.segment}: "
+                        "nothing would be merged, so the compressors would not train")  # fmt: skip
     args.out = run_directory(args, settings)
     model, tokenizer = load_base(args)
     print(f"model {args.model or 'tiny/'}: {sum(p.numel() for p in model.parameters()):,} parameters, "
           f"context {model.config.context}, {args.dtype} on {args.device}; recipe {args.recipe}")  # fmt: skip
     corpus = Corpus(args.data, tokenizer)
-    documents = corpus.part("training")
-    if len(documents) == 0:
-        raise UserError("all documents of --data fall into the held-out part; give more files or a longer list")
-    data = Sequences(corpus, documents, args.seq, args.seed)
-    heldout = heldout_batches(corpus, args.seq, args.device, EVALUATED)
+    # A corpus so small that its names put all of it into the held-out part is trained on and not scored.
+    part = "training" if len(corpus.part("training")) else "all"
+    data = Sequences(corpus, corpus.part(part), args.seq, args.seed)
+    heldout = [] if part == "all" else scored_batches(
+        corpus, "held-out", args.seq, args.device, EVALUATED, args.micro_batch)  # fmt: skip
     print(f"text: {data.per_pass * args.seq / 1e6:.1f} M tokens to train on, "
           f"{sum(map(len, heldout))} held-out documents of {args.seq} tokens")  # fmt: skip
+    args.out.mkdir(parents=True, exist_ok=True)
 
-    def score(lococo: LoCoCo) -> str:
-        with torch.autocast(torch.device(args.device).type, args.dtype, enabled=args.dtype != torch.float32):
-            return f"{perplexity(model, lococo.cache, heldout, args.segment):.3f}" if heldout else "no document"
+    def score(lococo: LoCoCo) -> float:
+        with precision(args):
+            return perplexity(model, lococo.cache, heldout, args.segment) if heldout else float("nan")
 
     window = LoCoCo(model, Settings.of("streaming", max(args.mem, 5), args.segment, args.seq, lora_rank=0))
-    beside = score(window)
+    base = score(window)
     window.remove()
     lococo = LoCoCo(model, settings)
     lococo.start_training()
@@ -199,14 +220,14 @@ def main() -> None:
           f" positions {settings.positions}, RoPE factor {model.config.rope_scale:g}")  # fmt: skip
     print_groups(lococo, args)
     before = score(lococo)
-    args.out.mkdir(parents=True, exist_ok=True)
     train(lococo, data, args)
     lococo.save(args.out / "adapter.safetensors")
-    print(f"held-out perplexity at {args.seq} tokens")
-    print(f"  untouched base, window of equal memory ({window.settings.sinks} sinks + {window.settings.recent} recent,"
-          f" positions by slot)  {beside}")  # fmt: skip
-    print(f"  {settings.method} before training  {before}")
-    print(f"  {settings.method} after training   {score(lococo)}")
+    kept = f"{window.settings.sinks} sinks + {window.settings.recent} recent"
+    print(f"held-out perplexity at {args.seq} tokens" + ("" if heldout else ": no held-out document is that long"))
+    for name, value in ((f"untouched base, window of equal memory ({kept}, by slot)", base),
+                        (f"{settings.method} before training", before),
+                        (f"{settings.method} after training", score(lococo))):  # fmt: skip
+        print(f"  {name:64} {value:>8.3f}")
     print(f"adapter: {args.out / 'adapter.safetensors'}")
 
 

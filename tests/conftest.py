@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from eval_ppl import TINY
 from model import Llama, LlamaConfig, Tokenizer
 
 
@@ -24,7 +25,7 @@ def model(config) -> Llama:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    return Tokenizer("tiny")
+    return Tokenizer(TINY)
 
 
 def permute(w: torch.Tensor, heads: int) -> torch.Tensor:

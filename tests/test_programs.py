@@ -1,24 +1,27 @@
 """The three programs, run as a user would: what they print, write and refuse."""
 
+import argparse
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import eval_ppl
 import generate
 import train
-from eval_ppl import HERE, TINY, exit_on_user_error
-from generate import decode, sample, stream
-from lococo import LoCoCo, Settings, prefill
+from eval_ppl import HERE, TINY, Corpus, exit_on_user_error, perplexity, scored_batches
+from generate import TextStream, decode, sample
+from lococo import LoCoCo, Settings, prefill, segment_losses
 from model import KVCache, Llama
-from train import RECIPES
+from train import RECIPES, backward_through, make_optimizer
 
 RUN = ["--mem", "16", "--seq", "96", "--segment", "16", "--steps", "2", "--batch", "2", "--micro-batch", "1"]
 
@@ -57,7 +60,7 @@ def test_train_then_generate_then_evaluate(run, tmp_path):
     code, out, err = run(train, "--data", "text", "--out", "run", *RUN)
     assert code == 0, err
     for word in ("compressors", "LoRA", "embeddings", "norms", "frozen", "learning rate", "untouched base",
-                 "before training", "after training", "4 sinks + 2 merged + 10 recent", "held-out doc"):  # fmt: skip
+                 "before training", "after training", "4 sinks + 2 merged + 10 recent", "(4 sinks + 12 recent, by slot)"):  # fmt: skip
         assert word in out, word
     assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["adapter.safetensors", "log.jsonl"]
     assert [json.loads(line)["step"] for line in open("run/log.jsonl")] == [1, 2]
@@ -91,11 +94,57 @@ def test_training_twice_with_one_seed_gives_one_adapter(run):
     assert not all(torch.equal(one[name], three[name]) for name in one)
 
 
-def test_micro_batches_do_not_change_the_result(run):
-    for size in (1, 2):
-        assert run(train, "--data", "text", "--out", str(size), *RUN[:-1], size)[0] == 0
-    one, two = (load_file(f"{n}/adapter.safetensors") for n in "12")
-    assert all(torch.allclose(one[name], two[name], atol=2e-3) for name in one if "conv" not in name)
+def test_micro_batches_add_up_to_the_gradient_of_the_mean_loss():
+    """Two sequences at once, one after the other, and by one backward of the mean over all scored tokens."""
+    gradients = []
+    for size in (2, 1, None):
+        torch.manual_seed(0)
+        lococo = LoCoCo(Llama.from_pretrained(TINY), Settings.of("lococo", 16, 16, 64, 2, 6, "slots", kernel=3))
+        lococo.start_training()
+        tokens = torch.randint(3, 2000, (2, 64), generator=torch.Generator().manual_seed(1))
+        if size:
+            for piece in tokens.split(size):
+                sum(backward_through(lococo, piece, scored=2 * 63))
+        else:
+            (sum(segment_losses(lococo.model, tokens, lococo.cache(), 16)) / (2 * 63)).backward()
+        named = {name: p for group in lococo.groups().values() for name, p in group.items()}
+        gradients.append({name: p.grad for name, p in named.items()})
+    for name, gradient in gradients[0].items():
+        for other in gradients[1:]:
+            assert torch.allclose(gradient, other[name], atol=1e-5, rtol=1e-3), name
+
+
+def test_optimizer_follows_the_recipe():
+    lococo = LoCoCo(Llama.from_pretrained(TINY), Settings.of("lococo", 16, 16, 64))
+    optimizer, schedule = make_optimizer(lococo, argparse.Namespace(lr=1e-3, conv_lr=5e-2, steps=4))
+    rates = []
+    for _ in range(5):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+    expected = [[x * (1 - step / 4) for x in (5e-2, 1e-3, 1e-3, 1e-3)] for step in range(5)]
+    assert np.allclose(rates, expected) and all(group["weight_decay"] == 0 for group in optimizer.param_groups)
+
+
+def test_what_is_held_out_is_scored_and_never_trained_on(run, monkeypatch, tokenizer):
+    corpus = Corpus(["text"], tokenizer)
+    held = [corpus.read(d, 0, 96).tolist() for d in corpus.part("held-out", at_least=96)]
+    scored = torch.cat(scored_batches(corpus, "held-out", 96, "cpu", 16, 2)).tolist()
+    assert scored == held[:16] and len(held) > 2
+    seen = []
+    monkeypatch.setattr(train, "Sequences", lambda corpus, documents, *rest: seen.append(documents) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(train, "--data", "text", "--out", "run", *RUN)
+    assert np.array_equal(seen[0], corpus.part("training")) and not np.isin(seen[0][:, 3] % 20, (0, 1, 2)).any()
+
+
+def test_a_corpus_whose_names_are_all_held_out_is_trained_on_and_not_scored(run, tmp_path):
+    name = next(f"{i}.txt" for i in range(999) if zlib.crc32(f"{i}.txt".encode()) % 20 < 2)
+    (tmp_path / name).write_text("one lone file of text\n" * 300)
+    code, out, err = run(train, "--data", name, "--out", "run", *RUN)
+    assert code == 0 and "no held-out document is that long" in out, err
+    code, out, err = run(eval_ppl, "--data", name, "--lengths", 64)
+    assert code == 0 and "documents scored (all): 1 of 64" in out, err
 
 
 @pytest.mark.parametrize("method", ["full", "streaming", "lococo"])
@@ -111,7 +160,7 @@ def test_inference_mode_saves_compressors_alone_and_other_flags_win(run):
     assert code == 0, err
     tensors = load_file("run/adapter.safetensors")
     assert len(tensors) == 8 and all(name.startswith("compressors.") for name in tensors)
-    assert tensors["compressors.0.conv.weight"].shape == (10, 64, 5)  # 16 - 2 - 4 slots, 2D channels, kernel
+    assert tensors["compressors.0.conv.weight"].shape == (10, 128, 5)  # 16 - 2 - 4 slots, 2D channels, kernel
     assert "LoRA" not in out and "positions interpolated" in out
 
 
@@ -186,14 +235,16 @@ def test_sampling_takes_the_fewest_tokens_that_reach_top_p():
 def test_streamed_text_is_the_text(tokenizer, text):
     prompt = tokenizer.encode("prompt:")
     ids = tokenizer.encode("prompt:" + text)[len(prompt) :]
-    pieces = list(stream(tokenizer, prompt, ids))
-    assert "".join(pieces) == text
+    stream = TextStream(tokenizer, prompt)
+    pieces = [stream.add(token) for token in ids]
+    assert "".join(pieces) == text and stream.rest() == ""
     assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_text_that_ends_inside_a_character_is_shown_at_the_end(tokenizer):
-    ids = tokenizer.encode("a🐍", bos=False)
-    assert "".join(stream(tokenizer, [1], ids[:-1])).startswith("a")
+    stream = TextStream(tokenizer, tokenizer.encode("a"))
+    shown = [stream.add(token) for token in tokenizer.encode("a🐍")[2:-1]]
+    assert "".join(shown) == "" and "\ufffd" in stream.rest()
 
 
 # --- Bad input -----------------------------------------------------------------------------------------------
@@ -217,6 +268,10 @@ BAD = [
     (train, ["--data", "latin.txt"], "latin.txt: not UTF-8 text"),
     (train, ["--data", "text", "--seq", "100000"], "a sequence needs 100000"),
     (train, ["--out", "text"], "--out text holds another run"),
+    (train, ["--seed", "-1"], "--seed -1"),
+    (train, ["--mem", "1024", "--seq", "1024"], "nothing would be merged"),
+    (train, ["--method", "full", "--recent", "8"], "--method full keeps everything"),
+    (train, ["--out", "latin.txt/run", "--data", "text"], "latin.txt/run: Not a directory"),
     (train, ["--unknown"], "unrecognized arguments: --unknown"),
     (generate, [], "the following arguments are required: --prompt"),
     (generate, ["--prompt", "nowhere.txt"], "--prompt nowhere.txt: No such file"),
@@ -230,8 +285,10 @@ BAD = [
     (generate, ["--prompt", "text/0.py", "--max-new-tokens", "0"], "--max-new-tokens 0"),
     (generate, ["--prompt", "text/0.py", "--dtype", "int8"], "invalid choice: 'int8'"),
     (eval_ppl, ["nowhere"], "nowhere: no adapter there"),
-    (eval_ppl, ["--lengths", "1"], "--lengths need at least 2"),
-    (eval_ppl, ["--data", "text", "--lengths", "100000"], "--lengths 100000: no held-out document"),
+    (eval_ppl, ["--lengths", "1"], "--lengths 1: at least 2"),
+    (eval_ppl, ["--data", "text", "--lengths", "100000"], "--lengths 100000: no document of that many tokens"),
+    (eval_ppl, ["--json", "nowhere/table.json"], "--json nowhere/table.json: not a file in a directory"),
+    (eval_ppl, ["--documents", "0"], "--documents 0"),
     (eval_ppl, ["--model", "nowhere"], "--model nowhere"),
 ]
 
@@ -247,10 +304,11 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run, tmp_path, program, words
     assert sentence in err and "Traceback" not in err
     assert err.strip().splitlines()[-1].startswith(program.__name__ + ".py: ")
     assert {f for f in tmp_path.rglob("*") if "cache" not in f.parts} == before
+    assert not list(tmp_path.rglob("*.part"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("device", ["cuda", "gpu"])
+@pytest.mark.parametrize("device", ["cuda", "gpu", "meta"])
 def test_a_device_that_is_not_there(run, device):
     code, _, err = run(generate, "--prompt", "text/0.py", "--device", device)
     assert code == 2 and err == f"generate.py: --device {device}: there is no such device here\n"
@@ -258,17 +316,40 @@ def test_a_device_that_is_not_there(run, device):
 
 def test_a_truncated_model_is_named(run, tmp_path):
     (tmp_path / "model").mkdir()
-    for file in TINY.glob("*[!t].*"):
-        if file.name in ("config.json", "tokenizer.model", "model.safetensors"):
-            size = file.stat().st_size // (2 if file.suffix == ".safetensors" else 1)
-            (tmp_path / "model" / file.name).write_bytes(file.read_bytes()[:size])
+    for name in ("config.json", "tokenizer.model", "model.safetensors"):
+        content = (TINY / name).read_bytes()
+        (tmp_path / "model" / name).write_bytes(content[: len(content) // 2] if "safetensors" in name else content)
     code, _, err = run(generate, "--prompt", "text/0.py", "--model", "model")
     assert code == 2 and "model.safetensors: cannot be read as weights, is it truncated?" in err
 
 
-def test_full_cache_object_is_the_plain_one():
+def test_an_adapter_that_keeps_everything(run):
+    assert run(train, "--data", "text", "--out", "run", "--method", "full", *RUN)[0] == 0
+    code, _, err = run(generate, "--prompt", "text/0.py", "--adapter", "run", "--max-new-tokens", 3)
+    assert code == 0 and "no limit" in err
     model = Llama.from_pretrained(TINY)
-    assert type(LoCoCo(model, Settings.of("full", 8, 8, 64, lora_rank=0)).cache()) is KVCache
+    assert type(LoCoCo.load("run", model).cache()) is KVCache
+
+
+def test_an_adapter_of_another_base(run, tmp_path):
+    shutil.copytree(TINY, "base")
+    weights = load_file("base/model.safetensors")
+    save_file({name: w * 1.01 for name, w in weights.items()}, "base/model.safetensors")
+    code, _, err = run(generate, "--prompt", "text/0.py", "--model", "base", "--adapter", TINY)
+    assert code == 2 and "made for another base model" in err
+
+
+def test_the_embedded_model_is_small_and_uses_distant_context(tokenizer):
+    """Its own figures are in tiny/pretrain.jsonl; here a sample of this machine's library: 4 documents."""
+    sizes = {file.name: file.stat().st_size for file in TINY.iterdir()}
+    assert sizes["model.safetensors"] <= 8e6 and sizes["adapter.safetensors"] <= 4e6
+    figures = json.loads((TINY / "pretrain.jsonl").read_text().splitlines()[-1])
+    assert figures["ratio"] >= 1.12
+    model = Llama.from_pretrained(TINY)
+    documents = scored_batches(Corpus([], tokenizer), "held-out", model.config.context, "cpu", 4, 4)
+    full = perplexity(model, lambda: KVCache(4), documents, 512)
+    window = LoCoCo(model, Settings.of("streaming", 63, 1, model.config.context, lora_rank=0))
+    assert perplexity(model, window.cache, documents, 1) > 1.05 * full
 
 
 def test_memory_does_not_grow_with_the_sequence(tmp_path):

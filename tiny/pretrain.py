@@ -3,10 +3,9 @@
     python tiny/pretrain.py --out tiny          # about 100 minutes on two cores
 
 A plain language model of this size makes little use of distant context, and without that no memory can be told
-from another. So it first learns to recall, on random tokens that repeat (the idea of induction-head studies, arXiv
-2209.11895), and then reads text in which a quarter of the sequences repeat one of their own passages further on
-and a quarter are random tokens repeated.
-Held-out and choosing documents (train.py, PARTS) are never seen. Writes the official Hugging Face layout.
+from another. So its start contains a recall head (`init`), and half of what it reads asks for one: a quarter of the
+sequences repeat one of their own passages further on, a quarter are random tokens repeated.
+Held-out and choosing documents (eval_ppl.py, PARTS) are never seen. Writes the official Hugging Face layout.
 """
 
 import argparse
@@ -14,6 +13,7 @@ import json
 import math
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -24,17 +24,13 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import PARTS, Corpus, default_files  # noqa: E402
-from model import Llama, LlamaConfig, Tokenizer, hugging_face_name  # noqa: E402
+from eval_ppl import PARTS, Corpus, default_files, perplexity, scored_batches  # noqa: E402
+from lococo import LoCoCo, Settings  # noqa: E402
+from model import KVCache, Llama, LlamaConfig, Tokenizer, hugging_face_name, rope, rotate  # noqa: E402
 from train import Sequences  # noqa: E402
-
-RECALL_STEPS = 1000  # first, short: 4 M random tokens, repeated
-
 
 def train_tokenizer(out: Path, vocab_size: int) -> None:
     """Llama-2's own settings (BPE, byte fallback, no normalisation, split digits) on the training files."""
-    import zlib
-
     def lines():
         for file in default_files():
             if zlib.crc32(file.name.encode()) % 20 in PARTS["training"]:
@@ -71,24 +67,52 @@ def recall_mixture(tokens: np.ndarray, rng: np.random.Generator, vocab_size: int
 
 @torch.no_grad()
 def init(model: Llama) -> Llama:
-    """A start from which recall heads form within 3 M tokens: the output layer begins as the embedding, so that
-    copying a token is easy, and all embeddings share a component, so that heads can look at positions alone."""
-    std = model.config.dim**-0.5
+    """Random weights, and in them an induction head written by hand (arXiv 2209.11895): see this token, look for
+    its last occurrence, expect what followed it. Left to chance it had not formed in 25 M tokens; training goes on
+    from here and may change every number.
+
+    Of the 128 channels A = 0..62 hold the token, B = 63..125 are to hold the token before it, 126 is a constant.
+    """
+    c, A, B, ONE = model.config, slice(0, 63), slice(63, 126), 126
     for name, p in model.named_parameters():
         if p.dim() > 1:  # layers that add to the residual stream start smaller
-            small = name.endswith(("wo.weight", "w2.weight"))
-            p.normal_(std=std / (2 * model.config.n_layers) ** 0.5 if small else std)
-    model.output.weight.copy_(model.tok_embeddings.weight)
-    model.tok_embeddings.weight += 0.16 * torch.randn(model.config.dim)
+            p.normal_(std=0.01 if name.endswith(("wo.weight", "w2.weight")) else 0.08)
+    embedding = model.tok_embeddings.weight.normal_(std=0.02)
+    embedding[:, A].normal_(std=0.16)
+    embedding[:, ONE] = 1.8
+    model.output.weight.normal_(std=0.02)
+    model.output.weight[:, A] = embedding[:, A]
+
+    # Layer 0, head 0, previous token: from the constant, q = u and k = u turned by one position, so that q . k is
+    # largest where the key is one position before the query. Its value, the token, goes from A to B.
+    first, D, identity = model.layers[0].attention, c.head_dim, torch.eye(63)
+    u = torch.zeros(1, 1, 1, D)
+    u[..., :12] = 7.0  # the fast rotations tell neighbours apart
+    first.wq.weight[:D] = first.wk.weight[:D] = first.wv.weight[:D] = 0.0
+    first.wq.weight[:D, ONE] = u.flatten() / 9
+    first.wk.weight[:D, ONE] = rotate(u, *rope(torch.tensor([1]), c)).flatten() / 9
+    first.wv.weight[:63, A] = 0.2 * identity
+    first.wo.weight[B, :63] = identity
+
+    # Layer 1, head 0, match: this token (A) against the token before the key (B), in the slow channels, which
+    # hardly turn within the context. The value, the token found, is added to A, from where the output reads it.
+    second, P = model.layers[1].attention, torch.linalg.qr(torch.randn(63, D // 2)).Q.T
+    slow = [*range(D // 4, D // 2), *range(3 * D // 4, D)]
+    second.wq.weight[:D] = second.wk.weight[:D] = second.wv.weight[:D] = 0.0
+    for row, channel in enumerate(slow):
+        second.wq.weight[channel, A] = 3.0 * P[row]
+        second.wk.weight[channel, B] = 3.0 * P[row]
+    second.wv.weight[:63, A] = 0.2 * identity
+    second.wo.weight[A, :63] = 3.0 * identity
     return model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=3400)
+    parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=2e-3)
     args = parser.parse_args()
     args.out.mkdir(exist_ok=True)
     torch.manual_seed(0)
@@ -100,10 +124,7 @@ def main() -> None:
     data = Sequences(corpus, corpus.part("training"), config.context + 1, seed=0)
     print(f"{data.per_pass * data.L / 1e6:.1f} M training tokens", flush=True)
     model = init(Llama(config))
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    gains = [p for p in model.parameters() if p.dim() == 1]
-    decay = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(decay, lr=args.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
     checkpoint, first = args.out / "pretrain.pt", 0
     if checkpoint.is_file():
         state = torch.load(checkpoint, weights_only=True)
@@ -115,13 +136,9 @@ def main() -> None:
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=10)
     for step in bar:
         rng = np.random.default_rng((1, step))
-        if step < RECALL_STEPS:
-            batch = [repeated(257, rng, config.vocab_size) for _ in range(16)]
-        else:
-            batch = [recall_mixture(data[step * args.batch + i].copy(), rng, config.vocab_size)
-                     for i in range(args.batch)]  # fmt: skip
+        batch = [recall_mixture(data[step * args.batch + i].copy(), rng, config.vocab_size) for i in range(args.batch)]
         tokens = torch.from_numpy(np.stack(batch))
-        warm, done = min(1, (step + 1) / 50), max(0, step - RECALL_STEPS) / (args.steps - RECALL_STEPS)
+        warm, done = min(1, (step + 1) / 50), step / args.steps
         for group in optimizer.param_groups:
             group["lr"] = args.lr * warm * (0.5 + 0.5 * math.cos(math.pi * done))
         with torch.autocast("cpu", torch.bfloat16):
@@ -142,6 +159,20 @@ def main() -> None:
             torch.save(state, checkpoint.with_suffix(".part"))
             checkpoint.with_suffix(".part").rename(checkpoint)
     save(model, args.out)
+    row = figures(model, corpus)
+    log.write(json.dumps(row) + "\n")
+    print(row)
+
+
+def figures(model: Llama, corpus: Corpus) -> dict[str, float]:
+    """Does it use distant context? Held-out perplexity at the full context, with all of it and with 64 tokens."""
+    context = model.config.context
+    documents = scored_batches(corpus, "held-out", context, "cpu", 64, 16)
+    window = LoCoCo(model, Settings.of("streaming", 63, 1, context, lora_rank=0))  # and the token itself
+    narrow = perplexity(model, window.cache, documents, 1)
+    window.remove()
+    full = perplexity(model, lambda: KVCache(model.config.n_layers), documents, context)
+    return {"documents": sum(map(len, documents)), "full_attention": full, "window_64": narrow, "ratio": narrow / full}
 
 
 def save(model: Llama, out: Path) -> None:
