@@ -5,8 +5,8 @@ the segment loop (section 3.3), position interpolation, LoRA, what trains, and t
 Letters as in model.py. Left out on purpose: heavy hitters (H2O) and everything distributed.
 
 Where the paper and its own code (VITA-Group/LoCoCo) differ, this follows the paper: weights are ReLU / sum
-(equation 8; the code takes a softmax of the ReLU), no learnt blend with kept tokens, and the first segment's
-keys and values keep their gradient. Compression is lazy, as in the code; unlike there, decoding compresses only
+(equation 8; the code's softmax of the ReLU is one setting away), no learnt blend with kept tokens, and the
+first segment's keys and values keep their gradient. Compression is lazy, as in the code; unlike there, decoding compresses only
 when a whole segment has gathered, because at every token it would cost many times the model.
 """
 
@@ -48,6 +48,7 @@ METHODS = {
     "lococo": Method(       0,     0, True,  "interpolated"),
 }  # fmt: skip
 POSITIONS = ("interpolated", "slots")
+NORMALISE = ("sum", "softmax")  # how logits become weights: the paper's equation 8, and the official code
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,14 @@ class Settings:
     segment: int  # T
     length: int  # L that it is trained for, in tokens
     kernel: int
+    normalise: str
     lora_rank: int
     lora_alpha: int = 16
 
     @staticmethod
     def of(method: str, mem: int, segment: int, length: int, sinks: int | None = None, recent: int | None = None,
-           positions: str | None = None, kernel: int = 21, lora_rank: int = 8) -> "Settings":  # fmt: skip
+           positions: str | None = None, kernel: int = 21, normalise: str = "sum", lora_rank: int = 8,
+           ) -> "Settings":  # fmt: skip
         """A row of METHODS, with counts and positions that are given in place of its own.
 
         What eviction does not keep takes no slot: `streaming` with 8 sinks and nothing recent has M = 8.
@@ -80,6 +83,8 @@ class Settings:
         positions = positions or row.positions
         if positions not in POSITIONS:
             raise UserError(f"unknown positions {positions!r}; there are {', '.join(POSITIONS)}")
+        if normalise not in NORMALISE:
+            raise UserError(f"unknown normalise {normalise!r}; there are {', '.join(NORMALISE)}")
         for name, value, least in (("mem", mem, 1), ("segment", segment, 1), ("seq", length, 2), ("sinks", sinks, 0),
                                    ("recent", recent, 0), ("lora-rank", lora_rank, 0)):  # fmt: skip
             if value is not None and value < least:
@@ -91,7 +96,7 @@ class Settings:
         if row.sinks == ALL:
             if sinks or recent:
                 raise UserError(f"--method {method} keeps everything: --sinks and --recent do not go with it")
-            return Settings(method, None, 0, 0, 0, positions, segment, length, kernel, lora_rank)
+            return Settings(method, None, 0, 0, 0, positions, segment, length, kernel, normalise, lora_rank)
         sinks = row.sinks if sinks is None else sinks
         recent = row.recent if recent is None else recent
         recent = max(mem - sinks, 0) if recent == REST else recent
@@ -101,7 +106,7 @@ class Settings:
             raise UserError(f"--sinks {sinks} and --recent {recent} do not fit into --mem {mem}{left}")
         merged = room if row.merge else 0
         return Settings(method, sinks + merged + recent, sinks, merged, recent, positions, segment, length, kernel,
-                        lora_rank)  # fmt: skip
+                        normalise, lora_rank)  # fmt: skip
 
 
 # --- Compressor (section 3.2) --------------------------------------------------------------------------------
@@ -114,16 +119,22 @@ class Compressor(nn.Module):
     share the kernel. 2D * slots * kernel weights: 22.0 M in 32 layers of 7B at 128 slots and kernel 21.
     """
 
-    def __init__(self, head_dim: int, slots: int, kernel: int):
+    def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str = "sum"):
         super().__init__()
+        self.normalise = normalise
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2)
+        # As the official code. With softmax every slot then starts as little more than one entry, chosen at random.
+        nn.init.normal_(self.conv.weight)
 
     def forward(self, k: Tensor, v: Tensor) -> Tensor:
         """Keys and values (B, G, S, D) -> mixing weights W (B, G, slots, S); every row sums to 1."""
         B, G, S, _ = k.shape
         x = torch.cat((k, v), dim=-1).flatten(0, 1).transpose(1, 2)  # (B G, 2D, S): heads join the batch
-        w = F.relu(self.conv(x)).float() + 1e-9  # a slot whose logits are all negative becomes a plain mean
-        return (w / w.sum(dim=-1, keepdim=True)).view(B, G, -1, S)
+        logits = F.relu(self.conv(x)).float().view(B, G, -1, S)
+        if self.normalise == "softmax":  # zeros keep a weight of exp(0)
+            return logits.softmax(dim=-1)
+        w = logits + 1e-9  # a slot whose logits are all negative becomes a plain mean
+        return w / w.sum(dim=-1, keepdim=True)
 
 
 # --- Memory --------------------------------------------------------------------------------------------------
@@ -274,8 +285,9 @@ class LoCoCo:
         self.model, self.settings = model, settings
         self.base, self.base_config = fingerprint(model), model.config
         model.config = replace(model.config, rope_scale=interpolation(model.config, settings))
+        device = model.norm.weight.device
         self.compressors = nn.ModuleList(
-            Compressor(model.config.head_dim, settings.merged, settings.kernel).to(model.norm.weight.device)
+            Compressor(model.config.head_dim, settings.merged, settings.kernel, settings.normalise).to(device)
             for _ in range(model.config.n_layers if settings.merged else 0)
         )
         self.originals = {}  # embeddings and norms as the base has them, for `remove`

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from eval_ppl import (
     HERE, Corpus, Parser, exit_on_user_error, load_base, perplexity, precision, scored_batches,
 )  # fmt: skip
-from lococo import METHODS, POSITIONS, LoCoCo, Settings, segment_losses
+from lococo import METHODS, NORMALISE, POSITIONS, LoCoCo, Settings, segment_losses
 from model import UserError
 
 # --- Sequences -----------------------------------------------------------------------------------------------
@@ -66,17 +66,18 @@ RECIPES = {
     "method":      ("lococo",   "lococo"),
     "mem":         (256,        512),
     "sinks":       (4,          0),
-    "recent":      (None,       0),  # None: 7/8 of the memory, sinks included
+    "recent":      (None,       0),  # None: 15/16 of the memory, sinks included
     "positions":   ("slots",    "interpolated"),
     "segment":     (512,        512),
-    "seq":         (2048,       8192),
+    "seq":         (4096,       8192),
     "kernel":      (21,         21),
+    "normalise":   ("softmax",  "sum"),  # softmax: the official code's
     "lora_rank":   (8,          8),
     "lr":          (1e-3,       5e-5),
     "conv_lr":     (5e-2,       5e-2),
     "steps":       (100,        200),
-    "batch":       (4,          128),
-    "micro_batch": (4,          1),
+    "batch":       (2,          128),
+    "micro_batch": (2,          1),
 }  # fmt: skip
 EVALUATED = 16  # held-out documents that a run is scored on, at most
 
@@ -142,6 +143,7 @@ def parse() -> argparse.Namespace:
     add("--segment", type=int, help="tokens T that enter together")
     add("--seq", type=int, help="trained length L in tokens")
     add("--kernel", type=int, help="taps of the convolution, odd")
+    add("--normalise", help=f"one of {', '.join(NORMALISE)}")
     add("--lora-rank", type=int, help="0: only the compressors train (the paper's inference mode)")
     add("--lr", type=float)
     add("--conv-lr", type=float, help="learning rate of the compressors")
@@ -156,7 +158,7 @@ def parse() -> argparse.Namespace:
         if getattr(args, name) is None and (own or name not in ("sinks", "recent", "positions")):
             setattr(args, name, values[column])
     if own and args.recent is None:
-        args.recent = max(args.mem * 7 // 8 - args.sinks, 0)
+        args.recent = max(args.mem * 15 // 16 - args.sinks, 0)
     for name in ("steps", "batch", "micro_batch", "lr", "conv_lr"):
         if not getattr(args, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: more than 0 is needed")
@@ -187,7 +189,7 @@ def print_groups(lococo: LoCoCo, args: argparse.Namespace) -> None:
 def main() -> None:
     args = parse()
     settings = Settings.of(args.method, args.mem, args.segment, args.seq, args.sinks, args.recent, args.positions,
-                           args.kernel, args.lora_rank)  # fmt: skip
+                           args.kernel, args.normalise, args.lora_rank)  # fmt: skip
     if not (settings.merged or settings.lora_rank):
         raise UserError(f"--lora-rank 0 with --method {args.method}: there is nothing to train")
     if settings.merged and args.seq - 1 <= settings.mem + args.segment:

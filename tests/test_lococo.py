@@ -9,7 +9,7 @@ from conftest import meta_state, reference_logits
 
 from eval_ppl import perplexity
 from lococo import (
-    METHODS, Compressor, LoCoCo, LoRALinear, Settings, fingerprint, interpolation, prefill, remove_lora,
+    METHODS, NORMALISE, Compressor, LoCoCo, LoRALinear, Settings, fingerprint, interpolation, prefill, remove_lora,
     segment_losses,
 )  # fmt: skip
 from model import KVCache, Llama, LlamaConfig, UserError, rope, rotate
@@ -50,6 +50,7 @@ def test_every_method_is_three_counts(choice, counts):
         (dict(kernel=4), "--kernel 4: an odd size"),
         (dict(length=5), "--seq 5 is shorter than one segment; --segment is 6"),
         (dict(positions="absolute"), "'absolute'; there are interpolated, slots"),
+        (dict(normalise="max"), "'max'; there are sum, softmax"),
         (dict(sinks=4, recent=4), "--sinks 4 and --recent 4 do not fit into --mem 8"),
         (dict(sinks=-1), "--sinks -1"),
         (dict(lora_rank=-1), "--lora-rank -1"),
@@ -80,13 +81,16 @@ def mixing_weights_by_hand(compressor: Compressor, k, v):
                 if 0 <= at < len(x):
                     logit = logit + (weight[m, :, tap] * x[at]).sum()
             w[m, s] = max(logit, 0.0)
+        if compressor.normalise == "softmax":
+            w[m] = w[m].exp()
         w[m] /= w[m].sum()
     return w
 
 
+@pytest.mark.parametrize("normalise", NORMALISE)
 @pytest.mark.parametrize("kernel", [1, 3, 21])
-def test_compressor_equals_a_loop_over_the_papers_equations(kernel):
-    compressor = Compressor(head_dim=4, slots=5, kernel=kernel)
+def test_compressor_equals_a_loop_over_the_papers_equations(kernel, normalise):
+    compressor = Compressor(head_dim=4, slots=5, kernel=kernel, normalise=normalise)
     k, v = torch.randn(2, 3, 17, 4), torch.randn(2, 3, 17, 4)
     w = compressor(k, v)
     assert w.shape == (2, 3, 5, 17)

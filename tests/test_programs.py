@@ -60,7 +60,7 @@ def test_train_then_generate_then_evaluate(run, tmp_path):
     code, out, err = run(train, "--data", "text", "--out", "run", *RUN)
     assert code == 0, err
     for word in ("compressors", "LoRA", "embeddings", "norms", "frozen", "learning rate", "untouched base",
-                 "before training", "after training", "4 sinks + 2 merged + 10 recent", "(4 sinks + 12 recent, by slot)"):  # fmt: skip
+                 "before training", "after training", "4 sinks + 1 merged + 11 recent", "(4 sinks + 12 recent, by slot)"):  # fmt: skip
         assert word in out, word
     assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["adapter.safetensors", "log.jsonl"]
     assert [json.loads(line)["step"] for line in open("run/log.jsonl")] == [1, 2]
