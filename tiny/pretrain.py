@@ -68,7 +68,7 @@ def recall_mixture(tokens: np.ndarray, rng: np.random.Generator, vocab_size: int
 @torch.no_grad()
 def init(model: Llama) -> Llama:
     """Random weights, and in them an induction head written by hand (arXiv 2209.11895): see this token, look for
-    its last occurrence, expect what followed it. Left to chance it had not formed in 25 M tokens; training goes on
+    its last occurrence, expect what followed it. Left to chance it had not formed in 14 M tokens; training goes on
     from here and may change every number.
 
     Of the 128 channels A = 0..62 hold the token, B = 63..125 are to hold the token before it, 126 is a constant.
