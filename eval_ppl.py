@@ -339,7 +339,8 @@ def main() -> None:
                  **evaluate(model, lambda: KVCache(model.config.n_layers), batches, segment=512)}]  # fmt: skip
         for run in runs:
             lococo = LoCoCo.load(run, model)
-            rows.append({"name": str(run), "slots": lococo.settings.mem,
+            name = "tiny/" if run is TINY else str(run)
+            rows.append({"name": name, "slots": lococo.settings.mem,
                          **evaluate(model, lococo.cache, batches, lococo.settings.segment)})  # fmt: skip
             lococo.remove()
     print_table(rows, batches, args.part)
