@@ -4,8 +4,9 @@
     python generate.py --prompt - --adapter runs/my-run < book.txt
     python generate.py --prompt file.txt --model Llama-2-7b-hf    # no adapter: the plain model, full cache
 
-The prompt is read segment by segment; each full buffer of M + T entries is compressed into M slots, while
-decoding too. The text goes to standard output, the figures to standard error.
+The prompt is read segment by segment; before a segment that would not fit into M + T entries, what is held is
+compressed into M slots; while decoding, when a whole segment has gathered. The text goes to standard output, the
+figures to standard error.
 """
 
 import sys
@@ -128,7 +129,7 @@ def main() -> None:
                                 args.seed + number):  # fmt: skip
                 print(text.add(token), end="", flush=True)
                 count += 1
-            print(text.rest(), flush=True)
+            print(text.rest().rstrip("\ufffd"), flush=True)  # the limit may fall inside a character
     done = time.time()
     full = branch.nbytes // branch.held * branch.seen
     say(f"prompt           {len(prompt):,} tokens in {-(-len(prompt) // segment)} segments of {segment}")

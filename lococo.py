@@ -5,7 +5,7 @@ the segment loop (section 3.3), position interpolation, LoRA, what trains, and t
 Letters as in model.py. Left out on purpose: heavy hitters (H2O) and everything distributed.
 
 Where the paper and its own code (VITA-Group/LoCoCo) differ, this follows the paper: weights are ReLU / sum
-(equation 8; the code's softmax of the ReLU is one setting away), no learnt blend with kept tokens, and the
+(equation 8; the code's softmax of the ReLU is a setting, which the embedded recipe takes), no learnt blend with kept tokens, and the
 first segment's keys and values keep their gradient. Compression is lazy, as in the code; unlike there, decoding compresses only
 when a whole segment has gathered, because at every token it would cost many times the model.
 """
@@ -338,7 +338,7 @@ class LoCoCo:
     def save(self, file: Path) -> None:
         """Write beside, sync, rename: `file` is either the old one or the new one, never half of it."""
         tensors = {n: p.detach().cpu().contiguous() for group in self.groups().values() for n, p in group.items()}
-        about = {"settings": asdict(self.settings), "base": self.base, "sha256": checksum(tensors)}
+        about = {"settings": asdict(self.settings), "base": self.base, "sha256": checksum(tensors, self.settings)}
         part = file.with_suffix(".part")
         save_file(tensors, part, metadata={"format": "pt", "lococo": json.dumps(about)})
         with open(part, "rb") as written:
@@ -358,15 +358,14 @@ class LoCoCo:
                             f"this model has {fingerprint(model)})")  # fmt: skip
         with safe_open(file, framework="pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}
-        if checksum(tensors) != about["sha256"]:
+        if checksum(tensors, settings) != about["sha256"]:
             raise UserError(f"{file}: damaged (the checksum does not match)")
         lococo = LoCoCo(model, settings)
-        parameters = {name: p for group in lococo.groups().values() for name, p in group.items()}
-        assert tensors.keys() == parameters.keys()  # the checksum holds, so `save` wrote them
         with torch.no_grad():
-            for name, p in parameters.items():
-                assert p.shape == tensors[name].shape
-                p.copy_(tensors[name])
+            for group in lococo.groups().values():
+                for name, p in group.items():
+                    assert p.shape == tensors[name].shape  # settings and tensors are those that `save` wrote
+                    p.copy_(tensors[name])
         return lococo
 
 
@@ -382,13 +381,13 @@ def adapter_settings(file: Path) -> tuple[Settings, dict]:
     try:
         with safe_open(file, framework="pt") as handle:
             about = json.loads(handle.metadata()["lococo"])
-        return Settings(**about["settings"]), about
+        return Settings(**about["settings"]), {key: about[key] for key in ("base", "sha256")}
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: not an adapter of this program, or damaged ({error})") from None
 
 
-def checksum(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def checksum(tensors: dict[str, Tensor], settings: Settings) -> str:
+    digest = hashlib.sha256(repr(settings).encode())
     for name in sorted(tensors):
         digest.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

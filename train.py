@@ -10,6 +10,7 @@ Left out on purpose: resuming, several processes.
 import argparse
 import itertools
 import json
+import os
 import time
 from pathlib import Path
 from typing import Iterator
@@ -20,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eval_ppl import (
-    HERE, Corpus, Parser, exit_on_user_error, load_base, perplexity, precision, scored_batches,
+    HERE, TINY, Corpus, Parser, exit_on_user_error, load_base, perplexity, precision, scored_batches,
 )  # fmt: skip
 from lococo import METHODS, NORMALISE, POSITIONS, LoCoCo, Settings, segment_losses
 from model import UserError
@@ -151,7 +152,8 @@ def parse() -> argparse.Namespace:
     add("--batch", type=int, help="sequences per step")
     add("--micro-batch", type=int, help="sequences in memory at once")
     args = parser.parse_args()
-    args.recipe = args.recipe or ("paper" if args.model else "embedded")
+    embedded = args.model is None or args.model.resolve() == TINY.resolve()
+    args.recipe = args.recipe or ("embedded" if embedded else "paper")
     column = ("embedded", "paper").index(args.recipe)
     own = args.method in (None, RECIPES["method"][column])  # the recipe's counts are those of its method
     for name, values in RECIPES.items():
@@ -167,7 +169,7 @@ def parse() -> argparse.Namespace:
 
 def run_directory(args: argparse.Namespace, settings: Settings) -> Path:
     """A new directory for this run; one that holds anything is refused."""
-    name = HERE / "runs" / f"{settings.method}-mem{args.mem}-seq{args.seq}"
+    name = HERE / "runs" / f"{settings.method}-mem{settings.mem or 'all'}-seq{args.seq}"
     numbered = (name.with_name(f"{name.name}-{i}") for i in itertools.count(2))
     out = args.out or (next(d for d in numbered if not d.exists()) if name.exists() else name)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -213,7 +215,8 @@ def main() -> None:
         with precision(args):
             return perplexity(model, lococo.cache, heldout, args.segment) if heldout else float("nan")
 
-    window = LoCoCo(model, Settings.of("streaming", max(args.mem, 5), args.segment, args.seq, lora_rank=0))
+    equal = settings.mem or args.mem
+    window = LoCoCo(model, Settings.of("streaming", equal, args.segment, args.seq, min(4, equal - 1), lora_rank=0))
     base = score(window)
     window.remove()
     lococo = LoCoCo(model, settings)
@@ -229,8 +232,8 @@ def main() -> None:
     for name, value in ((f"untouched base, window of equal memory ({kept}, by slot)", base),
                         (f"{settings.method} before training", before),
                         (f"{settings.method} after training", score(lococo))):  # fmt: skip
-        print(f"  {name:64} {value:>8.3f}")
-    print(f"adapter: {args.out / 'adapter.safetensors'}")
+        print(f"  {name:72} {value:>8.3f}")
+    print(f"adapter: {os.path.relpath(args.out / 'adapter.safetensors')}")
 
 
 if __name__ == "__main__":

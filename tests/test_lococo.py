@@ -414,7 +414,9 @@ def test_a_damaged_adapter_is_refused_and_leaves_no_trace(saved):
     path, _, base = saved
     file = path / "adapter.safetensors"
     whole = file.read_bytes()
-    damaged = [whole[:-1], whole[: len(whole) // 2], whole[:7], b"", whole[:-9] + bytes([whole[-9] ^ 64]) + whole[-8:]]
+    other_kernel = whole.replace(rb'\"kernel\": 3', rb'\"kernel\": 5')
+    assert other_kernel != whole
+    damaged = [other_kernel, whole[:-1], whole[: len(whole) // 2], whole[:7], b"", whole[:-9] + bytes([whole[-9] ^ 64]) + whole[-8:]]
     for content in damaged:
         file.write_bytes(content)
         model = base()
