@@ -12,7 +12,6 @@ H query heads, G key/value heads, D head dimension, L whole sequence, V vocabula
 """
 
 import json
-import pickle
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Callable
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 
@@ -254,18 +253,17 @@ class Llama(nn.Module):
             config, read, unread = _open_hugging_face(path)
         else:
             raise UserError(f"{path}: not a model directory (neither Meta's params.json nor a config.json in it)")
-        with torch.device("meta"):  # shapes only: nothing is allocated or initialised
-            model = Llama(config)
-        for name, p in list(model.named_parameters()):
+        with torch.device("meta"):  # shapes only: nothing is initialised that will be overwritten
+            model = Llama(config).to(dtype)
+        model.to_empty(device=device)
+        if config.tied:  # each of the two has got its own memory
+            model.output.weight = model.tok_embeddings.weight
+        for name, p in model.named_parameters():
             tensor = read(name)
             if tensor.shape != p.shape or not tensor.is_floating_point():
                 raise UserError(f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)}, the configuration says "
                                 f"{tuple(p.shape)}; a file is missing or belongs to another model")  # fmt: skip
-            owner, _, leaf = name.rpartition(".")
-            value = torch.empty(p.shape, dtype=dtype, device=device).copy_(tensor)
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
-        if config.tied:
-            model.output.weight = model.tok_embeddings.weight
+            p.data.copy_(tensor)
         if unread:
             raise UserError(f"{path}: unexpected tensor {min(unread)!r}, {len(unread)} in all: not a plain Llama-2")
         return model
@@ -298,8 +296,7 @@ def _readers(file: Path) -> dict[str, Callable[[], Tensor]]:
             return {name: partial(handle.get_tensor, name) for name in handle.keys()}
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         return {name: partial(Tensor.detach, tensor) for name, tensor in state.items()}
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, AttributeError,
-            KeyError, TypeError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged pickle may raise any of a dozen kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{file}: cannot be read as weights, is it truncated? ({reason})") from None
 

@@ -221,8 +221,8 @@ def main() -> None:
     window.remove()
     lococo = LoCoCo(model, settings)
     lococo.start_training()
-    print(f"method {settings.method}: {settings.sinks} sinks + {settings.merged} merged + {settings.recent} recent slots,"
-          f" positions {settings.positions}, RoPE factor {model.config.rope_scale:g}")  # fmt: skip
+    print(f"method {settings.method}: {settings.sinks} sinks + {settings.merged} merged + {settings.recent} recent "
+          f"slots, positions {settings.positions}, RoPE factor {model.config.rope_scale:g}")  # fmt: skip
     print_groups(lococo, args)
     before = score(lococo)
     train(lococo, data, args)

@@ -1,6 +1,9 @@
 """model.py: the Llama, its cache, the loaders of both layouts, the tokenizer."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,6 +217,41 @@ def test_missing_and_damaged_files_are_named(tmp_path, model):
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../b"}}))
     with pytest.raises(UserError, match="'../b'"):
         Llama.from_pretrained(path)
+
+
+PEAK = """
+import sys, threading, time, torch
+from model import Llama, LlamaConfig
+
+def own() -> int:  # memory that is the process's alone: files that are mapped into it do not count
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def watch():
+    while True:
+        seen.append(own())
+        time.sleep(0.001)
+
+with torch.device("meta"):  # for the first time this imports much of torch
+    Llama(LlamaConfig.preset("tiny"))
+before, seen = own(), []
+threading.Thread(target=watch, daemon=True).start()
+model = Llama.from_pretrained(sys.argv[1])
+seen.append(own())
+print((max(seen) - before) / sum(p.numel() * p.element_size() for p in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc/self/status is Linux's")
+@pytest.mark.parametrize("layout", ["meta", "safetensors", "bin"])
+def test_loading_never_holds_two_copies_of_the_weights(tmp_path, layout):
+    model = Llama(LlamaConfig(512, 8, 8, 8, ffn_dim=1536, vocab_size=4096))  # 125 MB, 8 MB the largest tensor
+    if layout == "meta":
+        write_meta(tmp_path, model, 2, multiple_of=512)
+    else:
+        write_hugging_face(tmp_path, model, {"bin": "pytorch_model.bin"}.get(layout, "model.safetensors"))
+    home = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", PEAK, tmp_path], cwd=home, capture_output=True, text=True, check=True)
+    assert 0.99 < float(done.stdout) < 1.25, done.stdout
 
 
 def test_meta_parameters_that_are_not_llama_2_are_refused(tmp_path, model):
