@@ -1,7 +1,7 @@
 """Extend a pretrained Llama-2: tune compressors, LoRA, embeddings and norms on long sequences, segment by segment.
 
     python train.py                               # the embedded model, CPU
-    python train.py --mem 512 --seq 8192          # the same, 8 times its pretrained context
+    python train.py --mem 512 --seq 8192          # the same, to 8 times its pretrained context
     python train.py --model Llama-2-7b-hf --data RedPajama/ --mem 512 --seq 32768
 
 Left out on purpose: resuming, several processes.
@@ -70,17 +70,17 @@ RECIPES = {
     "recent":      (None,       0),  # None: 15/16 of the memory, sinks included
     "positions":   ("slots",    "interpolated"),
     "segment":     (512,        512),
-    "seq":         (4096,       8192),
+    "seq":         (2048,       8192),
     "kernel":      (21,         21),
     "normalise":   ("softmax",  "sum"),  # softmax: the official code's
     "lora_rank":   (8,          8),
     "lr":          (1e-3,       5e-5),
     "conv_lr":     (5e-2,       5e-2),
-    "steps":       (100,        200),
+    "steps":       (160,        200),
     "batch":       (2,          128),
     "micro_batch": (2,          1),
 }  # fmt: skip
-EVALUATED = 16  # held-out documents that a run is scored on, at most
+EVALUATED = 64  # held-out documents that a run is scored on, at most
 
 # --- Training ------------------------------------------------------------------------------------------------
 
