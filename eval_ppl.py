@@ -118,13 +118,17 @@ def write_tokens(out: BinaryIO, files: list[Path], tokenizer: Tokenizer, skip_bi
     """Token ids to `out`; returns every document's end, counted in tokens, and the checksum of its name."""
     ends, sums, dtype, skipped = [], [], token_dtype(tokenizer), []
     size = np.dtype(dtype).itemsize
-    for file in tqdm(files, desc="tokenizing", unit=" files", disable=None):
+    bar = tqdm(unit=" tokens", unit_scale=True, disable=None)
+    for number, file in enumerate(files, 1):
+        bar.set_description(f"tokenizing file {number} of {len(files)}", refresh=False)
         start, documents = out.tell(), len(ends)
         try:
             for name, chunks in text_documents(file):
                 for i, chunk in enumerate(chunks):
                     # Sentencepiece puts a space before a text; not before a text that goes on.
-                    out.write(np.array(tokenizer.encode(chunk, bos=False)[i > 0 :], dtype).tobytes())
+                    ids = tokenizer.encode(chunk, bos=False)[i > 0 :]
+                    out.write(np.array(ids, dtype).tobytes())
+                    bar.update(len(ids))
                 ends.append(out.tell() // size)
                 sums.append(zlib.crc32(name.encode()))
         except (EOFError, gzip.BadGzipFile, zlib.error):
@@ -136,6 +140,7 @@ def write_tokens(out: BinaryIO, files: list[Path], tokenizer: Tokenizer, skip_bi
             out.truncate()
             del ends[documents:], sums[documents:]
             skipped.append(file)
+    bar.close()
     if skipped:
         print(f"skipped {len(skipped)} files that are not UTF-8 text, the first is {skipped[0]}", file=sys.stderr)
     return ends, sums

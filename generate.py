@@ -26,7 +26,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     """One token id from float logits (V,); temperature 0 takes the likeliest."""
     if temperature == 0:
         return int(logits.argmax())
-    p, ids = torch.softmax((logits - logits.max()) / temperature, dim=-1).sort(descending=True)
+    p, ids = torch.softmax((logits - logits.max()).double() / temperature, dim=-1).sort(descending=True)
     p[p.cumsum(0) - p >= top_p] = 0  # the fewest tokens that together reach top_p, at least one
     return int(ids[torch.multinomial(p, 1, generator=generator)])
 
@@ -120,6 +120,7 @@ def main() -> None:
     begun = time.time()
     with precision(args):
         logits = prefill(model, torch.tensor([prompt], device=args.device), cache, segment)
+        logits[0, 0].item()  # a GPU has finished the prompt when this returns
         filled, count = time.time(), 0
         for number in range(args.num_samples):
             if args.num_samples > 1:

@@ -4,10 +4,10 @@ In the paper's order: what a memory keeps (the table of methods), the compressor
 the segment loop (section 3.3), position interpolation, LoRA, what trains, and the adapter file.
 Letters as in model.py. Left out on purpose: heavy hitters (H2O) and everything distributed.
 
-Where the paper and its own code (VITA-Group/LoCoCo) differ, this follows the paper: weights are ReLU / sum
-(equation 8; the code's softmax of the ReLU is a setting, which the embedded recipe takes), no learnt blend with kept tokens, and the
-first segment's keys and values keep their gradient. Compression is lazy, as in the code; unlike there, decoding compresses only
-when a whole segment has gathered, because at every token it would cost many times the model.
+Where the paper and its own code (VITA-Group/LoCoCo) differ, this follows the paper: weights are ReLU / sum (equation
+8; the code's softmax of the ReLU is a setting, which the embedded recipe takes), there is no learnt blend with kept
+tokens, and the first segment's keys and values keep their gradient. Compression is lazy, as in the code; unlike
+there, decoding compresses only when a whole segment has gathered: at every token it would cost many times the model.
 """
 
 import hashlib
@@ -92,7 +92,7 @@ class Settings:
         if length < segment:
             raise UserError(f"--seq {length} is shorter than one segment; --segment is {segment}")
         if kernel < 1 or kernel % 2 == 0:
-            raise UserError(f"--kernel {kernel}: an odd size is needed, so that a slot is centred on its entry")
+            raise UserError(f"--kernel {kernel}: an odd size is needed, so that it is centred on an entry")
         if row.sinks == ALL:
             if sinks or recent:
                 raise UserError(f"--method {method} keeps everything: --sinks and --recent do not go with it")
@@ -222,7 +222,7 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     """
     by_slot = settings.positions == "slots" and settings.mem is not None
     reach = settings.mem + settings.segment if by_slot else settings.length
-    return config.rope_scale * max(1.0, reach / config.context)
+    return max(config.rope_scale, reach / config.context)  # a base that is interpolated already stays so
 
 
 # --- LoRA (arXiv 2106.09685) ---------------------------------------------------------------------------------
