@@ -142,7 +142,7 @@ def write_tokens(out: BinaryIO, files: list[Path], tokenizer: Tokenizer, skip_bi
             skipped.append(file)
     bar.close()
     if skipped:
-        print(f"skipped {len(skipped)} files that are not UTF-8 text, the first is {skipped[0]}", file=sys.stderr)
+        print(f"left out {len(skipped)} files that are not UTF-8 text, such as {skipped[0]}", file=sys.stderr)
     return ends, sums
 
 

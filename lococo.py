@@ -21,7 +21,7 @@ from typing import Iterator, NamedTuple
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from model import KVCache, Llama, LlamaConfig, UserError, rope, rotate
@@ -340,9 +340,10 @@ class LoCoCo:
         tensors = {n: p.detach().cpu().contiguous() for group in self.groups().values() for n, p in group.items()}
         about = {"settings": asdict(self.settings), "base": self.base, "sha256": checksum(tensors, self.settings)}
         part = file.with_suffix(".part")
-        save_file(tensors, part, metadata={"format": "pt", "lococo": json.dumps(about)})
-        with open(part, "rb") as written:
-            os.fsync(written.fileno())
+        with open(part, "wb") as out:
+            out.write(save(tensors, metadata={"format": "pt", "lococo": json.dumps(about)}))
+            out.flush()
+            os.fsync(out.fileno())
         os.replace(part, file)
 
     @staticmethod

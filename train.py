@@ -201,6 +201,7 @@ def main() -> None:
                         "nothing would be merged, so the compressors would not train")  # fmt: skip
     args.out = run_directory(args, settings)
     model, tokenizer = load_base(args)
+    print(f"run {os.path.relpath(args.out)}")
     print(f"model {args.model or 'tiny/'}: {sum(p.numel() for p in model.parameters()):,} parameters, "
           f"context {model.config.context}, {args.dtype} on {args.device}; recipe {args.recipe}")  # fmt: skip
     corpus = Corpus(args.data, tokenizer)
