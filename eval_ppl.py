@@ -2,6 +2,7 @@
 
     python eval_ppl.py                                        # the embedded model and adapter
     python eval_ppl.py runs/a runs/b --lengths 2048 4096 8192 --json table.json
+    python eval_ppl.py --method streaming h2o --mem 512       # eviction needs no training: any base, no run
 
 Perplexity is exp(total negative log-likelihood / scored tokens): every token after the first is scored, segment
 boundaries included. A document shorter than the length is left out, a longer one cut; each starts with BOS and
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lococo import LoCoCo, adapter_file, adapter_settings, segment_losses
+from lococo import POSITIONS, SCORES, LoCoCo, Settings, adapter_file, adapter_settings, segment_losses
 from model import KVCache, Llama, Tokenizer, UserError
 
 HERE = Path(__file__).parent
@@ -217,6 +218,17 @@ def scored_batches(corpus: Corpus, part: str, L: int, device: str, most: int, si
 # --- What the programs share ---------------------------------------------------------------------------------
 
 
+COUNTS = {  # flags: what a method by its name leaves open
+    "mem": (int, "memory slots M"),
+    "sinks": (int, "slots that keep the first tokens"),
+    "heavy": (int, "slots that keep what has received most attention"),
+    "recent": (int, "slots that keep the last tokens"),
+    "score": (str, f"of attention received: one of {', '.join(SCORES)}"),
+    "positions": (str, f"one of {', '.join(POSITIONS)}"),
+    "segment": (int, "tokens T that enter together"),
+}
+
+
 class Parser(argparse.ArgumentParser):
     def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -224,6 +236,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
         self.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on cpu, else bfloat16")
         self.add_argument("--seed", type=int, default=0)
+
+    def add_counts(self) -> None:
+        for name, (kind, text) in COUNTS.items():
+            self.add_argument(f"--{name}", type=kind, help=text)
 
     def parse_args(self) -> argparse.Namespace:
         args = super().parse_args()
@@ -276,6 +292,22 @@ def precision(args: argparse.Namespace) -> torch.autocast:
     return torch.autocast(torch.device(args.device).type, args.dtype, enabled=args.dtype != torch.float32)
 
 
+def refuse_counts(args: argparse.Namespace) -> None:
+    for name in COUNTS:
+        if getattr(args, name) is not None and not args.method:
+            raise UserError(f"--{name} {getattr(args, name)} goes with --method; an adapter has its own")
+
+
+def untrained(args: argparse.Namespace, method: str, length: int) -> Settings:
+    """A method that needs no training, for `length` tokens, as the flags of `Parser.add_counts` say."""
+    segment = args.segment or 512
+    settings = Settings.of(method, args.mem or 512, segment, max(length, segment), args.sinks, args.heavy, args.recent,
+                           args.positions, score=args.score or "sum", lora_rank=0)  # fmt: skip
+    if settings.merged:
+        raise UserError(f"--method {method}: its convolution must be trained first, by train.py")
+    return settings
+
+
 # --- Perplexity ----------------------------------------------------------------------------------------------
 
 
@@ -290,23 +322,37 @@ def perplexity(model: Llama, new_cache: Callable[[], KVCache], batches: Iterable
 
 
 def evaluate(model: Llama, new_cache: Callable[[], KVCache], batches: dict[int, list[Tensor]], segment: int) -> dict:
-    """One row of the table: perplexity per length, bytes of one sequence's cache, tokens/s over all lengths."""
-    last = None
+    """A row of the table: per length perplexity, seconds and RoPE factor; bytes of one sequence's cache at the last."""
+    last, ppl, seconds = None, {}, {}
 
     def fresh() -> KVCache:
         nonlocal last
         last = new_cache()
         return last
 
-    begun = time.time()
-    ppl = {length: perplexity(model, fresh, documents, segment) for length, documents in batches.items()}
-    tokens = sum(batch.numel() for documents in batches.values() for batch in documents)
+    for length, documents in batches.items():
+        begun = time.time()
+        ppl[length] = perplexity(model, fresh, documents, segment)
+        seconds[length] = time.time() - begun
     return {
         "perplexity": ppl,
         "cache_bytes": last.nbytes // last.keys[0].shape[0],
-        "tokens_per_s": tokens / (time.time() - begun),
-        "rope_factor": model.config.rope_scale,
+        "seconds": seconds,
+        "rope_factor": dict.fromkeys(batches, model.config.rope_scale),
     }
+
+
+def evaluate_untrained(model: Llama, args: argparse.Namespace, method: str, batches: dict[int, list[Tensor]]) -> dict:
+    """The same for a method on the untouched base; positions are interpolated for each length anew."""
+    row = {"name": f"{method}, untouched base"}
+    for length, documents in batches.items():
+        lococo = LoCoCo(model, untrained(args, method, length))
+        part = evaluate(model, lococo.cache, {length: documents}, lococo.settings.segment)
+        row["slots"], row["cache_bytes"] = lococo.settings.mem, part.pop("cache_bytes")
+        for key, values in part.items():
+            row[key] = row.get(key, {}) | values
+        lococo.remove()
+    return row
 
 
 # --- The table -----------------------------------------------------------------------------------------------
@@ -316,6 +362,8 @@ def main() -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="run directories of train.py (default: the embedded adapter)")
+    add("--method", nargs="+", default=[], metavar="NAME", help="training-free methods to score on the untouched base")
+    parser.add_counts()
     add("--lengths", type=int, nargs="+", default=[2048, 4096, 8192], help="context lengths in tokens")
     add("--data", type=Path, nargs="+", default=[], metavar="PATH", help="as in train.py (default: Python's library)")
     add("--part", choices=PARTS, help="documents to score (default: all of --data, the held-out part of the library)")
@@ -328,7 +376,10 @@ def main() -> None:
         if value < least:
             raise UserError(f"--{name} {value}: at least {least} is needed")
     args.part = args.part or ("all" if args.data else "held-out")
-    runs = args.runs or ([] if args.model else [TINY])
+    runs = args.runs or ([] if args.model or args.method else [TINY])
+    refuse_counts(args)
+    for method in args.method:
+        untrained(args, method, max(args.lengths))
     for run in runs:
         adapter_settings(adapter_file(run))  # a wrong path is told before the work begins
     if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
@@ -343,6 +394,7 @@ def main() -> None:
     with precision(args):
         rows = [{"name": "base, full cache", "slots": None,
                  **evaluate(model, lambda: KVCache(model.config.n_layers), batches, segment=512)}]  # fmt: skip
+        rows += [evaluate_untrained(model, args, method, batches) for method in args.method]
         for run in runs:
             lococo = LoCoCo.load(run, model)
             name = "tiny/" if run is TINY else str(run)
@@ -365,8 +417,10 @@ def main() -> None:
 def print_table(rows: list[dict], batches: dict[int, list[Tensor]], part: str) -> None:
     width = max(len(row["name"]) for row in rows)
     print(f"{'':{width}} {'slots':>6} {'cache bytes':>12} {'tokens/s':>9}" + "".join(f"{n:>9}" for n in batches))
+    tokens = sum(batch.numel() for documents in batches.values() for batch in documents)
     for row in rows:
-        print(f"{row['name']:{width}} {row['slots'] or '-':>6} {row['cache_bytes']:>12,} {row['tokens_per_s']:>9,.0f}"
+        rate = tokens / sum(row["seconds"].values())
+        print(f"{row['name']:{width}} {row['slots'] or '-':>6} {row['cache_bytes']:>12,} {rate:>9,.0f}"
               + "".join(f"{p:>9.3f}" for p in row["perplexity"].values()))  # fmt: skip
     counts = ", ".join(f"{sum(map(len, b))} of {length}" for length, b in batches.items())
     print(f"documents scored ({part}): {counts} tokens; each starts with BOS and an empty cache")

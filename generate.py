@@ -17,7 +17,7 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from eval_ppl import TINY, Parser, exit_on_user_error, load_base, precision
+from eval_ppl import TINY, Parser, exit_on_user_error, load_base, precision, refuse_counts, untrained
 from lococo import LoCoCo, prefill
 from model import KVCache, Llama, Tokenizer, UserError
 
@@ -84,6 +84,8 @@ def main() -> None:
     add("--prompt", required=True, help="a text file, or - for standard input")
     add("--adapter", metavar="RUN", help="run directory of train.py (default: the embedded one for tiny/)")
     add("--full", action="store_true", help="keep the full cache, however long the text")
+    add("--method", metavar="NAME", help="a training-free method instead of an adapter (streaming, h2o)")
+    parser.add_counts()
     add("--max-new-tokens", type=int, default=200)
     add("--temperature", type=float, default=0.8, help="0 is greedy")
     add("--top-p", type=float, default=0.95)
@@ -97,11 +99,17 @@ def main() -> None:
     ):
         if not fits:
             raise UserError(f"--{name} {value}: it must be {range_}")
+    refuse_counts(args)
+    if args.method and (args.adapter or args.full):
+        raise UserError(f"--method {args.method} does not go with --adapter or --full")
     text = read_prompt(args.prompt)
     model, tokenizer = load_base(args)
-    adapter = args.adapter or (None if args.model else TINY)
-    lococo = LoCoCo.load(adapter, model) if adapter else None
     prompt = tokenizer.encode(text)
+    adapter = args.adapter or (None if args.model or args.method else TINY)
+    if args.method:
+        lococo = LoCoCo(model, untrained(args, args.method, len(prompt) + args.max_new_tokens))
+    else:
+        lococo = LoCoCo.load(adapter, model) if adapter else None
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

@@ -2,12 +2,12 @@
 
 In the paper's order: what a memory keeps (the table of methods), the compressor (section 3.2), the memory,
 the segment loop (section 3.3), position interpolation, LoRA, what trains, and the adapter file.
-Letters as in model.py. Left out on purpose: heavy hitters (H2O) and everything distributed.
+Letters as in model.py. Left out on purpose: everything distributed.
 
 Where the paper and its own code (VITA-Group/LoCoCo) differ, this follows the paper: weights are ReLU / sum (equation
-8; the code's softmax of the ReLU is a setting, which the embedded recipe takes), there is no learnt blend with kept
-tokens, and the first segment's keys and values keep their gradient. Compression is lazy, as in the code; unlike
-there, decoding compresses only when a whole segment has gathered: at every token it would cost many times the model.
+8), there is no learnt blend with kept tokens, and the first segment's keys and values keep their gradient. The code's
+softmax of the ReLU, its blend and its scores are settings. Compression is lazy, as in the code; unlike there,
+decoding compresses only when a whole segment has gathered: at every token it would cost many times the model.
 """
 
 import hashlib
@@ -24,31 +24,39 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from model import KVCache, Llama, LlamaConfig, UserError, rope, rotate
+from model import KVCache, Llama, LlamaConfig, UserError, attend, rope, rotate
 
 # --- Methods -------------------------------------------------------------------------------------------------
 
 ALL = "all"  # every token there is
+HALF = "half"  # of the memory
 REST = "rest"  # as many as there is room for
 
 
 class Method(NamedTuple):
-    """What a memory of M slots holds, oldest first: [sinks | merged | recent]. All else is dropped."""
+    """What a memory of M slots holds, in this order: [sinks | heavy | merged | recent]. All else is dropped."""
 
     sinks: int | str  # the first tokens, kept as they are
+    heavy: int | str  # the entries that have received most attention, kept as they are, chosen by each head
     recent: int | str  # the last tokens, kept as they are
-    merge: bool  # the convolution mixes what is between them into the remaining slots
+    merge: bool  # the convolution mixes what is not kept into the remaining slots
     positions: str  # "interpolated" (original ones, divided by a factor) or "slots" (the place in the cache)
+    groups: bool = False  # while training, whole sequences at once, attention within shifted groups
 
 
 METHODS = {
-    #                   sinks recent  merge  positions
-    "full": Method(       ALL,     0, False, "interpolated"),
-    "streaming": Method(    4,  REST, False, "slots"),
-    "lococo": Method(       0,     0, True,  "interpolated"),
+    #                       sinks heavy recent  merge  positions
+    "full": Method(           ALL,    0,     0, False, "interpolated"),
+    "streaming": Method(        4,    0,  REST, False, "slots"),
+    "h2o": Method(              0, HALF,  REST, False, "interpolated"),
+    "lococo": Method(           0,    0,     0, True,  "interpolated"),
+    "lococo+sinks": Method(     4,    0,     0, True,  "interpolated"),
+    "lococo+h2o": Method(       0, HALF,     0, True,  "interpolated"),
+    "longlora": Method(       ALL,    0,     0, False, "interpolated", groups=True),
 }  # fmt: skip
 POSITIONS = ("interpolated", "slots")
 NORMALISE = ("sum", "softmax")  # how logits become weights: the paper's equation 8, and the official code
+SCORES = ("sum", "mean", "last")  # of attention: all of it (H2O), per query that could see, the last segment's (code)
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Settings:
     method: str
     mem: int | None  # M, slots per layer and key/value head; None: no limit
     sinks: int
+    heavy: int
     merged: int  # slots that the convolution fills
     recent: int
     positions: str
@@ -65,13 +74,15 @@ class Settings:
     length: int  # L that it is trained for, in tokens
     kernel: int
     normalise: str
+    blend: float | None
+    score: str
     lora_rank: int
     lora_alpha: int = 16
 
     @staticmethod
-    def of(method: str, mem: int, segment: int, length: int, sinks: int | None = None, recent: int | None = None,
-           positions: str | None = None, kernel: int = 21, normalise: str = "sum", lora_rank: int = 8,
-           ) -> "Settings":  # fmt: skip
+    def of(method: str, mem: int, segment: int, length: int, sinks: int | None = None, heavy: int | None = None,
+           recent: int | None = None, positions: str | None = None, kernel: int = 21, normalise: str = "sum",
+           blend: float | None = None, score: str = "sum", lora_rank: int = 8) -> "Settings":  # fmt: skip
         """A row of METHODS, with counts and positions that are given in place of its own.
 
         What eviction does not keep takes no slot: `streaming` with 8 sinks and nothing recent has M = 8.
@@ -81,32 +92,39 @@ class Settings:
             raise UserError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
         row = METHODS[method]
         positions = positions or row.positions
-        if positions not in POSITIONS:
-            raise UserError(f"unknown positions {positions!r}; there are {', '.join(POSITIONS)}")
-        if normalise not in NORMALISE:
-            raise UserError(f"unknown normalise {normalise!r}; there are {', '.join(NORMALISE)}")
+        for name, value, known in (("positions", positions, POSITIONS), ("normalise", normalise, NORMALISE),
+                                   ("score", score, SCORES)):  # fmt: skip
+            if value not in known:
+                raise UserError(f"unknown {name} {value!r}; there are {', '.join(known)}")
         for name, value, least in (("mem", mem, 1), ("segment", segment, 1), ("seq", length, 2), ("sinks", sinks, 0),
-                                   ("recent", recent, 0), ("lora-rank", lora_rank, 0)):  # fmt: skip
+                                   ("heavy", heavy, 0), ("recent", recent, 0), ("lora-rank", lora_rank, 0)):
             if value is not None and value < least:
                 raise UserError(f"--{name} {value}: at least {least} is needed")
         if length < segment:
             raise UserError(f"--seq {length} is shorter than one segment; --segment is {segment}")
         if kernel < 1 or kernel % 2 == 0:
             raise UserError(f"--kernel {kernel}: an odd size is needed, so that it is centred on an entry")
+        rest = (positions, length if row.groups else segment, length, kernel, normalise, blend, score, lora_rank)
         if row.sinks == ALL:
-            if sinks or recent:
-                raise UserError(f"--method {method} keeps everything: --sinks and --recent do not go with it")
-            return Settings(method, None, 0, 0, 0, positions, segment, length, kernel, normalise, lora_rank)
+            if sinks or heavy or recent:
+                raise UserError(f"--method {method} keeps everything: --sinks, --heavy, --recent do not go with it")
+            return Settings(method, None, 0, 0, 0, 0, *rest)
         sinks = row.sinks if sinks is None else sinks
+        heavy = row.heavy if heavy is None else heavy
+        heavy = mem // 2 if heavy == HALF else heavy
         recent = row.recent if recent is None else recent
-        recent = max(mem - sinks, 0) if recent == REST else recent
-        room = mem - sinks - recent
+        recent = max(mem - sinks - heavy, 0) if recent == REST else recent
+        room = mem - sinks - heavy - recent
         if room < row.merge:
             left = " with a slot left to merge into" if row.merge else ""
-            raise UserError(f"--sinks {sinks} and --recent {recent} do not fit into --mem {mem}{left}")
+            raise UserError(f"--sinks {sinks}, --heavy {heavy}, --recent {recent} do not fit into --mem {mem}{left}")
         merged = room if row.merge else 0
-        return Settings(method, sinks + merged + recent, sinks, merged, recent, positions, segment, length, kernel,
-                        normalise, lora_rank)  # fmt: skip
+        return Settings(method, sinks + heavy + merged + recent, sinks, heavy, merged, recent, *rest)
+
+    @property
+    def scored(self) -> bool:
+        """Whether the memory must know how much attention each entry has received."""
+        return self.heavy > 0 or (self.blend is not None and self.merged > 0)
 
 
 # --- Compressor (section 3.2) --------------------------------------------------------------------------------
@@ -119,22 +137,32 @@ class Compressor(nn.Module):
     share the kernel. 2D * slots * kernel weights: 22.0 M in 32 layers of 7B at 128 slots and kernel 21.
     """
 
-    def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str = "sum"):
+    def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str = "sum", blend: float | None = None):
         super().__init__()
         self.normalise = normalise
+        self.gate = None if blend is None else nn.Parameter(torch.tensor(float(blend)))
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2)
         # As the official code. With softmax every slot then starts as little more than one entry, chosen at random.
         nn.init.normal_(self.conv.weight)
 
-    def forward(self, k: Tensor, v: Tensor) -> Tensor:
-        """Keys and values (B, G, S, D) -> mixing weights W (B, G, slots, S); every row sums to 1."""
+    def forward(self, k: Tensor, v: Tensor, score: Tensor | None = None) -> Tensor:
+        """Keys and values (B, G, S, D) -> mixing weights W (B, G, slots, S); every row sums to 1.
+
+        With a blend (the official code's, not in the paper) W is mixed with one-hot rows that keep the entries
+        of the highest score (B, G, S), by a learnt gate: 0 would be plain eviction.
+        """
         B, G, S, _ = k.shape
         x = torch.cat((k, v), dim=-1).flatten(0, 1).transpose(1, 2)  # (B G, 2D, S): heads join the batch
         logits = F.relu(self.conv(x)).float().view(B, G, -1, S)
         if self.normalise == "softmax":  # zeros keep a weight of exp(0)
-            return logits.softmax(dim=-1)
-        w = logits + 1e-9  # a slot whose logits are all negative becomes a plain mean
-        return w / w.sum(dim=-1, keepdim=True)
+            w = logits.softmax(dim=-1)
+        else:
+            w = logits + 1e-9  # a slot whose logits are all negative becomes a plain mean
+            w = w / w.sum(dim=-1, keepdim=True)
+        if self.gate is None:
+            return w
+        best = score.topk(w.shape[2], dim=-1).indices.sort(dim=-1).values
+        return (1 - self.gate) * F.one_hot(best, S) + self.gate * w
 
 
 # --- Memory --------------------------------------------------------------------------------------------------
@@ -152,6 +180,7 @@ class Memory(KVCache):
         super().__init__(config.n_layers)
         self.config, self.settings, self.compressors = config, settings, compressors
         self.make_room = False
+        self.scores: list[Tensor | None] = [None] * config.n_layers  # (B, G, S, 2), see `attention_received`
 
     def begin(self, T: int) -> int:
         s = self.settings
@@ -167,41 +196,103 @@ class Memory(KVCache):
             self.keys[layer], self.values[layer] = self.compress(layer, self.keys[layer], self.values[layer])
         return super().update(layer, k, v)
 
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = self.update(layer, k, v)
+        if self.settings.scored:
+            before, now = self.scores[layer], attention_received(q, k)
+            if before is not None and self.settings.score != "last":
+                now[:, :, : before.shape[2]] += before
+            self.scores[layer] = now
+        return attend(q, k, v)
+
     def compress(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's keys and values (B, G, S, D) -> (B, G, M, D)."""
-        s, S = self.settings, k.shape[2]
-        parts = (s.sinks, S - s.sinks - s.recent, s.recent)
-        k_sinks, k_rest, k_recent = k.split(parts, dim=2)
-        v_sinks, v_rest, v_recent = v.split(parts, dim=2)
-        in_slots = s.positions == "slots"
-        if in_slots:  # sinks stay where they are, recent entries move down, the rest is mixed unrotated
-            k_rest = self.turn(k_rest, -torch.arange(s.sinks, S - s.recent))
-            k_recent = self.turn(k_recent, torch.tensor([s.mem - S]))
+        s, S, score = self.settings, k.shape[2], None
+        parts = (s.sinks + s.heavy, S - s.sinks - s.heavy - s.recent, s.recent)
+        place = torch.arange(S, device=k.device)  # where the entries of [sinks, heavy | rest | recent] are now
+        if s.scored:
+            place = self.heavy_first(layer)
+            k, v, scores = (take(x, place) for x in (k, v, self.scores[layer]))
+            score = ranking(scores, s.score)[:, :, parts[0] : S - s.recent]
+        slot = torch.arange(s.mem, device=k.device)
+        first, new, last = slot.split((parts[0], s.merged, s.recent))
+        if s.positions == "slots":  # what is kept moves to its slot, the rest to position 0: it is mixed unrotated
+            k = self.turn(k, torch.cat((first, slot.new_zeros(parts[1]), last)) - place)
+        k_kept, k_rest, k_recent = k.split(parts, dim=2)
+        v_kept, v_rest, v_recent = v.split(parts, dim=2)
         if s.merged:
-            w = self.compressors[layer](k_rest, v_rest).type_as(v)  # (B, G, merged, rest)
-            k_rest, v_rest = w @ k_rest, w @ v_rest
+            w = self.compressors[layer](k_rest, v_rest, score).type_as(v)  # (B, G, merged, rest)
         else:
-            k_rest, v_rest = k_rest[:, :, :0], v_rest[:, :, :0]
-        if in_slots:
-            k_rest = self.turn(k_rest, torch.arange(s.sinks, s.sinks + s.merged))
-        return torch.cat((k_sinks, k_rest, k_recent), dim=2), torch.cat((v_sinks, v_rest, v_recent), dim=2)
+            w = v.new_zeros(*v.shape[:2], 0, parts[1])
+        k_new, v_new = w @ k_rest, w @ v_rest
+        if s.positions == "slots":
+            k_new = self.turn(k_new, new)
+        if s.scored:
+            kept, rest, recent = scores.split(parts, dim=2)
+            self.scores[layer] = torch.cat((kept, w.detach().float() @ rest, recent), dim=2)
+        return torch.cat((k_kept, k_new, k_recent), dim=2), torch.cat((v_kept, v_new, v_recent), dim=2)
+
+    def heavy_first(self, layer: int) -> Tensor:
+        """Indices (B, G, S) of [sinks and heavy | rest | recent], each in time order."""
+        s = self.settings
+        rank = ranking(self.scores[layer], s.score)
+        rank[:, :, : s.sinks], rank[:, :, rank.shape[2] - s.recent :] = torch.inf, -torch.inf
+        chosen = torch.zeros_like(rank, dtype=torch.bool)
+        chosen.scatter_(2, rank.topk(s.sinks + s.heavy, dim=-1).indices, True)
+        return chosen.logical_not().byte().sort(dim=-1, stable=True).indices
 
     def turn(self, k: Tensor, by: Tensor) -> Tensor:
-        """Move keys (B, G, S, D) by so many positions, (S,) or (1,): rotations compose."""
-        return rotate(k, *rope(by.to(k.device), self.config))
+        """Move keys (B, G, S, D) by so many positions, (S,) or (B, G, S): rotations compose."""
+        return rotate(k, *rope(by, self.config))
+
+    def fork(self) -> "Memory":
+        other = super().fork()
+        other.scores = list(self.scores)
+        return other
+
+
+def take(x: Tensor, place: Tensor) -> Tensor:
+    """Entries (B, G, S, D) at indices (B, G, N) -> (B, G, N, D)."""
+    return x.gather(2, place[..., None].expand(*place.shape, x.shape[-1]))
+
+
+@torch.no_grad()
+def attention_received(q: Tensor, k: Tensor, piece: int = 128) -> Tensor:
+    """The attention of the last T of S entries, summed over them: q (B, H, T, D), k (B, G, S, D) -> (B, G, S, 2).
+
+    The last axis: attention that an entry received, and the number of queries that could see it. Query heads that
+    share a key/value head are averaged (H2O, arXiv 2306.14048, has no such heads). Float32, a piece of T at a time.
+    """
+    (B, H, T, D), (_, G, S, _) = q.shape, k.shape
+    q, k = q.float().view(B, G, H // G, T, D), k.float()[:, :, None].transpose(-1, -2) / D**0.5
+    received = torch.zeros(B, G, S, device=k.device)
+    for t in range(0, T, piece):
+        logits = q[:, :, :, t : t + piece] @ k  # (B, G, H/G, piece, S)
+        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=k.device).triu(S - T + t + 1)
+        received += logits.masked_fill(future, -torch.inf).softmax(dim=-1).sum(dim=-2).mean(dim=2)
+    queries = (S - torch.arange(S, device=k.device)).clamp(max=T).expand_as(received)
+    return torch.stack((received, queries), dim=-1)
+
+
+def ranking(scores: Tensor, kind: str) -> Tensor:
+    """Scores (B, G, S, 2) -> what heavy entries are chosen by, (B, G, S); a plain sum favours old entries."""
+    return scores[..., 0] / scores[..., 1] if kind == "mean" else scores[..., 0].clone()
 
 
 # --- Segment loop (section 3.3) ------------------------------------------------------------------------------
 
 
-def segment_losses(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Iterator[Tensor]:
-    """Negative log-likelihood, summed, of each segment of tokens (B, L); every token after the first is scored.
+def segment_losses(model: Llama, tokens: Tensor, cache: KVCache, segment: int, bptt: int = 1) -> Iterator[Tensor]:
+    """Negative log-likelihood, summed, of every `bptt` segments of tokens (B, L); all after the first are scored.
 
     The target of a segment's last token is the first one of the next, so nothing is lost at the seams. Call
-    backward on a loss before asking for the next: its graph reaches back to this segment's compression only.
+    backward on a loss before asking for the next: its graph reaches back over its own segments only (the paper: one).
     """
-    for x, y in zip(tokens[:, :-1].split(segment, dim=1), tokens[:, 1:].split(segment, dim=1)):
-        yield F.cross_entropy(model(x, cache).flatten(0, 1), y.flatten(), reduction="sum")
+    pairs = list(zip(tokens[:, :-1].split(segment, dim=1), tokens[:, 1:].split(segment, dim=1)))
+    for n in range(0, len(pairs), bptt):
+        yield sum(F.cross_entropy(model(x, cache).flatten(0, 1), y.flatten(), reduction="sum")
+                  for x, y in pairs[n : n + bptt])  # fmt: skip
+        cache.detach()
 
 
 @torch.no_grad()
@@ -287,8 +378,8 @@ class LoCoCo:
         model.config = replace(model.config, rope_scale=interpolation(model.config, settings))
         device = model.norm.weight.device
         self.compressors = nn.ModuleList(
-            Compressor(model.config.head_dim, settings.merged, settings.kernel, settings.normalise).to(device)
-            for _ in range(model.config.n_layers if settings.merged else 0)
+            Compressor(model.config.head_dim, settings.merged, settings.kernel, settings.normalise, settings.blend)
+            .to(device) for _ in range(model.config.n_layers if settings.merged else 0)
         )
         self.originals = {}  # embeddings and norms as the base has them, for `remove`
         if settings.lora_rank:

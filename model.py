@@ -1,8 +1,8 @@
 """Llama-2 in plain PyTorch: the model, its tokenizer, and the loading of official weights.
 
 Read this file first: it is an ordinary Llama-2 and knows nothing of LoCoCo. The method plugs into one
-seam, the cache: attention hands its new keys and values to `cache.update` and attends to whatever comes
-back. `KVCache` below returns all of them; the compressed memory of lococo.py returns M slots instead.
+seam, the cache: attention hands its queries, keys and values to `cache.attend`. `KVCache` below keeps every key and
+value and attends to all of them; the compressed memory of lococo.py keeps M slots instead.
 
 Source: Llama 2 (arXiv 2307.09288) and the layout of Meta's and Hugging Face's checkpoints.
 Left out on purpose: other architectures, other position schemes, quantisation, padding inside a batch.
@@ -84,13 +84,13 @@ PRESETS = {
 
 
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position / rope_scale * theta^(-2i/D), each (T, D/2), for integer positions (T,).
+    """Cosine and sine of position / rope_scale * theta^(-2i/D), each (..., D/2), for integer positions (...).
 
     Always float32: in half precision neighbouring positions beyond a few hundred get the same angle.
     """
     i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = 1.0 / config.rope_theta ** (i / config.head_dim)
-    angle = (positions.float() / config.rope_scale)[:, None] * frequency
+    angle = (positions.float() / config.rope_scale)[..., None] * frequency
     return angle.cos(), angle.sin()
 
 
@@ -103,7 +103,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
-# --- The seam ------------------------------------------------------------------------------------------------
+# --- Attention and its seam ----------------------------------------------------------------------------------
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of the last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
+    T, S = q.shape[2], k.shape[2]
+    # Query t sees all S - T entries of the past and the first t + 1 of its own segment.
+    mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=T == S, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 class KVCache:
@@ -133,9 +143,16 @@ class KVCache:
         if self.keys[layer] is not None:
             k = torch.cat((self.keys[layer], k), dim=2)
             v = torch.cat((self.values[layer], v), dim=2)
-        # Detached: the gradient of a later segment stops here, so no graph spans two segments.
-        self.keys[layer], self.values[layer] = k.detach(), v.detach()
+        self.keys[layer], self.values[layer] = k, v
         return k, v
+
+    def detach(self) -> None:
+        """The gradient of what comes later stops here, so that no graph grows with the text."""
+        self.keys, self.values = ([t if t is None else t.detach() for t in ts] for ts in (self.keys, self.values))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The seam: a layer's new q (B, H, T, D), k and v (B, G, T, D) -> what its heads read, (B, H, T, D)."""
+        return attend(q, *self.update(layer, k, v))
 
     def fork(self) -> "KVCache":
         """A second cache that goes on from here on its own; what is held so far is shared, not copied."""
@@ -159,16 +176,6 @@ class RMSNorm(nn.Module):
         return h.type_as(x) * self.weight
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
-    T, S = q.shape[2], k.shape[2]
-    # Query t sees all S - T entries of the past and the first t + 1 of its own segment.
-    mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=T == S, enable_gqa=q.shape[1] != k.shape[1]
-    )
-
-
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
@@ -185,9 +192,8 @@ class Attention(nn.Module):
         k = self.wk(x).view(B, T, self.G, self.D).transpose(1, 2)
         v = self.wv(x).view(B, T, self.G, self.D).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            k, v = cache.update(self.layer, k, v)
-        return self.wo(attend(q, k, v).transpose(1, 2).reshape(B, T, -1))
+        x = attend(q, k, v) if cache is None else cache.attend(self.layer, q, k, v)
+        return self.wo(x.transpose(1, 2).reshape(B, T, -1))
 
 
 class FeedForward(nn.Module):

@@ -23,8 +23,8 @@ from tqdm import tqdm
 from eval_ppl import (
     HERE, TINY, Corpus, Parser, exit_on_user_error, load_base, perplexity, precision, scored_batches,
 )  # fmt: skip
-from lococo import METHODS, NORMALISE, POSITIONS, LoCoCo, Settings, segment_losses
-from model import UserError
+from lococo import METHODS, NORMALISE, LoCoCo, Settings, segment_losses
+from model import KVCache, UserError, attend
 
 # --- Sequences -----------------------------------------------------------------------------------------------
 
@@ -69,22 +69,42 @@ RECIPES = {
     "method":      ("lococo",   "lococo"),
     "mem":         (256,        512),
     "sinks":       (4,          0),
+    "heavy":       (0,          0),
     "recent":      (None,       0),  # None: 15/16 of the memory, sinks included
     "positions":   ("slots",    "interpolated"),
     "segment":     (512,        512),
     "seq":         (2048,       8192),
     "kernel":      (21,         21),
     "normalise":   ("softmax",  "sum"),  # softmax: the official code's
+    "score":       ("sum",      "sum"),
     "lora_rank":   (8,          8),
     "lr":          (1e-3,       5e-5),
     "conv_lr":     (5e-2,       5e-2),
     "steps":       (160,        200),
     "batch":       (2,          128),
     "micro_batch": (2,          1),
+    "bptt":        (1,          1),
 }  # fmt: skip
 EVALUATED = 64  # held-out documents that a run is scored on, at most
 
 # --- Training ------------------------------------------------------------------------------------------------
+
+
+class ShiftedGroups(KVCache):
+    """LongLoRA's training attention (arXiv 2309.12307): quarters of a sequence attend within themselves, and for the
+    second half of the heads the borders are moved by half a quarter. Its ends are groups of their own there, so that
+    the sequence's end does not leak to its start. Nothing is kept: a whole sequence must enter at once."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        H, G, L = q.shape[1], k.shape[1], q.shape[2]
+        k, v = k.repeat_interleave(H // G, dim=1), v.repeat_interleave(H // G, dim=1)
+        size = -(-L // 4)
+        edges = [range(0, L, size), [0, *range(size // 2, L, size)]]
+        halves = []
+        for heads, starts in zip((slice(0, H // 2), slice(H // 2, H)), edges):
+            groups = [slice(a, b) for a, b in zip(starts, [*starts[1:], L]) if b > a]
+            halves.append(torch.cat([attend(q[:, heads, g], k[:, heads, g], v[:, heads, g]) for g in groups], dim=2))
+        return torch.cat(halves, dim=1)
 
 
 def make_optimizer(lococo: LoCoCo, args: argparse.Namespace):
@@ -95,14 +115,15 @@ def make_optimizer(lococo: LoCoCo, args: argparse.Namespace):
     return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=args.steps)
 
 
-def backward_through(lococo: LoCoCo, tokens: Tensor, scored: int) -> Iterator[float]:
-    """One pass over tokens (B, L) from an empty memory, adding to the gradients segment by segment.
+def backward_through(lococo: LoCoCo, tokens: Tensor, scored: int, bptt: int = 1) -> Iterator[float]:
+    """One pass over tokens (B, L) from an empty memory, adding to the gradients every `bptt` segments.
 
-    Yields each segment's summed loss; what is differentiated is that divided by `scored`, the tokens of the step.
+    Yields their summed loss; what is differentiated is that divided by `scored`, the tokens of the step.
     """
-    for loss in segment_losses(lococo.model, tokens, lococo.cache(), lococo.settings.segment):
+    cache = ShiftedGroups(lococo.model.config.n_layers) if METHODS[lococo.settings.method].groups else lococo.cache()
+    for loss in segment_losses(lococo.model, tokens, cache, lococo.settings.segment, bptt):
         if loss.requires_grad:  # without LoRA nothing that trains comes before the first compression
-            (loss / scored).backward()  # at once, so that the graph of one segment is all there ever is
+            (loss / scored).backward()  # at once, so that the graph of these segments is all there ever is
         yield loss.item()
 
 
@@ -110,7 +131,7 @@ def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace) -> None:
     """args.steps steps of args.batch sequences, args.micro_batch of them at a time."""
     optimizer, schedule = make_optimizer(lococo, args)
     parameters = [p for tensors in lococo.groups().values() for p in tensors.values()]
-    scored = args.batch * (args.seq - 1)
+    scored, piece = args.batch * (args.seq - 1), lococo.settings.segment * args.bptt
     bar = tqdm(total=args.steps * scored, desc="training", unit=" tokens", unit_scale=True)
     with bar, open(args.out / "log.jsonl", "w") as log:
         for step in range(args.steps):
@@ -118,9 +139,9 @@ def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace) -> None:
             sequences = torch.from_numpy(np.stack([data[step * args.batch + i] for i in range(args.batch)]))
             for tokens in sequences.to(args.device).split(args.micro_batch):
                 with precision(args):
-                    for i, loss in enumerate(backward_through(lococo, tokens, scored)):
+                    for i, loss in enumerate(backward_through(lococo, tokens, scored, args.bptt)):
                         total += loss
-                        bar.update(len(tokens) * min(args.segment, args.seq - 1 - i * args.segment))
+                        bar.update(len(tokens) * min(piece, args.seq - 1 - i * piece))
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -139,31 +160,29 @@ def parse() -> argparse.Namespace:
     add("--out", type=Path, help="new directory of the run (default: runs/ and a name)")
     add("--recipe", choices=("embedded", "paper"), help="default: embedded for tiny/, paper for any other --model")
     add("--method", help=f"one of {', '.join(METHODS)}")
-    add("--mem", type=int, help="memory slots M")
-    add("--sinks", type=int, help="slots that keep the first tokens")
-    add("--recent", type=int, help="slots that keep the last tokens")
-    add("--positions", help=f"one of {', '.join(POSITIONS)}")
-    add("--segment", type=int, help="tokens T that enter together")
+    parser.add_counts()
     add("--seq", type=int, help="trained length L in tokens")
     add("--kernel", type=int, help="taps of the convolution, odd")
     add("--normalise", help=f"one of {', '.join(NORMALISE)}")
+    add("--blend", type=float, help="start of the official code's learnt blend with kept entries (default: none)")
     add("--lora-rank", type=int, help="0: only the compressors train (the paper's inference mode)")
     add("--lr", type=float)
     add("--conv-lr", type=float, help="learning rate of the compressors")
     add("--steps", type=int)
     add("--batch", type=int, help="sequences per step")
     add("--micro-batch", type=int, help="sequences in memory at once")
+    add("--bptt", type=int, help="segments that the gradient reaches back over; memory grows as much")
     args = parser.parse_args()
     embedded = args.model is None or args.model.resolve() == TINY.resolve()
     args.recipe = args.recipe or ("embedded" if embedded else "paper")
     column = ("embedded", "paper").index(args.recipe)
     own = args.method in (None, RECIPES["method"][column])  # the recipe's counts are those of its method
     for name, values in RECIPES.items():
-        if getattr(args, name) is None and (own or name not in ("sinks", "recent", "positions")):
+        if getattr(args, name) is None and (own or name not in ("sinks", "heavy", "recent", "positions")):
             setattr(args, name, values[column])
     if own and args.recent is None:
-        args.recent = max(args.mem * 15 // 16 - args.sinks, 0)
-    for name in ("steps", "batch", "micro_batch", "lr", "conv_lr"):
+        args.recent = max(args.mem * 15 // 16 - args.sinks - args.heavy, 0)
+    for name in ("steps", "batch", "micro_batch", "bptt", "lr", "conv_lr"):
         if not getattr(args, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: more than 0 is needed")
     return args
@@ -192,8 +211,9 @@ def print_groups(lococo: LoCoCo, args: argparse.Namespace) -> None:
 
 def main() -> None:
     args = parse()
-    settings = Settings.of(args.method, args.mem, args.segment, args.seq, args.sinks, args.recent, args.positions,
-                           args.kernel, args.normalise, args.lora_rank)  # fmt: skip
+    settings = Settings.of(args.method, args.mem, args.segment, args.seq, args.sinks, args.heavy, args.recent,
+                           args.positions, args.kernel, args.normalise, args.blend, args.score,
+                           args.lora_rank)  # fmt: skip
     if not (settings.merged or settings.lora_rank):
         raise UserError(f"--lora-rank 0 with --method {args.method}: there is nothing to train")
     if settings.merged and args.seq - 1 <= settings.mem + args.segment:
@@ -226,8 +246,9 @@ def main() -> None:
     window.remove()
     lococo = LoCoCo(model, settings)
     lococo.start_training()
-    print(f"method {settings.method}: {settings.sinks} sinks + {settings.merged} merged + {settings.recent} recent "
-          f"slots, positions {settings.positions}, RoPE factor {model.config.rope_scale:g}")  # fmt: skip
+    counts = [f"{n} {kind}" for kind in ("sinks", "heavy", "merged", "recent") if (n := getattr(settings, kind))]
+    print(f"method {settings.method}: {' + '.join(counts) + ' slots' if counts else 'every entry kept'}, "
+          f"positions {settings.positions}, RoPE factor {model.config.rope_scale:g}")  # fmt: skip
     print_groups(lococo, args)
     before = score(lococo)
     train(lococo, data, args)

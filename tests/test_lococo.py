@@ -9,10 +9,11 @@ from conftest import meta_state, reference_logits
 
 from eval_ppl import perplexity
 from lococo import (
-    METHODS, NORMALISE, Compressor, LoCoCo, LoRALinear, Settings, fingerprint, interpolation, prefill, remove_lora,
-    segment_losses,
+    ALL, METHODS, NORMALISE, Compressor, LoCoCo, LoRALinear, Memory, Settings, fingerprint, interpolation, prefill,
+    remove_lora, segment_losses,
 )  # fmt: skip
 from model import KVCache, Llama, LlamaConfig, UserError, rope, rotate
+from train import ShiftedGroups
 
 torch.manual_seed(1)
 TOKENS = torch.randint(3, 64, (2, 40))
@@ -27,36 +28,42 @@ def settings(method="lococo", mem=8, segment=6, length=40, **changes):
 
 
 @pytest.mark.parametrize(
-    "choice, counts",  # (M, sinks, merged, recent)
+    "choice, counts",  # (M, sinks, heavy, merged, recent)
     [
-        (dict(method="full"), (None, 0, 0, 0)),
-        (dict(method="streaming", mem=512), (512, 4, 0, 508)),
-        (dict(method="streaming", mem=512, sinks=8, recent=0), (8, 8, 0, 0)),  # the paper's StreamingLLM
-        (dict(method="lococo", mem=512), (512, 0, 512, 0)),
-        (dict(method="lococo", mem=512, sinks=4, recent=444), (512, 4, 64, 444)),
+        (dict(method="full"), (None, 0, 0, 0, 0)),
+        (dict(method="streaming", mem=512), (512, 4, 0, 0, 508)),
+        (dict(method="streaming", mem=512, sinks=8, recent=0), (8, 8, 0, 0, 0)),  # the paper's StreamingLLM
+        (dict(method="h2o", mem=512), (512, 0, 256, 0, 256)),
+        (dict(method="h2o", mem=511), (511, 0, 255, 0, 256)),
+        (dict(method="h2o", mem=512, sinks=4, heavy=124), (512, 4, 124, 0, 384)),
+        (dict(method="lococo", mem=512), (512, 0, 0, 512, 0)),
+        (dict(method="lococo", mem=512, sinks=4, recent=444), (512, 4, 0, 64, 444)),
+        (dict(method="lococo+sinks", mem=512), (512, 4, 0, 508, 0)),
+        (dict(method="lococo+h2o", mem=512), (512, 0, 256, 256, 0)),
+        (dict(method="longlora", mem=512), (None, 0, 0, 0, 0)),
     ],
 )
 def test_every_method_is_three_counts(choice, counts):
     s = settings(**choice)
-    assert (s.mem, s.sinks, s.merged, s.recent) == counts
+    assert (s.mem, s.sinks, s.heavy, s.merged, s.recent) == counts
 
 
 @pytest.mark.parametrize(
     "choice, sentence",
     [
-        (dict(method="h3o"), "'h3o'; there are full, streaming, lococo"),
+        (dict(method="h3o"), "'h3o'; there are full, streaming, h2o, lococo"),
         (dict(mem=0), "--mem 0: at least 1"),
         (dict(mem=-5), "--mem -5: at least 1"),
         (dict(kernel=4), "--kernel 4: an odd size"),
         (dict(length=5), "--seq 5 is shorter than one segment; --segment is 6"),
         (dict(positions="absolute"), "'absolute'; there are interpolated, slots"),
         (dict(normalise="max"), "'max'; there are sum, softmax"),
-        (dict(sinks=4, recent=4), "--sinks 4 and --recent 4 do not fit into --mem 8"),
+        (dict(sinks=4, recent=4), "--sinks 4, --heavy 0, --recent 4 do not fit into --mem 8"),
         (dict(sinks=-1), "--sinks -1"),
         (dict(lora_rank=-1), "--lora-rank -1"),
         (dict(method="full", sinks=4), "--method full keeps everything"),
         (dict(length=1, segment=1), "--seq 1: at least 2"),
-        (dict(method="streaming", mem=3), "--sinks 4 and --recent 0 do not fit into --mem 3"),
+        (dict(method="streaming", mem=3), "--sinks 4, --heavy 0, --recent 0 do not fit into --mem 3"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(choice, sentence):
@@ -83,7 +90,7 @@ def mixing_weights_by_hand(compressor: Compressor, k, v):
             w[m, s] = max(logit, 0.0)
         if compressor.normalise == "softmax":
             w[m] = w[m].exp()
-        w[m] /= w[m].sum()
+        w[m] = w[m] / w[m].sum() if w[m].any() else 1 / len(x)
     return w
 
 
@@ -230,6 +237,148 @@ def test_slots_are_rotated_with_the_interpolated_angles(model):
     assert torch.allclose(moved, rotate(kept, *rope(torch.arange(122), model.config)), atol=1e-4)
 
 
+# --- Every method against a slow memory ----------------------------------------------------------------------
+
+
+def moved(k, by, c):
+    """A float64 key (D,) turned by so many positions, as complex numbers."""
+    half = c.dim // c.n_heads // 2
+    angle = torch.tensor([by / c.rope_scale * c.rope_theta ** (-i / half) for i in range(half)], dtype=torch.float64)
+    turned = torch.complex(k[:half], k[half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((turned.real, turned.imag))
+
+
+def slow_compress(entries, s, compressor, c):
+    """Entries are [k, v, attention received, queries that could see it] of one head, in float64, oldest first."""
+    S, slots = len(entries), s.positions == "slots"
+    middle = range(s.sinks, S - s.recent)
+    rank = {i: entries[i][2] / (entries[i][3] if s.score == "mean" else 1) for i in middle}
+    heavy = sorted(sorted(middle, key=rank.get, reverse=True)[: s.heavy])
+    rest = [i for i in middle if i not in heavy]
+    new = []
+
+    def keep(i):
+        k, *others = entries[i]
+        new.append([moved(k, len(new) - i, c) if slots else k, *others])
+
+    for i in [*range(s.sinks), *heavy]:
+        keep(i)
+    if s.merged:
+        k = torch.stack([moved(entries[i][0], -i, c) if slots else entries[i][0] for i in rest])
+        columns = [k] + [torch.stack([torch.as_tensor(entries[i][n]).double() for i in rest]) for n in (1, 2, 3)]
+        w = mixing_weights_by_hand(compressor, k, columns[1])
+        if compressor.gate is not None:
+            best = sorted(sorted(range(len(rest)), key=lambda j: rank[rest[j]], reverse=True)[: s.merged])
+            w = s.blend * w
+            for m, j in enumerate(best):
+                w[m, j] += 1 - s.blend
+        for m in range(s.merged):
+            k, *others = [w[m] @ column for column in columns]
+            new.append([moved(k, len(new), c) if slots else k, *others])
+    for i in range(S - s.recent, S):
+        keep(i)
+    return new
+
+
+def slow_memory(s, compressor, c, segments):
+    """One key/value head and the query heads that share it: segments of q (heads, T, D), k and v (T, D)."""
+    entries = []
+    for q, k, v in segments:
+        if len(entries) + len(k) > s.mem + s.segment:
+            entries = slow_compress(entries, s, compressor, c)
+        if s.score == "last":
+            entries = [[k_old, v_old, 0.0, 0] for k_old, v_old, *_ in entries]
+        entries += [[k_new.double(), v_new.double(), 0.0, 0] for k_new, v_new in zip(k, v)]
+        for t in range(len(k)):
+            seen = entries[: len(entries) - len(k) + t + 1]
+            for entry in seen:
+                entry[3] = entry[3] + 1
+            for head in q:
+                logits = torch.stack([head[t].double() @ entry[0] / head.shape[-1] ** 0.5 for entry in seen])
+                for entry, p in zip(seen, logits.softmax(0)):
+                    entry[2] = entry[2] + p / len(q)
+    return entries
+
+
+VARIANTS = [
+    *[(method, {}) for method in METHODS if METHODS[method].sinks != ALL],
+    ("streaming", dict(sinks=3, recent=0)),
+    ("h2o", dict(score="mean", sinks=1, heavy=3)),
+    ("h2o", dict(score="last")),
+    ("lococo", dict(sinks=1, heavy=2, recent=2, score="mean")),
+    ("lococo+h2o", dict(normalise="softmax", blend=0.5, score="last")),  # the official code's
+    ("lococo", dict(normalise="softmax", blend=1.0, score="last")),
+    ("lococo+sinks", dict(blend=0.3, recent=1)),
+]
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize("method, changes", VARIANTS)
+def test_every_method_equals_a_slow_memory(method, changes, frame):
+    """Segments of uneven sizes through grouped-query attention; every entry of every head, and its scores."""
+    c = LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)
+    s = settings(method, positions=frame, **changes)
+    compressors = torch.nn.ModuleList([Compressor(8, s.merged, 3, s.normalise, s.blend)] if s.merged else [])
+    cache = Memory(c, s, compressors)
+    segments = [[torch.randn(2, heads, T, 8) for heads in (4, 2, 2)] for T in (6, 6, 6, 2, 6, 1, 6, 6)]
+    for q, k, v in segments:
+        cache.begin(q.shape[2])
+        cache.attend(0, q, k, v)
+    for b in range(2):
+        for g in range(2):
+            pieces = [(q[b, 2 * g : 2 * g + 2], k[b, g], v[b, g]) for q, k, v in segments]
+            entries = slow_memory(s, compressors[0] if s.merged else None, c, pieces)
+            k, v, *score = (torch.stack([torch.as_tensor(x).double() for x in column]) for column in zip(*entries))
+            assert torch.allclose(cache.keys[0][b, g].double(), k, atol=1e-4)
+            assert torch.allclose(cache.values[0][b, g].double(), v, atol=1e-4)
+            if s.scored:
+                assert torch.allclose(cache.scores[0][b, g].double(), torch.stack(score, -1), atol=1e-4)
+
+
+@pytest.mark.parametrize("keep", [0, 8])
+@pytest.mark.parametrize("kernel", [3, 21])
+@pytest.mark.parametrize("gate", [0.5, 1.0])
+def test_official_settings_update_the_memory_as_the_official_code_does(keep, kernel, gate):
+    """Its update, head by head: the entries of highest score stay, in time order; those after them in score are the
+    one-hot rows of W = (1 - g) one-hot + g softmax(ReLU(conv)) over all that did not stay; memory is [kept | mixed]."""
+    c = LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=64)
+    s = settings("lococo+h2o", 16, 24, heavy=keep, kernel=kernel, normalise="softmax", blend=gate, score="last")
+    compressor = Compressor(8, s.merged, kernel, "softmax", gate)
+    w_ours = []
+    compressor.register_forward_hook(lambda module, given, w: w_ours.append(w))
+    cache = Memory(c, s, torch.nn.ModuleList([compressor]))
+    k, v, score = torch.randn(2, 4, 40, 8), torch.randn(2, 4, 40, 8), torch.rand(2, 4, 40)
+    cache.scores[0] = torch.stack((score, torch.ones_like(score)), -1)
+    k_ours, v_ours = cache.compress(0, k, v)
+    for b in range(2):
+        for h in range(4):
+            order = score[b, h].argsort(descending=True).tolist()
+            kept, rest = sorted(order[:keep]), sorted(order[keep:])
+            x = torch.cat((k[b, h, rest], v[b, h, rest]), 1).T
+            logits = F.conv1d(x[None], compressor.conv.weight, compressor.conv.bias, padding=kernel // 2)[0]
+            w = gate * logits.clamp(min=0).softmax(-1)
+            for row, i in enumerate(sorted(order[keep:16])):
+                w[row, rest.index(i)] += 1 - gate
+            assert torch.allclose(w_ours[0][b, h], w, atol=1e-5)
+            assert torch.allclose(k_ours[b, h], torch.cat((k[b, h, kept], w @ k[b, h, rest])), atol=1e-5)
+            assert torch.allclose(v_ours[b, h], torch.cat((v[b, h, kept], w @ v[b, h, rest])), atol=1e-5)
+
+
+@pytest.mark.parametrize("L", [16, 13, 4, 1])
+def test_longlora_attends_within_quarters_half_of_the_heads_shifted(L):
+    """Against a loop over heads and queries; nothing later is seen, nor the start by the end."""
+    q, k, v = torch.randn(2, 4, L, 8), torch.randn(2, 2, L, 8), torch.randn(2, 2, L, 8)
+    out = ShiftedGroups(1).attend(0, q, k, v)
+    size = math.ceil(L / 4)
+    for b in range(2):
+        for h in range(4):
+            group = [(t - (size // 2 if h >= 2 else 0)) // size for t in range(L)]
+            for t in range(L):
+                seen = [s for s in range(t + 1) if group[s] == group[t]]
+                p = (k[b, h // 2, seen].double() @ q[b, h, t].double() / 8**0.5).softmax(0)
+                assert torch.allclose(out[b, h, t].double(), p @ v[b, h // 2, seen].double(), atol=1e-5)
+
+
 # --- Segment loop --------------------------------------------------------------------------------------------
 
 
@@ -276,6 +425,38 @@ def test_gradients_reach_what_trains_and_nothing_else(model, frame):
         else:
             assert p.grad is None and not p.requires_grad, name
     assert set(lococo.groups()) == {"compressors", "LoRA", "embeddings", "norms"}
+
+
+@pytest.mark.parametrize("bptt", [2, 3, 100])
+def test_gradients_over_several_segments_equal_one_graph(model, bptt):
+    """Against the loss of `bptt` segments written out over a cache whose graph is cut only between such groups."""
+    lococo = LoCoCo(model, settings(sinks=1, recent=2, lora_rank=2))
+    lococo.start_training()
+    parameters = [p for group in lococo.groups().values() for p in group.values()]
+
+    def gradients(losses):
+        for loss in losses:
+            loss.backward()
+        grads = [p.grad.clone() for p in parameters]
+        model.zero_grad()
+        lococo.compressors.zero_grad()
+        return grads
+
+    def by_hand():
+        cache, total = lococo.cache(), 0.0
+        for n, start in enumerate(range(0, 39, 6)):
+            stop = min(start + 6, 39)
+            logp = model(TOKENS[:, start:stop], cache).log_softmax(-1)
+            total = total - logp.gather(2, TOKENS[:, start + 1 : stop + 1, None]).sum()
+            if (n + 1) % bptt == 0 or stop == 39:
+                yield total
+                total = 0.0
+                cache.keys, cache.values = ([t.detach() for t in ts] for ts in (cache.keys, cache.values))
+
+    several = gradients(segment_losses(model, TOKENS, lococo.cache(), 6, bptt))
+    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(several, gradients(by_hand())))
+    one = gradients(segment_losses(model, TOKENS, lococo.cache(), 6))
+    assert not all(torch.allclose(a, b, atol=1e-3) for a, b in zip(several, one))
 
 
 def test_a_segments_graph_does_not_grow_with_the_sequence(model):

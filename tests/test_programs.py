@@ -19,8 +19,8 @@ import generate
 import train
 from eval_ppl import HERE, TINY, Corpus, exit_on_user_error, perplexity, scored_batches
 from generate import TextStream, decode, sample
-from lococo import LoCoCo, Settings, prefill, segment_losses
-from model import KVCache, Llama
+from lococo import METHODS, LoCoCo, Settings, prefill, segment_losses
+from model import KVCache, Llama, Tokenizer
 from train import RECIPES, backward_through, make_optimizer
 
 RUN = ["--mem", "16", "--seq", "96", "--segment", "16", "--steps", "2", "--batch", "2", "--micro-batch", "1"]
@@ -86,6 +86,31 @@ def test_train_then_generate_then_evaluate(run, tmp_path):
     assert code == 2 and "--out run holds another run" in err
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_and_generates(run, method):
+    code, out, err = run(train, "--data", "text", "--out", "run", "--method", method, "--bptt", 2, *RUN)
+    assert code == 0 and f"{method} after training" in out, err
+    code, _, err = run(generate, "--prompt", "text/0.py", "--adapter", "run", "--max-new-tokens", 20)
+    assert code == 0 and ("16 slots" in err or "no limit" in err), err
+
+
+def test_eviction_needs_no_run(run):
+    """`--method` on the untouched base gives what a memory of those counts gives."""
+    code, out, err = run(eval_ppl, "--method", "streaming", "h2o", "--mem", 16, "--segment", 16, "--positions", "slots",
+                         "--data", "text", "--lengths", 64, 96, "--json", "table.json")  # fmt: skip
+    assert code == 0, err
+    rows = json.load(open("table.json"))["rows"]
+    assert [row["name"] for row in rows[1:]] == ["streaming, untouched base", "h2o, untouched base"]
+    model, corpus = Llama.from_pretrained(TINY), Corpus(["text"], Tokenizer(TINY))
+    for row in rows[1:]:
+        lococo = LoCoCo(model, Settings.of(row["name"].split(",")[0], 16, 16, 96, positions="slots", lora_rank=0))
+        documents = scored_batches(corpus, "all", 96, "cpu", 64, 1)
+        assert perplexity(model, lococo.cache, documents, 16) == pytest.approx(row["perplexity"]["96"], rel=1e-5)
+        lococo.remove()
+    code, _, err = run(generate, "--prompt", "text/0.py", "--method", "h2o", "--mem", 32, "--segment", 16)
+    assert code == 0 and "32 slots" in err
+
+
 def test_training_twice_with_one_seed_gives_one_adapter(run):
     for out in ("one", "two"):
         assert run(train, "--data", "text", "--out", out, *RUN)[0] == 0
@@ -100,7 +125,7 @@ def test_micro_batches_add_up_to_the_gradient_of_the_mean_loss():
     gradients = []
     for size in (2, 1, None):
         torch.manual_seed(0)
-        lococo = LoCoCo(Llama.from_pretrained(TINY), Settings.of("lococo", 16, 16, 64, 2, 6, "slots", kernel=3))
+        lococo = LoCoCo(Llama.from_pretrained(TINY), Settings.of("lococo", 16, 16, 64, 2, 0, 6, "slots", kernel=3))
         lococo.start_training()
         tokens = torch.randint(3, 2000, (2, 64), generator=torch.Generator().manual_seed(1))
         if size:
@@ -209,7 +234,7 @@ def test_decoding_with_a_memory_equals_reading_the_whole_at_once(tokenizer):
     """Greedy tokens from prefill and decode, against a pass over prompt and answer in segments (which begin where
     decoding compresses, since the prompt is a whole number of them)."""
     model = Llama.from_pretrained(TINY)
-    lococo = LoCoCo(model, Settings.of("lococo", 16, 8, 200, 2, 6, "slots", kernel=3, lora_rank=0))
+    lococo = LoCoCo(model, Settings.of("lococo", 16, 8, 200, 2, 0, 6, "slots", kernel=3, lora_rank=0))
     prompt = tokenizer.encode("def fibonacci(n):\n    if n < 2:\n        return n\n" * 3)[:24]
     cache = lococo.cache()
     logits = prefill(model, torch.tensor([prompt]), cache, 8)
@@ -258,6 +283,14 @@ BAD = [
     (train, ["--kernel", "20"], "--kernel 20: an odd size"),
     (train, ["--seq", "100"], "--seq 100 is shorter than one segment; --segment is 512"),
     (train, ["--steps", "0"], "--steps 0"),
+    (train, ["--bptt", "0"], "--bptt 0"),
+    (train, ["--heavy", "-1"], "--heavy -1"),
+    (train, ["--score", "max"], "unknown score 'max'; there are sum, mean, last"),
+    (generate, ["--prompt", "text/0.py", "--method", "lococo"], "--method lococo: its convolution must be trained"),
+    (generate, ["--prompt", "text/0.py", "--method", "h2o", "--full"], "--method h2o does not go with"),
+    (generate, ["--prompt", "text/0.py", "--mem", "64"], "--mem 64 goes with --method"),
+    (eval_ppl, ["--method", "h3o"], "unknown method 'h3o'"),
+    (eval_ppl, ["--heavy", "5"], "--heavy 5 goes with --method"),
     (train, ["--lr", "-1"], "--lr -1.0"),
     (train, ["--sinks", "600"], "--sinks 600"),
     (train, ["--method", "streaming", "--lora-rank", "0"], "nothing to train"),
