@@ -98,8 +98,8 @@ def main() -> None:
     for scale, name, seed in tqdm(jobs, unit=" runs"):
         cells.setdefault((scale, name), []).append(run(scale, name, seed, args.steps))
     scales, seeds = " ".join(map(str, args.scales)), " ".join(map(str, args.seeds))
-    about = (f"Perplexity by evaluation length, M = {MEM}, T = {SEGMENT}, {args.steps} steps, at most {DOCUMENTS} documents, "
-             f"seeds {seeds}: "
+    about = (f"Perplexity by evaluation length, M = {MEM}, T = {SEGMENT}, {args.steps} steps, "
+             f"at most {DOCUMENTS} documents, seeds {seeds}: "
              f"`python tests/reproduce.py --scales {scales} --seeds {seeds} --steps {args.steps}`, "
              f"{time.strftime('%Y-%m-%d')}; this call took {(time.time() - begun) / 60:.0f} minutes.")  # fmt: skip
     runs = [{"trained_at": CONTEXT * scale, "method": name, "perplexity": row} for (scale, name), row in cells.items()]

@@ -276,7 +276,7 @@ def test_text_that_ends_inside_a_character_is_shown_at_the_end(tokenizer):
 
 
 BAD = [
-    (train, ["--method", "magic"], "unknown method 'magic'; there are full, streaming, lococo"),
+    (train, ["--method", "magic"], "unknown method 'magic'; there are full, streaming, h2o, lococo"),
     (train, ["--mem", "0"], "--mem 0"),
     (train, ["--mem", "-8"], "--mem -8"),
     (train, ["--mem", "many"], "invalid int value: 'many'"),
