@@ -12,6 +12,7 @@ H query heads, G key/value heads, D head dimension, L whole sequence, V vocabula
 """
 
 import json
+import pickle
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from typing import Callable
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 
@@ -302,7 +303,8 @@ def _readers(file: Path) -> dict[str, Callable[[], Tensor]]:
             return {name: partial(handle.get_tensor, name) for name in handle.keys()}
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         return {name: partial(Tensor.detach, tensor) for name, tensor in state.items()}
-    except Exception as error:  # a damaged pickle may raise any of a dozen kinds
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, AttributeError,
+            KeyError, TypeError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{file}: cannot be read as weights, is it truncated? ({reason})") from None
 

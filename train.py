@@ -1,7 +1,7 @@
 """Extend a pretrained Llama-2: tune compressors, LoRA, embeddings and norms on long sequences, segment by segment.
 
     python train.py                               # the embedded model, CPU
-    python train.py --mem 512 --seq 8192          # the same, to 8 times its pretrained context
+    python train.py --mem 512 --seq 8192          # the same, 8 times its pretrained context
     python train.py --model Llama-2-7b-hf --data RedPajama/ --mem 512 --seq 32768
 
 Left out on purpose: resuming, several processes.
@@ -63,7 +63,7 @@ class Sequences:
 # --- Recipes -------------------------------------------------------------------------------------------------
 
 # Both: AdamW without weight decay, linear decay to 0, LoRA alpha 16 on q, k, v, o; gradients clipped at norm 1, which
-# neither the paper nor its code does.
+# the official code does not do.
 RECIPES = {
     #              embedded  Llama-2: the paper
     "method":      ("lococo",   "lococo"),
