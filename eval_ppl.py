@@ -22,6 +22,8 @@ import sys
 import sysconfig
 import time
 import zlib
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Callable, Iterable, Iterator
 
@@ -312,47 +314,102 @@ def untrained(args: argparse.Namespace, method: str, length: int) -> Settings:
 
 
 @torch.no_grad()
+def token_losses(model: Llama, new_cache: Callable[[], KVCache], batches: Iterable[Tensor], segment: int) -> Tensor:
+    """Nats of every token of (B, L) after the first: (all documents, L - 1); each document has a fresh cache."""
+    bar = tqdm(batches, desc="scoring", leave=False, disable=None)
+    return torch.cat([torch.cat(list(segment_losses(model, tokens, new_cache(), segment)), 1) for tokens in bar]).cpu()
+
+
 def perplexity(model: Llama, new_cache: Callable[[], KVCache], batches: Iterable[Tensor], segment: int) -> float:
-    """exp(total negative log-likelihood / scored tokens) over batches (B, L); each has a fresh cache."""
-    total, scored = 0.0, 0
-    for tokens in tqdm(batches, desc="scoring", leave=False, disable=None):
-        total += sum(loss.item() for loss in segment_losses(model, tokens, new_cache(), segment))
-        scored += tokens[:, 1:].numel()
-    return math.exp(total / scored)
+    """exp(total negative log-likelihood / scored tokens) over batches (B, L)."""
+    return math.exp(token_losses(model, new_cache, batches, segment).double().mean())
 
 
-def evaluate(model: Llama, new_cache: Callable[[], KVCache], batches: dict[int, list[Tensor]], segment: int) -> dict:
-    """A row of the table: per length perplexity, seconds and RoPE factor; bytes of one sequence's cache at the last."""
-    last, ppl, seconds = None, {}, {}
-
-    def fresh() -> KVCache:
-        nonlocal last
-        last = new_cache()
-        return last
-
+def evaluate(model: Llama, method: Callable[[int], LoCoCo | None], batches: dict[int, list[Tensor]]) -> dict:
+    """A row of the table: per length perplexity, seconds and RoPE factor; of the last one the bytes of one sequence's
+    cache and the nats of every token. method(length) drops a method into the model; None is the plain full cache."""
+    row = {"perplexity": {}, "seconds": {}, "rope_factor": {}}
     for length, documents in batches.items():
-        begun = time.time()
-        ppl[length] = perplexity(model, fresh, documents, segment)
-        seconds[length] = time.time() - begun
-    return {
-        "perplexity": ppl,
-        "cache_bytes": last.nbytes // last.keys[0].shape[0],
-        "seconds": seconds,
-        "rope_factor": dict.fromkeys(batches, model.config.rope_scale),
-    }
+        with dropped_in(model, method(length)) as (new_cache, segment, mem):
+            caches, begun = [], time.time()
 
+            def fresh() -> KVCache:
+                caches[:] = [new_cache()]
+                return caches[0]
 
-def evaluate_untrained(model: Llama, args: argparse.Namespace, method: str, batches: dict[int, list[Tensor]]) -> dict:
-    """The same for a method on the untouched base; positions are interpolated for each length anew."""
-    row = {"name": f"{method}, untouched base"}
-    for length, documents in batches.items():
-        lococo = LoCoCo(model, untrained(args, method, length))
-        part = evaluate(model, lococo.cache, {length: documents}, lococo.settings.segment)
-        row["slots"], row["cache_bytes"] = lococo.settings.mem, part.pop("cache_bytes")
-        for key, values in part.items():
-            row[key] = row.get(key, {}) | values
-        lococo.remove()
+            row["losses"] = token_losses(model, fresh, documents, segment)
+            row["seconds"][length] = time.time() - begun
+            row["perplexity"][length] = math.exp(row["losses"].double().mean())
+            row["rope_factor"][length] = model.config.rope_scale
+            row["cache_bytes"] = caches[0].nbytes // caches[0].keys[0].shape[0]
+            row["slots"], row["segment"] = mem, segment
     return row
+
+
+@contextmanager
+def dropped_in(model: Llama, lococo: LoCoCo | None) -> Iterator[tuple[Callable[[], KVCache], int, int | None]]:
+    """(a maker of empty caches, T, M) while a method is in the model, and afterwards the base again."""
+    if lococo is None:
+        yield partial(KVCache, model.config.n_layers), 512, None
+    else:
+        yield lococo.cache, lococo.settings.segment, lococo.settings.mem
+        lococo.remove()
+
+
+# --- Where it is lost ----------------------------------------------------------------------------------------
+
+RUN = 3  # tokens: a token repeats if it ends a run of so many that the document has had before
+
+
+def last_seen(tokens: Tensor) -> Tensor:
+    """How many tokens ago each token (L,) after the first last ended the same run of RUN tokens, (L - 1,); 0: never."""
+    ids, seen, ago = tokens.tolist(), {}, []
+    for t in range(1, len(ids)):
+        run = tuple(ids[max(t - RUN + 1, 0) : t + 1])
+        ago.append(t - seen.get(run, t))
+        seen[run] = t
+    return torch.tensor(ago)
+
+
+def by_position(rows: list[dict], tokens: Tensor) -> dict[str, dict[str, float]]:
+    """Nats per token of every row by position in the documents (N, L), and by how long ago the token was last seen.
+
+    `far` tokens repeat what has left a memory of M slots and a segment of T: more than M + T tokens ago, of the
+    largest memory among the rows. They are what a memory is for.
+    """
+    L, reach = tokens.shape[1], max((row["slots"] + row["segment"] for row in rows if row["slots"]), default=512)
+    position, ago = torch.arange(1, L), torch.stack([last_seen(document) for document in tokens])
+    edges = [0, *(n for n in (256, 512, 1024, 2048, 4096, 8192, 16384) if n < L), L]
+    masks = {f"to {b}": ((a <= position) & (position < b)).expand_as(ago) for a, b in zip(edges, edges[1:])}
+    masks |= {"new": ago == 0, f"≤ {reach} ago": (0 < ago) & (ago <= reach), f"> {reach} ago": ago > reach}
+    masks = {name: mask for name, mask in masks.items() if mask.any()}
+    return {"share of tokens": {name: float(mask.double().mean()) for name, mask in masks.items()}} | {
+        row["name"]: {name: float(row["losses"][mask].double().mean()) for name, mask in masks.items()}
+        for row in rows}  # fmt: skip
+
+
+@torch.no_grad()
+def passkey(model: Llama, new_cache: Callable[[], KVCache], segment: int, tokenizer: Tokenizer, texts: list[Tensor],
+            depth: float, seed: int) -> float:  # fmt: skip
+    """Share of texts (B, L) from whose end the model tells a five-digit number hidden at a depth from 0 to 1.
+
+    The text around it is real. The answer counts if it is the likeliest token at each of its places, which is what
+    greedy decoding would write.
+    """
+    rng, right, total = np.random.default_rng(seed), 0, 0
+    for batch in texts:
+        prompts = []
+        for text in batch.cpu():
+            # Sentencepiece puts a space before a text; this one goes on.
+            line = torch.tensor(tokenizer.encode(f"\npasskey = {rng.integers(10_000, 100_000)}\n", bos=False)[1:])
+            asked, body = line[:-1], text[: len(text) - 2 * len(line) + 1]
+            place = 1 + round(depth * (len(body) - 1))
+            prompts.append(torch.cat((body[:place], line, body[place:], asked)))
+        tokens, cache = torch.stack(prompts).to(batch.device), new_cache()
+        told = torch.cat([model(x, cache).argmax(-1) for x in tokens[:, :-1].split(segment, dim=1)], dim=1)
+        right += int((told[:, -5:] == tokens[:, -5:]).all(dim=1).sum())
+        total += len(tokens)
+    return right / total
 
 
 # --- The table -----------------------------------------------------------------------------------------------
@@ -369,12 +426,22 @@ def main() -> None:
     add("--part", choices=PARTS, help="documents to score (default: all of --data, the held-out part of the library)")
     add("--documents", type=int, default=64, help="at most so many per length")
     add("--micro-batch", type=int, default=4, help="documents in memory at once")
+    add("--by-position", action="store_true", help="also where the loss is, at the longest length")
+    add("--passkey", type=float, nargs="*", metavar="DEPTH",
+        help="also the share of numbers found that were hidden at these depths, 0 to 1 (default: 0, 0.25 ... 1)")
     add("--json", type=Path, metavar="FILE", help="write the table and its protocol there too")
     args = parser.parse_args()
     for name, value, least in (("lengths", min(args.lengths), 2), ("documents", args.documents, 1),
                                ("micro-batch", args.micro_batch, 1)):  # fmt: skip
         if value < least:
             raise UserError(f"--{name} {value}: at least {least} is needed")
+    if args.passkey == []:
+        args.passkey = [0.0, 0.25, 0.5, 0.75, 1.0]
+    for depth in args.passkey or []:
+        if not 0 <= depth <= 1:
+            raise UserError(f"--passkey {depth}: a depth is from 0 (the beginning) to 1 (the end)")
+    if args.passkey and max(args.lengths) < 64:
+        raise UserError(f"--passkey needs texts of 64 tokens, --lengths {max(args.lengths)} is less")
     args.part = args.part or ("all" if args.data else "held-out")
     runs = args.runs or ([] if args.model or args.method else [TINY])
     refuse_counts(args)
@@ -391,17 +458,28 @@ def main() -> None:
     for length, documents in batches.items():
         if not documents:
             raise UserError(f"--lengths {length}: no document of that many tokens (--part {args.part})")
+    methods = {"base, full cache": lambda length: None}
+    for name in args.method:  # positions are interpolated for each length anew
+        methods[f"{name}, untouched base"] = lambda length, name=name: LoCoCo(model, untrained(args, name, length))
+    for run in runs:
+        methods["tiny/" if run is TINY else str(run)] = lambda length, run=run: LoCoCo.load(run, model)
     with precision(args):
-        rows = [{"name": "base, full cache", "slots": None,
-                 **evaluate(model, lambda: KVCache(model.config.n_layers), batches, segment=512)}]  # fmt: skip
-        rows += [evaluate_untrained(model, args, method, batches) for method in args.method]
-        for run in runs:
-            lococo = LoCoCo.load(run, model)
-            name = "tiny/" if run is TINY else str(run)
-            rows.append({"name": name, "slots": lococo.settings.mem,
-                         **evaluate(model, lococo.cache, batches, lococo.settings.segment)})  # fmt: skip
-            lococo.remove()
+        rows = [{"name": name, **evaluate(model, method, batches)} for name, method in methods.items()]
     print_table(rows, batches, args.part)
+    last = max(batches)
+    where = by_position(rows, torch.cat([b.cpu() for b in batches[last]])) if args.by_position else None
+    if where:
+        print_columns(f"nats per token at {last} tokens, by position and by when the same {RUN} tokens were last seen",
+                      where)  # fmt: skip
+    found = {}
+    if args.passkey:
+        for name, method in methods.items():
+            with dropped_in(model, method(last)) as (new_cache, segment, _), precision(args):
+                found[name] = {f"{depth:.0%}": passkey(model, new_cache, segment, tokenizer, batches[last], depth,
+                                                       args.seed) for depth in args.passkey}  # fmt: skip
+        print_columns(f"share of passkeys found in {last} tokens, by depth", found)
+    for row in rows:
+        del row["losses"]
     if args.json:
         protocol = {
             "model": str(args.model or "tiny/"), "part": args.part,
@@ -411,7 +489,8 @@ def main() -> None:
             "bos": True, "dtype": str(args.dtype), "device": args.device,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }  # fmt: skip
-        args.json.write_text(json.dumps({"rows": rows, "protocol": protocol}, indent=2) + "\n")
+        content = {"rows": rows, "by_position": where, "passkey": found, "protocol": protocol}
+        args.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def print_table(rows: list[dict], batches: dict[int, list[Tensor]], part: str) -> None:
@@ -424,6 +503,13 @@ def print_table(rows: list[dict], batches: dict[int, list[Tensor]], part: str) -
               + "".join(f"{p:>9.3f}" for p in row["perplexity"].values()))  # fmt: skip
     counts = ", ".join(f"{sum(map(len, b))} of {length}" for length, b in batches.items())
     print(f"documents scored ({part}): {counts} tokens; each starts with BOS and an empty cache")
+
+
+def print_columns(title: str, rows: dict[str, dict[str, float]]) -> None:
+    width = max(map(len, rows))
+    print(f"\n{title}\n{'':{width}}" + "".join(f"{column:>12}" for column in next(iter(rows.values()))))
+    for name, row in rows.items():
+        print(f"{name:{width}}" + "".join(f"{value:>12.3f}" for value in row.values()))
 
 
 if __name__ == "__main__":

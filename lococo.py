@@ -6,8 +6,9 @@ Letters as in model.py. Left out on purpose: everything distributed.
 
 Where the paper and its own code (VITA-Group/LoCoCo) differ, this follows the paper: weights are ReLU / sum (equation
 8), there is no learnt blend with kept tokens, and the first segment's keys and values keep their gradient. The code's
-softmax of the ReLU, its blend and its scores are settings. Compression is lazy, as in the code; unlike there,
-decoding compresses only when a whole segment has gathered: at every token it would cost many times the model.
+softmax of the ReLU, its blend and its scores are settings, and so is what neither has and measured better (README.md).
+Compression is lazy, as in the code; unlike there, decoding compresses only when a whole segment has gathered: at
+every token it would cost many times the model.
 """
 
 import hashlib
@@ -40,7 +41,7 @@ class Method(NamedTuple):
     heavy: int | str  # the entries that have received most attention, kept as they are, chosen by each head
     recent: int | str  # the last tokens, kept as they are
     merge: bool  # the convolution mixes what is not kept into the remaining slots
-    positions: str  # "interpolated" (original ones, divided by a factor) or "slots" (the place in the cache)
+    positions: str  # "interpolated" (original ones, divided by a factor), "original", "slots" (the place in the cache)
     groups: bool = False  # while training, whole sequences at once, attention within shifted groups
 
 
@@ -54,8 +55,8 @@ METHODS = {
     "lococo+h2o": Method(       0, HALF,     0, True,  "interpolated"),
     "longlora": Method(       ALL,    0,     0, False, "interpolated", groups=True),
 }  # fmt: skip
-POSITIONS = ("interpolated", "slots")
-NORMALISE = ("sum", "softmax")  # how logits become weights: the paper's equation 8, and the official code
+POSITIONS = ("interpolated", "original", "slots")
+NORMALISE = ("sum", "softmax-relu", "softmax")  # logits to weights: equation 8, the official code, neither
 SCORES = ("sum", "mean", "last")  # of attention: all of it (H2O), per query that could see, the last segment's (code)
 
 
@@ -73,6 +74,7 @@ class Settings:
     segment: int  # T
     length: int  # L that it is trained for, in tokens
     kernel: int
+    filters: int  # output channels of the convolution
     normalise: str
     blend: float | None
     score: str
@@ -82,8 +84,9 @@ class Settings:
     @staticmethod
     def of(method: str, mem: int, segment: int, length: int, sinks: int | None = None, heavy: int | None = None,
            recent: int | None = None, positions: str | None = None, kernel: int = 21, normalise: str = "sum",
-           blend: float | None = None, score: str = "sum", lora_rank: int = 8) -> "Settings":  # fmt: skip
-        """A row of METHODS, with counts and positions that are given in place of its own.
+           blend: float | None = None, score: str = "sum", lora_rank: int = 8,
+           filters: int | None = None) -> "Settings":  # fmt: skip
+        """A row of METHODS, with counts and positions that are given in place of its own; a filter per merged slot.
 
         What eviction does not keep takes no slot: `streaming` with 8 sinks and nothing recent has M = 8.
         Raises UserError for what makes no sense.
@@ -97,18 +100,20 @@ class Settings:
             if value not in known:
                 raise UserError(f"unknown {name} {value!r}; there are {', '.join(known)}")
         for name, value, least in (("mem", mem, 1), ("segment", segment, 1), ("seq", length, 2), ("sinks", sinks, 0),
-                                   ("heavy", heavy, 0), ("recent", recent, 0), ("lora-rank", lora_rank, 0)):
+                                   ("heavy", heavy, 0), ("recent", recent, 0), ("lora-rank", lora_rank, 0),
+                                   ("filters", filters, 0)):  # fmt: skip
             if value is not None and value < least:
                 raise UserError(f"--{name} {value}: at least {least} is needed")
         if length < segment:
             raise UserError(f"--seq {length} is shorter than one segment; --segment is {segment}")
         if kernel < 1 or kernel % 2 == 0:
             raise UserError(f"--kernel {kernel}: an odd size is needed, so that it is centred on an entry")
-        rest = (positions, length if row.groups else segment, length, kernel, normalise, blend, score, lora_rank)
+        after = (positions, length if row.groups else segment, length, kernel)
+        kind = (normalise, blend, score, lora_rank)
         if row.sinks == ALL:
             if sinks or heavy or recent:
                 raise UserError(f"--method {method} keeps everything: --sinks, --heavy, --recent do not go with it")
-            return Settings(method, None, 0, 0, 0, 0, *rest)
+            return Settings(method, None, 0, 0, 0, 0, *after, 0, *kind)
         sinks = row.sinks if sinks is None else sinks
         heavy = row.heavy if heavy is None else heavy
         heavy = mem // 2 if heavy == HALF else heavy
@@ -119,7 +124,11 @@ class Settings:
             left = " with a slot left to merge into" if row.merge else ""
             raise UserError(f"--sinks {sinks}, --heavy {heavy}, --recent {recent} do not fit into --mem {mem}{left}")
         merged = room if row.merge else 0
-        return Settings(method, sinks + heavy + merged + recent, sinks, heavy, merged, recent, *rest)
+        filters = (filters or merged) if row.merge else 0
+        if merged and merged % filters:
+            raise UserError(f"--filters {filters}: each fills equally many of the {merged} slots that are merged")
+        mem = sinks + heavy + merged + recent
+        return Settings(method, mem, sinks, heavy, merged, recent, *after, filters, *kind)
 
     @property
     def scored(self) -> bool:
@@ -133,17 +142,21 @@ class Settings:
 class Compressor(nn.Module):
     """Equations 6 to 8: one convolution over the cache says how S entries mix into a few slots.
 
-    Its input has 2D channels, an entry's key and value; its output one channel per slot. All heads of a layer
-    share the kernel. 2D * slots * kernel weights: 22.0 M in 32 layers of 7B at 128 slots and kernel 21.
+    Its input has 2D channels, an entry's key and value. The paper has one filter (output channel) per slot, and every
+    slot mixes all entries: 2D * slots * kernel weights, 22.0 M in 32 layers of 7B at 128 slots and kernel 21. With
+    fewer filters (ours) the entries are cut into slots / filters pieces, in time order, and each filter
+    fills one slot from every piece. All heads of a layer share the kernel.
     """
 
-    def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str = "sum", blend: float | None = None):
+    def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str = "sum", blend: float | None = None,
+                 filters: int | None = None):  # fmt: skip
         super().__init__()
-        self.normalise = normalise
+        self.normalise, self.slots = normalise, slots
         self.gate = None if blend is None else nn.Parameter(torch.tensor(float(blend)))
-        self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2)
-        # As the official code. With softmax every slot then starts as little more than one entry, chosen at random.
-        nn.init.normal_(self.conv.weight)
+        self.conv = nn.Conv1d(2 * head_dim, filters or slots, kernel, padding=kernel // 2)
+        # 1.0 as the official code: with its softmax a slot starts as little more than one entry, chosen at random.
+        # With the plain softmax it starts as the mean.
+        nn.init.normal_(self.conv.weight, std=0.02 if normalise == "softmax" else 1.0)
 
     def forward(self, k: Tensor, v: Tensor, score: Tensor | None = None) -> Tensor:
         """Keys and values (B, G, S, D) -> mixing weights W (B, G, slots, S); every row sums to 1.
@@ -153,12 +166,16 @@ class Compressor(nn.Module):
         """
         B, G, S, _ = k.shape
         x = torch.cat((k, v), dim=-1).flatten(0, 1).transpose(1, 2)  # (B G, 2D, S): heads join the batch
-        logits = F.relu(self.conv(x)).float().view(B, G, -1, S)
-        if self.normalise == "softmax":  # zeros keep a weight of exp(0)
-            w = logits.softmax(dim=-1)
-        else:
-            w = logits + 1e-9  # a slot whose logits are all negative becomes a plain mean
-            w = w / w.sum(dim=-1, keepdim=True)
+        logits = self.conv(x).float().view(B, G, 1, -1, S)  # one row per filter
+        if self.normalise != "softmax":
+            logits = logits.relu()  # zeros keep a weight of exp(0) in the official code
+        if self.normalise == "sum":
+            logits = (logits + 1e-9).log()  # x / sum(x) is the softmax of log x; all logits 0: a plain mean
+        pieces = self.slots // logits.shape[3]
+        piece = torch.arange(S, device=k.device) * pieces // S  # the piece that an entry belongs to
+        other = piece != torch.arange(pieces, device=k.device)[:, None]
+        logits = logits.masked_fill(other[:, None], -torch.inf)  # (B, G, pieces, filters, S)
+        w = logits.flatten(2, 3).softmax(dim=-1)
         if self.gate is None:
             return w
         best = score.topk(w.shape[2], dim=-1).indices.sort(dim=-1).values
@@ -283,15 +300,15 @@ def ranking(scores: Tensor, kind: str) -> Tensor:
 
 
 def segment_losses(model: Llama, tokens: Tensor, cache: KVCache, segment: int, bptt: int = 1) -> Iterator[Tensor]:
-    """Negative log-likelihood, summed, of every `bptt` segments of tokens (B, L); all after the first are scored.
+    """Negative log-likelihood in nats of each token of (B, L) after the first: (B, <= bptt * segment) at a time.
 
     The target of a segment's last token is the first one of the next, so nothing is lost at the seams. Call
-    backward on a loss before asking for the next: its graph reaches back over its own segments only (the paper: one).
+    backward on a piece before asking for the next: its graph reaches back over its own segments only (the paper: one).
     """
     pairs = list(zip(tokens[:, :-1].split(segment, dim=1), tokens[:, 1:].split(segment, dim=1)))
     for n in range(0, len(pairs), bptt):
-        yield sum(F.cross_entropy(model(x, cache).flatten(0, 1), y.flatten(), reduction="sum")
-                  for x, y in pairs[n : n + bptt])  # fmt: skip
+        yield torch.cat([F.cross_entropy(model(x, cache).flatten(0, 1), y.flatten(), reduction="none").view_as(y)
+                         for x, y in pairs[n : n + bptt]], dim=1)  # fmt: skip
         cache.detach()
 
 
@@ -309,8 +326,10 @@ def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tenso
 def interpolation(config: LlamaConfig, settings: Settings) -> float:
     """The factor s by which positions are divided, so that the farthest one in use is inside the pretrained context.
 
-    Original positions reach L; positions by slot never exceed M + T, whatever L.
+    Interpolated positions reach L; positions by slot never exceed M + T, whatever L; original ones are left alone.
     """
+    if settings.positions == "original":
+        return config.rope_scale
     by_slot = settings.positions == "slots" and settings.mem is not None
     reach = settings.mem + settings.segment if by_slot else settings.length
     return max(config.rope_scale, reach / config.context)  # a base that is interpolated already stays so
@@ -378,8 +397,8 @@ class LoCoCo:
         model.config = replace(model.config, rope_scale=interpolation(model.config, settings))
         device = model.norm.weight.device
         self.compressors = nn.ModuleList(
-            Compressor(model.config.head_dim, settings.merged, settings.kernel, settings.normalise, settings.blend)
-            .to(device) for _ in range(model.config.n_layers if settings.merged else 0)
+            Compressor(model.config.head_dim, settings.merged, settings.kernel, settings.normalise, settings.blend,
+                       settings.filters).to(device) for _ in range(model.config.n_layers if settings.merged else 0)
         )
         self.originals = {}  # embeddings and norms as the base has them, for `remove`
         if settings.lora_rank:
@@ -481,5 +500,5 @@ def adapter_settings(file: Path) -> tuple[Settings, dict]:
 def checksum(tensors: dict[str, Tensor], settings: Settings) -> str:
     digest = hashlib.sha256(repr(settings).encode())
     for name in sorted(tensors):
-        digest.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

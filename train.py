@@ -67,23 +67,24 @@ class Sequences:
 RECIPES = {
     #              embedded  Llama-2: the paper
     "method":      ("lococo",   "lococo"),
-    "mem":         (256,        512),
+    "mem":         (128,        512),
     "sinks":       (4,          0),
     "heavy":       (0,          0),
-    "recent":      (None,       0),  # None: 15/16 of the memory, sinks included
+    "recent":      (None,       0),  # None: 3/4 of the memory, sinks included
     "positions":   ("slots",    "interpolated"),
-    "segment":     (512,        512),
+    "segment":     (128,        512),
     "seq":         (2048,       8192),
     "kernel":      (21,         21),
-    "normalise":   ("softmax",  "sum"),  # softmax: the official code's
+    "filters":     (1,          0),  # 0: one for each merged slot
+    "normalise":   ("softmax",  "sum"),
     "score":       ("sum",      "sum"),
     "lora_rank":   (8,          8),
     "lr":          (1e-3,       5e-5),
     "conv_lr":     (5e-2,       5e-2),
-    "steps":       (160,        200),
+    "steps":       (200,        200),
     "batch":       (2,          128),
     "micro_batch": (2,          1),
-    "bptt":        (1,          1),
+    "bptt":        (4,          1),
 }  # fmt: skip
 EVALUATED = 64  # held-out documents that a run is scored on, at most
 
@@ -121,7 +122,8 @@ def backward_through(lococo: LoCoCo, tokens: Tensor, scored: int, bptt: int = 1)
     Yields their summed loss; what is differentiated is that divided by `scored`, the tokens of the step.
     """
     cache = ShiftedGroups(lococo.model.config.n_layers) if METHODS[lococo.settings.method].groups else lococo.cache()
-    for loss in segment_losses(lococo.model, tokens, cache, lococo.settings.segment, bptt):
+    for losses in segment_losses(lococo.model, tokens, cache, lococo.settings.segment, bptt):
+        loss = losses.sum()
         if loss.requires_grad:  # without LoRA nothing that trains comes before the first compression
             (loss / scored).backward()  # at once, so that the graph of these segments is all there ever is
         yield loss.item()
@@ -163,6 +165,7 @@ def parse() -> argparse.Namespace:
     parser.add_counts()
     add("--seq", type=int, help="trained length L in tokens")
     add("--kernel", type=int, help="taps of the convolution, odd")
+    add("--filters", type=int, help="of the convolution; each fills a slot from every piece; 0: one per slot")
     add("--normalise", help=f"one of {', '.join(NORMALISE)}")
     add("--blend", type=float, help="start of the official code's learnt blend with kept entries (default: none)")
     add("--lora-rank", type=int, help="0: only the compressors train (the paper's inference mode)")
@@ -181,7 +184,7 @@ def parse() -> argparse.Namespace:
         if getattr(args, name) is None and (own or name not in ("sinks", "heavy", "recent", "positions")):
             setattr(args, name, values[column])
     if own and args.recent is None:
-        args.recent = max(args.mem * 15 // 16 - args.sinks - args.heavy, 0)
+        args.recent = max(args.mem * 3 // 4 - args.sinks - args.heavy, 0)
     for name in ("steps", "batch", "micro_batch", "bptt", "lr", "conv_lr"):
         if not getattr(args, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: more than 0 is needed")
@@ -209,16 +212,21 @@ def print_groups(lococo: LoCoCo, args: argparse.Namespace) -> None:
         print(f"  {group:12} {count:>8} {size:>14} {rate:>14}")
 
 
-def main() -> None:
-    args = parse()
+def settings_of(args: argparse.Namespace) -> Settings:
     settings = Settings.of(args.method, args.mem, args.segment, args.seq, args.sinks, args.heavy, args.recent,
                            args.positions, args.kernel, args.normalise, args.blend, args.score,
-                           args.lora_rank)  # fmt: skip
+                           args.lora_rank, args.filters)  # fmt: skip
     if not (settings.merged or settings.lora_rank):
         raise UserError(f"--lora-rank 0 with --method {args.method}: there is nothing to train")
     if settings.merged and args.seq - 1 <= settings.mem + args.segment:
         raise UserError(f"--seq {args.seq} fits into --mem {args.mem} and one segment of {args.segment}: "
                         "nothing would be merged, so the compressors would not train")  # fmt: skip
+    return settings
+
+
+def main() -> None:
+    args = parse()
+    settings = settings_of(args)
     args.out = run_directory(args, settings)
     model, tokenizer = load_base(args)
     print(f"run {os.path.relpath(args.out)}")

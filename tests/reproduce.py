@@ -1,89 +1,200 @@
-"""The paper's table 2 at the scale of the embedded model: training length by method by evaluation length.
+"""The paper's experiments at the scale of the embedded model, unattended: hours on two cores.
 
-    python tests/reproduce.py                      # everything: hours on two cores; run it again to go on
-    python tests/reproduce.py --scales 4 --seeds 0 # 4 times the pretrained context, one seed
+    python tests/reproduce.py                         # all of it; run it again to go on where it stopped
+    python tests/reproduce.py --scales 2 --seeds 0    # twice the pretrained context, one seed
 
-Every run is `train.py` with the same memory, data, steps and seed, scored by `eval_ppl.py` on the held-out part.
-What is finished is found in runs/reproduce/ and not done again. Writes tests/reproduce.json and, between its
-two marks, the README's table.
+Every cell trains as `train.py` does, with the same data, steps and seed, and is scored as by `eval_ppl.py` on the
+held-out part; two at a time, one core each. What is finished is found in runs/reproduce/ and not done again. After
+every cell tests/reproduce.json and, between their marks, the README's tables are written anew; what is missing is a
+dash.
 """
 
 import argparse
 import json
-import shutil
+import math
+import os
 import statistics
-import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from tqdm import tqdm
 
 HOME = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(HOME))
+import train  # noqa: E402
+from eval_ppl import Corpus, by_position, evaluate, load_base, scored_batches, untrained  # noqa: E402
+from lococo import LoCoCo  # noqa: E402
+
 OUT = HOME / "runs" / "reproduce"
 MARKS = "<!-- tests/reproduce.py writes from here -->", "<!-- to here -->"
-CONTEXT, MEM, SEGMENT, DOCUMENTS = 1024, 256, 512, 32
+CONTEXT, MEM, TOKENS, DOCUMENTS = 1024, 128, 8192, 24  # TOKENS: of a step
 LENGTHS = (512, 1024, 2048, 4096, 8192)
-SCORE = ("--documents", DOCUMENTS, "--lengths", *LENGTHS)
 
-SLOTS = ("--positions", "slots")
-METHODS = {  # name in the table: flags of train.py
-    "8 sinks + segment (the paper's StreamingLLM)": ("--method", "streaming", "--sinks", "8", "--recent", "0"),
-    "window: 4 sinks + recent": ("--method", "streaming"),
-    "H2O": ("--method", "h2o", *SLOTS),
-    "LoCoCo": ("--method", "lococo", "--sinks", "0", "--recent", "0"),
-    "LoCoCo + sinks": ("--method", "lococo+sinks", *SLOTS),
-    "LoCoCo + H2O (the paper's)": ("--method", "lococo+h2o", *SLOTS),
-    "LoCoCo, the recipe's 4 sinks + 1/16 merged": ("--method", "lococo"),
-    "LongLoRA": ("--method", "longlora"),
-    "full": ("--method", "full"),
+SLOTS, LAST = ("--positions", "slots"), ("--positions", "original")
+OURS = ("--method", "lococo")  # as the embedded recipe has it
+PAPER = ("--filters", "0", "--normalise", "sum")
+OFFICIAL = ("--filters", "0", "--normalise", "softmax-relu", "--blend", "0.5", "--score", "last")
+WINDOW, H2O = ("--method", "streaming"), ("--method", "h2o", *SLOTS)
+LOCOCO_H2O = ("--method", "lococo+h2o", *SLOTS)
+METHODS = {  # row of the main table: flags of train.py
+    "full": ("--method", "full", *LAST),
+    "window: 4 sinks + 124 recent": WINDOW,
+    "H2O: 64 heavy + 64 recent": H2O,
+    "LoCoCo, the recipe: 4 sinks + 32 merged + 92 recent": OURS,
+    "LoCoCo + H2O: 64 heavy + 64 merged": (*LOCOCO_H2O, *PAPER),
+    "the same, official code's settings": (*LOCOCO_H2O, *OFFICIAL),
+    "LoCoCo: 128 merged": ("--method", "lococo", "--sinks", "0", "--recent", "0", *PAPER),
+    "LoCoCo + sinks: 4 sinks + 124 merged": ("--method", "lococo+sinks", *SLOTS, *PAPER),
+    "8 sinks, then the segment (the paper's StreamingLLM)": ("--method", "streaming", "--sinks", "8", "--recent", "0"),
+    "LongLoRA": ("--method", "longlora", *LAST),
 }
+EVICTION = ((), WINDOW, H2O)  # () is the full cache
+SEEDED = list(METHODS)[:5]  # the ones that get every seed
+INFERENCE = {"window": WINDOW, "H2O": H2O, "LoCoCo, the recipe": OURS, "LoCoCo + H2O": (*LOCOCO_H2O, *PAPER)}
+VARIANTS = {  # the recipe with something changed, at twice the context
+    "the recipe": (),
+    "equation 8": ("--normalise", "sum"),
+    "softmax of the ReLU": ("--normalise", "softmax-relu"),
+    "a filter per slot (the paper)": ("--filters", "0"),
+    "gradient through one segment (the paper)": ("--bptt", "1"),
+    "16 merged, 108 recent": ("--recent", "108"),
+    "62 merged, 62 recent": ("--recent", "62"),
+    "124 merged, nothing recent": ("--recent", "0"),
+    "16 heavy, 32 merged, 76 recent": ("--heavy", "16", "--recent", "76"),
+    "the same, score per query": ("--heavy", "16", "--recent", "76", "--score", "mean"),
+    "original positions": LAST,
+    "4 filters": ("--filters", "4"),
+    "kernel 3": ("--kernel", "3"),
+    "kernel 9": ("--kernel", "9"),
+    "kernel 61": ("--kernel", "61"),
+}
+MEMORIES = (64, 256)
 
 
-def call(*words: object) -> None:
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=HOME, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(map(str, words))}\n{done.stderr[-2000:]}")
+class Cell(NamedTuple):
+    flags: tuple  # of train.py
+    seq: int = 2 * CONTEXT
+    seed: int = 0
+    mem: int = MEM
+    segment: int = MEM
+    frozen: bool = False  # the inference mode: compressors alone
+
+    def folder(self, steps: int) -> Path:
+        name = "".join(self.flags).replace("--", "-").strip("-") or "recipe"
+        return OUT / f"{name}-{self.seq}-m{self.mem}-t{self.segment}-s{self.seed}-{steps}{'-frozen' * self.frozen}"
+
+    def measure(self, steps: int) -> None:
+        """Train and score, unless that is done; leaves table.json in the folder, at the end."""
+        folder, batch = self.folder(steps), max(TOKENS // self.seq, 1)
+        if (folder / "table.json").is_file():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        words = ["--mem", self.mem, "--segment", self.segment, "--seq", self.seq, "--steps", steps, "--batch", batch,
+                 "--micro-batch", batch, "--seed", self.seed, "--out", folder, *self.flags]  # fmt: skip
+        sys.argv = ["train.py", *map(str, words)]
+        args, begun = train.parse(), time.time()
+        if self.frozen:
+            args.lora_rank = 0
+        model, tokenizer = load_base(args)
+        corpus = Corpus([], tokenizer)
+
+        if self.frozen and self.flags in EVICTION:  # nothing to train
+            method = (lambda length: LoCoCo(model, untrained(args, args.method, length))) if self.flags else None
+        else:
+            lococo = LoCoCo(model, train.settings_of(args))
+            lococo.start_training()
+            train.train(lococo, train.Sequences(corpus, corpus.part("training"), args.seq, args.seed), args)
+            lococo.save(folder / "adapter.safetensors")
+            lococo.remove()
+            method = lambda length: LoCoCo.load(folder, model)  # noqa: E731
+        lengths = [n for n in LENGTHS if n <= self.seq or not self.frozen]
+        batches = {n: scored_batches(corpus, "held-out", n, "cpu", DOCUMENTS, 8) for n in lengths}
+        row = evaluate(model, method or (lambda length: None), batches)
+        row["name"] = " ".join(map(str, self))
+        where = by_position([row], torch.cat(batches[lengths[-1]]))
+        del row["losses"]
+        content = {**row, "by_position": where, "minutes": (time.time() - begun) / 60}
+        (folder / "table.part").write_text(json.dumps(content, indent=1))
+        (folder / "table.part").replace(folder / "table.json")
+
+    def row(self, steps: int) -> dict[int, float] | None:
+        """{evaluation length: perplexity}, if measured."""
+        table = self.folder(steps) / "table.json"
+        if not table.is_file():
+            return None
+        return {int(n): value for n, value in json.loads(table.read_text())["perplexity"].items()}
 
 
-def run(scale: int, name: str, seed: int, steps: int) -> dict:
-    """Train and score one cell of the table, unless it is there; {evaluation length: perplexity}."""
-    folder = OUT / f"{scale}x-{list(METHODS).index(name)}-seed{seed}-steps{steps}"
-    table = folder / "table.json"
-    if not table.is_file():
-        if not (folder / "run" / "adapter.safetensors").is_file():
-            shutil.rmtree(folder / "run", ignore_errors=True)  # half done
-            call("train.py", "--mem", MEM, "--seq", CONTEXT * scale, "--segment", SEGMENT, "--steps", steps,
-                 "--seed", seed, "--normalise", "softmax", "--out", folder / "run", *METHODS[name])  # fmt: skip
-        call("eval_ppl.py", folder / "run", *SCORE, "--json", table)
-    row = json.loads(table.read_text())["rows"][-1]
-    return {int(length): value for length, value in row["perplexity"].items()}
+def work_quietly() -> None:
+    """A worker: one core, no progress bars of its own."""
+    torch.set_num_threads(1)
+    sys.stderr = open(os.devnull, "w")
 
 
-def base() -> dict:
-    table = OUT / "base.json"
-    if not table.is_file():
-        call("eval_ppl.py", "--method", "streaming", "--mem", MEM, *SCORE, "--json", table)
-    names = {"full cache": 0, "window: 4 sinks + recent": 1}
-    rows = json.loads(table.read_text())["rows"]
-    return {name: {int(n): v for n, v in rows[i]["perplexity"].items()} for name, i in names.items()}
+def text(values: list[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{spread}" if values else "-"
 
 
-def write(cells: dict, untouched: dict, about: str) -> None:
-    lines = [about, "", "| trained at | method | " + " | ".join(f"{n:,}" for n in LENGTHS) + " |",
-             "|---" * (2 + len(LENGTHS)) + "|"]  # fmt: skip
-    for name, row in untouched.items():
-        lines.append(f"| - | untouched base, {name} | " + " | ".join(f"{row[n]:.3f}" for n in LENGTHS) + " |")
-    for (scale, name), runs in cells.items():
-        texts = []
-        for n in LENGTHS:
-            values = [row[n] for row in runs]
-            spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-            texts.append(f"{statistics.mean(values):.3f}{spread}")
-        lines.append(f"| {CONTEXT * scale:,} | {name} | " + " | ".join(texts) + " |")
+def table(head: list[str], lengths: tuple, rows: list[tuple[list[str], list[dict | None]]]) -> list[str]:
+    head = [*head, *(f"{n:,}" for n in lengths)]
+    lines = ["", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for names, seeds in rows:
+        measured = [row for row in seeds if row]
+        lines.append("| " + " | ".join([*names, *(text([row[n] for row in measured]) for n in lengths)]) + " |")
+    return lines
+
+
+def closed(rows: dict[str, list[dict | None]], length: int) -> str:
+    """How much of the gap in nats to full attention the recipe closes, from H2O and from the better eviction."""
+    full, window, h2o, ours = ([math.log(row[length]) for row in rows[name] if row] for name in SEEDED[:4])
+    if not (full and window and h2o and ours):
+        return "-"
+    full, window, h2o, ours = map(statistics.mean, (full, window, h2o, ours))
+    best = min(window, h2o)
+    return (f"H2O is {h2o - full:.4f} nats above full attention, the window {window - full:.4f}, the recipe "
+            f"{ours - full:.4f}: it closes {(h2o - ours) / (h2o - full):.0%} of H2O's gap and "
+            f"{(best - ours) / (best - full):.0%} of the smaller one")  # fmt: skip
+
+
+UNTOUCHED = [Cell(flags, LENGTHS[-1], frozen=True) for flags in ((), WINDOW)]
+
+
+def write(scales: list[int], seeds: list[int], steps: int, about: str) -> None:
+    def rows(name: str, scale: int) -> list[dict | None]:
+        return [Cell(METHODS[name], CONTEXT * scale, s).row(steps) for s in (seeds if name in SEEDED else seeds[:1])]
+
+    lines = [about, "", f"**Extended**: M = T = {MEM}, {steps} steps of {TOKENS:,} tokens, held-out perplexity (mean ± "
+             f"standard deviation over seeds {', '.join(map(str, seeds))} where there is one)."]  # fmt: skip
+    base, window = (cell.row(steps) for cell in UNTOUCHED)
+    untouched = [(["-", "untouched base, full cache"], [base]),
+                 (["-", f"untouched base, {list(METHODS)[1]}"], [window])]  # fmt: skip
+    cells = {scale: {name: rows(name, scale) for name in METHODS} for scale in scales}
+    lines += table(["trained at", "method"], LENGTHS, untouched + [
+        ([f"{CONTEXT * scale:,}", name], row) for scale in scales for name, row in cells[scale].items()])  # fmt: skip
+    for scale in scales:
+        lines += ["", f"Trained and scored at {CONTEXT * scale:,}: {closed(cells[scale], CONTEXT * scale)}."]
+    lines += ["", f"**Inference mode**: base frozen, {CONTEXT:,} tokens, M = T, compressors alone trained."]
+    lines += table(["ratio", "method"], LENGTHS[:2], [(["1:1", "full cache"], [base])] + [
+        ([f"{CONTEXT // mem}:1", name], [Cell(flags, CONTEXT, seed, mem, mem, True).row(steps) for seed in seeds])
+        for mem in (64, 32) for name, flags in INFERENCE.items()])  # fmt: skip
+    lines += ["", f"**Variants** of the recipe, trained at {2 * CONTEXT:,} tokens, seed {seeds[0]}."]
+    lines += table(["changed"], LENGTHS, [([name], [Cell((*OURS, *flags), seed=seeds[0]).row(steps)])
+                                          for name, flags in VARIANTS.items()])  # fmt: skip
+    lines += ["", f"**Memory size**, trained at {2 * CONTEXT:,} tokens, T = {MEM}, seed {seeds[0]}."]
+    lines += table(["M", "method"], LENGTHS, [
+        ([str(mem), name], [Cell(flags, seed=seeds[0], mem=mem).row(steps)])
+        for mem in (MEMORIES[0], MEM, MEMORIES[1])
+        for name, flags in (("window", WINDOW), ("LoCoCo", OURS))])  # fmt: skip
     readme = HOME / "README.md"
     before, rest = readme.read_text().split(MARKS[0])
     readme.write_text("\n".join([before + MARKS[0], *lines, MARKS[1]]) + rest.split(MARKS[1])[1])
+    record = {str(f.parent.relative_to(OUT)): json.loads(f.read_text())["rows"][-1] for f in OUT.glob("*/table.json")}
+    (HOME / "tests" / "reproduce.json").write_text(json.dumps({"about": about, "cells": record}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -91,21 +202,27 @@ def main() -> None:
     parser.add_argument("--scales", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--jobs", type=int, default=2, help="cells at a time, one core each")
     args = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
-    jobs = [(scale, name, seed) for seed in args.seeds for scale in args.scales for name in METHODS]
-    cells, untouched, begun = {}, base(), time.time()
-    for scale, name, seed in tqdm(jobs, unit=" runs"):
-        cells.setdefault((scale, name), []).append(run(scale, name, seed, args.steps))
-    scales, seeds = " ".join(map(str, args.scales)), " ".join(map(str, args.seeds))
-    about = (f"Perplexity by evaluation length, M = {MEM}, T = {SEGMENT}, {args.steps} steps, "
-             f"at most {DOCUMENTS} documents, seeds {seeds}: "
-             f"`python tests/reproduce.py --scales {scales} --seeds {seeds} --steps {args.steps}`, "
-             f"{time.strftime('%Y-%m-%d')}; this call took {(time.time() - begun) / 60:.0f} minutes.")  # fmt: skip
-    runs = [{"trained_at": CONTEXT * scale, "method": name, "perplexity": row} for (scale, name), row in cells.items()]
-    record = {"about": about, "untouched": untouched, "runs": runs}
-    (HOME / "tests" / "reproduce.json").write_text(json.dumps(record, indent=1) + "\n")
-    write(cells, untouched, about)
+    main_table = [Cell(METHODS[name], CONTEXT * scale, seed) for seed in args.seeds for scale in args.scales
+                  for name in METHODS if seed == args.seeds[0] or name in SEEDED]  # fmt: skip
+    frozen = [Cell(flags, CONTEXT, seed, mem, mem, True) for seed in args.seeds for mem in (64, 32)
+              for flags in INFERENCE.values() if seed == args.seeds[0] or flags not in (WINDOW, H2O)]  # fmt: skip
+    small = [Cell((*OURS, *flags), seed=args.seeds[0]) for flags in VARIANTS.values()]
+    small += [Cell(flags, seed=args.seeds[0], mem=mem) for mem in MEMORIES for flags in (WINDOW, OURS)]
+    jobs, begun = list(dict.fromkeys([*UNTOUCHED, *main_table, *frozen, *small])), time.time()
+    with ProcessPoolExecutor(args.jobs, initializer=work_quietly) as pool:
+        running = {pool.submit(cell.measure, args.steps): cell for cell in jobs}
+        for done in tqdm(as_completed(running), total=len(jobs), unit=" cells"):
+            if done.exception():
+                pool.shutdown(cancel_futures=True)
+                raise done.exception()
+            about = (f"`python tests/reproduce.py --scales {' '.join(map(str, args.scales))} "
+                     f"--seeds {' '.join(map(str, args.seeds))} --steps {args.steps}`, {DOCUMENTS} documents for each "
+                     f"length, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores; the last call took "
+                     f"{(time.time() - begun) / 60:.0f} minutes.")  # fmt: skip
+            write(args.scales, args.seeds, args.steps, about)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from train import ShiftedGroups
 
 torch.manual_seed(1)
 TOKENS = torch.randint(3, 64, (2, 40))
-FRAMES = ("interpolated", "slots")
+FRAMES = ("interpolated", "original", "slots")
 
 
 def settings(method="lococo", mem=8, segment=6, length=40, **changes):
@@ -56,10 +56,12 @@ def test_every_method_is_three_counts(choice, counts):
         (dict(mem=-5), "--mem -5: at least 1"),
         (dict(kernel=4), "--kernel 4: an odd size"),
         (dict(length=5), "--seq 5 is shorter than one segment; --segment is 6"),
-        (dict(positions="absolute"), "'absolute'; there are interpolated, slots"),
-        (dict(normalise="max"), "'max'; there are sum, softmax"),
+        (dict(positions="absolute"), "'absolute'; there are interpolated, original, slots"),
+        (dict(normalise="max"), "'max'; there are sum, softmax-relu, softmax"),
         (dict(sinks=4, recent=4), "--sinks 4, --heavy 0, --recent 4 do not fit into --mem 8"),
         (dict(sinks=-1), "--sinks -1"),
+        (dict(filters=-1), "--filters -1: at least 0"),
+        (dict(filters=3), "--filters 3: each fills equally many of the 8 slots"),
         (dict(lora_rank=-1), "--lora-rank -1"),
         (dict(method="full", sinks=4), "--method full keeps everything"),
         (dict(length=1, segment=1), "--seq 1: at least 2"),
@@ -78,30 +80,33 @@ def mixing_weights_by_hand(compressor: Compressor, k, v):
     """Equations 6 to 8 in float64, one number at a time: k, v (S, D) of one head -> W (slots, S)."""
     x = torch.cat((k, v), 1).double()
     weight, bias = compressor.conv.weight.double(), compressor.conv.bias.double()
-    slots, channels, kernel = weight.shape
-    w = torch.zeros(slots, len(x), dtype=torch.float64)
-    for m in range(slots):
-        for s in range(len(x)):
-            logit = bias[m]
+    filters, channels, kernel = weight.shape
+    pieces = compressor.slots // filters
+    w = torch.zeros(pieces * filters, len(x), dtype=torch.float64)
+    for m in range(pieces * filters):
+        own = [s for s in range(len(x)) if s * pieces // len(x) == m // filters]
+        for s in own:
+            logit = bias[m % filters]
             for tap in range(kernel):
                 at = s + tap - kernel // 2
                 if 0 <= at < len(x):
-                    logit = logit + (weight[m, :, tap] * x[at]).sum()
-            w[m, s] = max(logit, 0.0)
-        if compressor.normalise == "softmax":
-            w[m] = w[m].exp()
-        w[m] = w[m] / w[m].sum() if w[m].any() else 1 / len(x)
+                    logit = logit + (weight[m % filters, :, tap] * x[at]).sum()
+            relu = max(logit, torch.tensor(0.0))
+            w[m, s] = {"sum": relu, "softmax-relu": relu.exp(), "softmax": logit.exp()}[compressor.normalise]
+        if not w[m].any():
+            w[m, own] = 1.0
+        w[m] /= w[m].sum()
     return w
 
 
 @pytest.mark.parametrize("normalise", NORMALISE)
-@pytest.mark.parametrize("kernel", [1, 3, 21])
-def test_compressor_equals_a_loop_over_the_papers_equations(kernel, normalise):
-    compressor = Compressor(head_dim=4, slots=5, kernel=kernel, normalise=normalise)
+@pytest.mark.parametrize("kernel, filters", [(1, 6), (3, 6), (21, 6), (3, 1), (21, 2)])
+def test_compressor_equals_a_loop_over_the_papers_equations(kernel, filters, normalise):
+    compressor = Compressor(head_dim=4, slots=6, kernel=kernel, normalise=normalise, filters=filters)
     k, v = torch.randn(2, 3, 17, 4), torch.randn(2, 3, 17, 4)
     w = compressor(k, v)
-    assert w.shape == (2, 3, 5, 17)
-    assert torch.allclose(w.sum(-1), torch.ones(2, 3, 5)) and bool((w >= 0).all())
+    assert w.shape == (2, 3, 6, 17)
+    assert torch.allclose(w.sum(-1), torch.ones(2, 3, 6)) and bool((w >= 0).all())
     for b in range(2):
         for g in range(3):
             expected = mixing_weights_by_hand(compressor, k[b, g], v[b, g])
@@ -306,9 +311,11 @@ VARIANTS = [
     ("h2o", dict(score="mean", sinks=1, heavy=3)),
     ("h2o", dict(score="last")),
     ("lococo", dict(sinks=1, heavy=2, recent=2, score="mean")),
-    ("lococo+h2o", dict(normalise="softmax", blend=0.5, score="last")),  # the official code's
-    ("lococo", dict(normalise="softmax", blend=1.0, score="last")),
+    ("lococo+h2o", dict(normalise="softmax-relu", blend=0.5, score="last")),  # the official code's
+    ("lococo", dict(normalise="softmax-relu", blend=1.0, score="last")),
     ("lococo+sinks", dict(blend=0.3, recent=1)),
+    ("lococo", dict(normalise="softmax", filters=1, recent=4)),
+    ("lococo", dict(filters=3, heavy=2)),
 ]
 
 
@@ -318,7 +325,7 @@ def test_every_method_equals_a_slow_memory(method, changes, frame):
     """Segments of uneven sizes through grouped-query attention; every entry of every head, and its scores."""
     c = LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)
     s = settings(method, positions=frame, **changes)
-    compressors = torch.nn.ModuleList([Compressor(8, s.merged, 3, s.normalise, s.blend)] if s.merged else [])
+    compressors = torch.nn.ModuleList([Compressor(8, s.merged, 3, s.normalise, s.blend, s.filters)] if s.merged else [])
     cache = Memory(c, s, compressors)
     segments = [[torch.randn(2, heads, T, 8) for heads in (4, 2, 2)] for T in (6, 6, 6, 2, 6, 1, 6, 6)]
     for q, k, v in segments:
@@ -342,8 +349,8 @@ def test_official_settings_update_the_memory_as_the_official_code_does(keep, ker
     """Its update, head by head: the entries of highest score stay, in time order; those after them in score are the
     one-hot rows of W = (1 - g) one-hot + g softmax(ReLU(conv)) over all that did not stay; memory is [kept | mixed]."""
     c = LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=64)
-    s = settings("lococo+h2o", 16, 24, heavy=keep, kernel=kernel, normalise="softmax", blend=gate, score="last")
-    compressor = Compressor(8, s.merged, kernel, "softmax", gate)
+    s = settings("lococo+h2o", 16, 24, heavy=keep, kernel=kernel, normalise="softmax-relu", blend=gate, score="last")
+    compressor = Compressor(8, s.merged, kernel, "softmax-relu", gate)
     w_ours = []
     compressor.register_forward_hook(lambda module, given, w: w_ours.append(w))
     cache = Memory(c, s, torch.nn.ModuleList([compressor]))
@@ -384,9 +391,9 @@ def test_longlora_attends_within_quarters_half_of_the_heads_shifted(L):
 
 def test_segment_losses_score_every_token_after_the_first_once(model):
     cache = KVCache(2)
-    total = torch.stack(list(segment_losses(model, TOKENS, cache, segment=7))).sum()
-    expected = F.cross_entropy(model(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="sum")
-    assert torch.allclose(total, expected, rtol=1e-5)
+    losses = torch.cat(list(segment_losses(model, TOKENS, cache, segment=7)), dim=1)
+    expected = F.cross_entropy(model(TOKENS)[:, :-1].transpose(1, 2), TOKENS[:, 1:], reduction="none")
+    assert torch.allclose(losses, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -413,11 +420,11 @@ def test_gradients_reach_what_trains_and_nothing_else(model, frame):
     lococo = LoCoCo(model, settings(sinks=1, recent=2, lora_rank=2, positions=frame))
     lococo.start_training()
     first, *rest = segment_losses(model, TOKENS, lococo.cache(), 6)
-    first.backward()  # the first segment already trains k and v (the official code detaches them there)
+    first.sum().backward()  # the first segment already trains k and v (the official code detaches them there)
     assert all(bool(block.attention.wv.lora_b.grad.any()) for block in model.layers)
     assert not any(p.grad is not None and p.grad.any() for p in lococo.compressors.parameters())
     for loss in rest:
-        loss.backward()
+        loss.sum().backward()
     training = {id(p) for group in lococo.groups().values() for p in group.values()}
     for name, p in [*model.named_parameters(), *lococo.compressors.named_parameters()]:
         if id(p) in training:
@@ -436,7 +443,7 @@ def test_gradients_over_several_segments_equal_one_graph(model, bptt):
 
     def gradients(losses):
         for loss in losses:
-            loss.backward()
+            loss.sum().backward()
         grads = [p.grad.clone() for p in parameters]
         model.zero_grad()
         lococo.compressors.zero_grad()
@@ -474,7 +481,7 @@ def test_a_segments_graph_does_not_grow_with_the_sequence(model):
     for _ in range(30):
         saved.append(0)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = next(losses)
+            loss = next(losses).sum()
         loss.backward()
     assert saved[5] == saved[20] == saved[-1] == max(saved)
 
@@ -508,7 +515,7 @@ def train_a_little(lococo, steps=3):
     for _ in range(steps):
         for loss in segment_losses(lococo.model, TOKENS, lococo.cache(), 6):
             if loss.requires_grad:
-                (loss / TOKENS.numel()).backward()
+                (loss.sum() / TOKENS.numel()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -575,6 +582,19 @@ def test_adapter_round_trip(saved):
     loaded = LoCoCo.load(path, base(), mem=8, kernel=3)
     assert loaded.settings == lococo.settings and loaded.model.config.rope_scale == 4.0
     assert perplexity(loaded.model, loaded.cache, [TOKENS], 6) == perplexity(lococo.model, lococo.cache, [TOKENS], 6)
+
+
+@pytest.mark.parametrize("method, changes", [*VARIANTS, ("full", {}), ("longlora", {})])
+def test_every_variant_comes_back_from_its_file(model, tmp_path, method, changes):
+    untouched = {name: p.clone() for name, p in model.state_dict().items()}
+    lococo = LoCoCo(model, settings(method, lora_rank=2, **changes))
+    train_a_little(lococo)
+    lococo.save(tmp_path / "adapter.safetensors")
+    expected = perplexity(model, lococo.cache, [TOKENS], 6)
+    base = Llama(lococo.base_config)
+    base.load_state_dict(untouched)
+    loaded = LoCoCo.load(tmp_path, base)
+    assert loaded.settings == lococo.settings and perplexity(base, loaded.cache, [TOKENS], 6) == expected
 
 
 def test_adapter_on_the_wrong_base_or_with_other_settings_is_refused(saved, tmp_path):

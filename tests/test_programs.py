@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import eval_ppl
 import generate
 import train
-from eval_ppl import HERE, TINY, Corpus, exit_on_user_error, perplexity, scored_batches
+from eval_ppl import HERE, TINY, Corpus, exit_on_user_error, last_seen, passkey, perplexity, scored_batches
 from generate import TextStream, decode, sample
 from lococo import METHODS, LoCoCo, Settings, prefill, segment_losses
 from model import KVCache, Llama, Tokenizer
@@ -60,7 +61,7 @@ def test_train_then_generate_then_evaluate(run, tmp_path):
     code, out, err = run(train, "--data", "text", "--out", "run", *RUN)
     assert code == 0, err
     for word in ("compressors", "LoRA", "embeddings", "norms", "frozen", "learning rate", "untouched base",
-                 "before training", "after training", "4 sinks + 1 merged + 11 recent",
+                 "before training", "after training", "4 sinks + 4 merged + 8 recent",
                  "(4 sinks + 12 recent, by slot)"):  # fmt: skip
         assert word in out, word
     assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["adapter.safetensors", "log.jsonl"]
@@ -132,7 +133,7 @@ def test_micro_batches_add_up_to_the_gradient_of_the_mean_loss():
             for piece in tokens.split(size):
                 sum(backward_through(lococo, piece, scored=2 * 63))
         else:
-            (sum(segment_losses(lococo.model, tokens, lococo.cache(), 16)) / (2 * 63)).backward()
+            (sum(x.sum() for x in segment_losses(lococo.model, tokens, lococo.cache(), 16)) / (2 * 63)).backward()
         named = {name: p for group in lococo.groups().values() for name, p in group.items()}
         gradients.append({name: p.grad for name, p in named.items()})
     for name, gradient in gradients[0].items():
@@ -202,6 +203,57 @@ def test_bfloat16_trains_with_float32_masters(run):
     assert {t.dtype for t in load_file("run/adapter.safetensors").values()} == {torch.float32}
     code, out, _ = run(generate, "--prompt", "text/0.py", "--adapter", "run", "--dtype", "bfloat16")
     assert code == 0 and out
+
+
+# --- Where it is lost ----------------------------------------------------------------------------------------
+
+
+def test_last_seen_equals_a_search_backwards():
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 3, 60))
+    for t, ago in enumerate(last_seen(tokens).tolist(), 1):
+        earlier = [u for u in range(2, t) if tokens[u - 2 : u + 1].tolist() == tokens[t - 2 : t + 1].tolist()]
+        assert ago == (t - earlier[-1] if t >= 2 and earlier else 0)
+
+
+def test_loss_by_position_adds_up_to_the_perplexity(run):
+    words = ["--method", "streaming", "--mem", 16, "--segment", 16, "--data", "text", "--lengths", 300]
+    code, out, err = run(eval_ppl, *words, "--by-position", "--json", "table.json")
+    assert code == 0 and "> 32 ago" in out, err
+    table = json.load(open("table.json"))
+    share = table["by_position"].pop("share of tokens")
+    for row in table["rows"]:
+        nats = table["by_position"][row["name"]]
+        for columns in (("to 256", "to 300"), ("new", "≤ 32 ago", "> 32 ago")):
+            assert sum(share[c] for c in columns) == pytest.approx(1)
+            assert math.exp(sum(share[c] * nats[c] for c in columns)) == pytest.approx(row["perplexity"]["300"])
+    assert share["to 256"] == 255 / 299
+
+
+class Oracle:
+    """A model that repeats what followed the last 4 tokens earlier, if its cache of so many tokens still holds it."""
+
+    def __init__(self, remembers):
+        self.remembers = remembers
+
+    def __call__(self, tokens, cache):
+        logits = torch.zeros(*tokens.shape, 2048)
+        for b, row in enumerate(tokens.tolist()):
+            for t, token in enumerate(row):
+                cache[b].append(token)
+                recent = cache[b][-self.remembers :]
+                for u in range(len(recent) - 5, -1, -1):
+                    if recent[u : u + 4] == recent[-4:]:
+                        logits[b, t, recent[u + 4]] = 1.0
+                        break
+        return logits
+
+
+@pytest.mark.parametrize("remembers, found", [(400, [1, 1, 1]), (120, [0, 0, 1])])
+def test_passkeys_are_found_by_who_remembers_them(tokenizer, remembers, found):
+    texts = [torch.randint(3, 2000, (2, 300)), torch.randint(3, 2000, (1, 300))]
+    for depth, share in zip((0, 0.5, 1), found):
+        caches = lambda: [[], []]  # noqa: E731
+        assert passkey(Oracle(remembers), caches, 64, tokenizer, texts, depth, seed=1) == share
 
 
 # --- generate.py ---------------------------------------------------------------------------------------------
@@ -322,6 +374,9 @@ BAD = [
     (eval_ppl, ["--data", "text", "--lengths", "100000"], "--lengths 100000: no document of that many tokens"),
     (eval_ppl, ["--json", "nowhere/table.json"], "--json nowhere/table.json: not a file in a directory"),
     (eval_ppl, ["--documents", "0"], "--documents 0"),
+    (eval_ppl, ["--passkey", "2"], "--passkey 2.0: a depth is from 0"),
+    (eval_ppl, ["--passkey", "--lengths", "16"], "--passkey needs texts of 64 tokens"),
+    (train, ["--filters", "3"], "--filters 3: each fills equally many of the 32 slots"),
     (eval_ppl, ["--model", "nowhere"], "--model nowhere"),
 ]
 
