@@ -70,7 +70,7 @@ RECIPES = {
     "mem":         (128,        512),
     "sinks":       (4,          0),
     "heavy":       (0,          0),
-    "recent":      (None,       0),  # None: 3/4 of the memory, sinks included
+    "recent":      (None,       0),  # None: 7/8 of the memory, sinks included
     "positions":   ("slots",    "interpolated"),
     "segment":     (128,        512),
     "seq":         (2048,       8192),
@@ -184,7 +184,7 @@ def parse() -> argparse.Namespace:
         if getattr(args, name) is None and (own or name not in ("sinks", "heavy", "recent", "positions")):
             setattr(args, name, values[column])
     if own and args.recent is None:
-        args.recent = max(args.mem * 3 // 4 - args.sinks - args.heavy, 0)
+        args.recent = max(args.mem * 7 // 8 - args.sinks - args.heavy, 0)
     for name in ("steps", "batch", "micro_batch", "bptt", "lr", "conv_lr"):
         if not getattr(args, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: more than 0 is needed")

@@ -61,7 +61,7 @@ def test_train_then_generate_then_evaluate(run, tmp_path):
     code, out, err = run(train, "--data", "text", "--out", "run", *RUN)
     assert code == 0, err
     for word in ("compressors", "LoRA", "embeddings", "norms", "frozen", "learning rate", "untouched base",
-                 "before training", "after training", "4 sinks + 4 merged + 8 recent",
+                 "before training", "after training", "4 sinks + 2 merged + 10 recent",
                  "(4 sinks + 12 recent, by slot)"):  # fmt: skip
         assert word in out, word
     assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["adapter.safetensors", "log.jsonl"]
@@ -376,7 +376,7 @@ BAD = [
     (eval_ppl, ["--documents", "0"], "--documents 0"),
     (eval_ppl, ["--passkey", "2"], "--passkey 2.0: a depth is from 0"),
     (eval_ppl, ["--passkey", "--lengths", "16"], "--passkey needs texts of 64 tokens"),
-    (train, ["--filters", "3"], "--filters 3: each fills equally many of the 32 slots"),
+    (train, ["--filters", "3"], "--filters 3: each fills equally many of the 16 slots"),
     (eval_ppl, ["--model", "nowhere"], "--model nowhere"),
 ]
 
