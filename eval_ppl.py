@@ -3,6 +3,7 @@
     python eval_ppl.py                                        # the embedded model and adapter
     python eval_ppl.py runs/a runs/b --lengths 2048 4096 8192 --json table.json
     python eval_ppl.py --method streaming h2o --mem 512       # eviction needs no training: any base, no run
+    python eval_ppl.py tiny --by-position --passkey           # where the loss is, and what can be recalled
 
 Perplexity is exp(total negative log-likelihood / scored tokens): every token after the first is scored, segment
 boundaries included. A document shorter than the length is left out, a longer one cut; each starts with BOS and
@@ -221,7 +222,7 @@ def scored_batches(corpus: Corpus, part: str, L: int, device: str, most: int, si
 
 
 COUNTS = {  # flags: what a method by its name leaves open
-    "mem": (int, "memory slots M"),
+    "mem": (int, "memory slots M (default: 512, an adapter's own, or train.py's recipe)"),
     "sinks": (int, "slots that keep the first tokens"),
     "heavy": (int, "slots that keep what has received most attention"),
     "recent": (int, "slots that keep the last tokens"),
@@ -352,8 +353,10 @@ def dropped_in(model: Llama, lococo: LoCoCo | None) -> Iterator[tuple[Callable[[
     if lococo is None:
         yield partial(KVCache, model.config.n_layers), 512, None
     else:
-        yield lococo.cache, lococo.settings.segment, lococo.settings.mem
-        lococo.remove()
+        try:
+            yield lococo.cache, lococo.settings.segment, lococo.settings.mem
+        finally:
+            lococo.remove()
 
 
 # --- Where it is lost ----------------------------------------------------------------------------------------
@@ -374,14 +377,14 @@ def last_seen(tokens: Tensor) -> Tensor:
 def by_position(rows: list[dict], tokens: Tensor) -> dict[str, dict[str, float]]:
     """Nats per token of every row by position in the documents (N, L), and by how long ago the token was last seen.
 
-    `far` tokens repeat what has left a memory of M slots and a segment of T: more than M + T tokens ago, of the
-    largest memory among the rows. They are what a memory is for.
+    What was last seen more than M + T tokens ago (of the largest memory among the rows) has left the memory and
+    segment as a token: to know it still is what a memory is for.
     """
     L, reach = tokens.shape[1], max((row["slots"] + row["segment"] for row in rows if row["slots"]), default=512)
     position, ago = torch.arange(1, L), torch.stack([last_seen(document) for document in tokens])
     edges = [0, *(n for n in (256, 512, 1024, 2048, 4096, 8192, 16384) if n < L), L]
     masks = {f"to {b}": ((a <= position) & (position < b)).expand_as(ago) for a, b in zip(edges, edges[1:])}
-    masks |= {"new": ago == 0, f"≤ {reach} ago": (0 < ago) & (ago <= reach), f"> {reach} ago": ago > reach}
+    masks |= {"new": ago == 0, f"to {reach} ago": (0 < ago) & (ago <= reach), f"> {reach} ago": ago > reach}
     masks = {name: mask for name, mask in masks.items() if mask.any()}
     return {"share of tokens": {name: float(mask.double().mean()) for name, mask in masks.items()}} | {
         row["name"]: {name: float(row["losses"][mask].double().mean()) for name, mask in masks.items()}
@@ -402,6 +405,8 @@ def passkey(model: Llama, new_cache: Callable[[], KVCache], segment: int, tokeni
         for text in batch.cpu():
             # Sentencepiece puts a space before a text; this one goes on.
             line = torch.tensor(tokenizer.encode(f"\npasskey = {rng.integers(10_000, 100_000)}\n", bos=False)[1:])
+            if not tokenizer.decode(line[-6:].tolist()).strip().isdigit():
+                raise UserError(f"--passkey: {tokenizer.file} does not give each digit a token of its own")
             asked, body = line[:-1], text[: len(text) - 2 * len(line) + 1]
             place = 1 + round(depth * (len(body) - 1))
             prompts.append(torch.cat((body[:place], line, body[place:], asked)))
@@ -463,8 +468,10 @@ def main() -> None:
         methods[f"{name}, untouched base"] = lambda length, name=name: LoCoCo(model, untrained(args, name, length))
     for run in runs:
         methods["tiny/" if run is TINY else str(run)] = lambda length, run=run: LoCoCo.load(run, model)
-    with precision(args):
-        rows = [{"name": name, **evaluate(model, method, batches)} for name, method in methods.items()]
+    rows = []
+    for name, method in methods.items():
+        with precision(args):  # autocast remembers weights in low precision: a new one for each method
+            rows.append({"name": name, **evaluate(model, method, batches)})
     print_table(rows, batches, args.part)
     last = max(batches)
     where = by_position(rows, torch.cat([b.cpu() for b in batches[last]])) if args.by_position else None
@@ -475,7 +482,7 @@ def main() -> None:
     if args.passkey:
         for name, method in methods.items():
             with dropped_in(model, method(last)) as (new_cache, segment, _), precision(args):
-                found[name] = {f"{depth:.0%}": passkey(model, new_cache, segment, tokenizer, batches[last], depth,
+                found[name] = {f"{depth:g}": passkey(model, new_cache, segment, tokenizer, batches[last], depth,
                                                        args.seed) for depth in args.passkey}  # fmt: skip
         print_columns(f"share of passkeys found in {last} tokens, by depth", found)
     for row in rows:

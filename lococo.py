@@ -128,6 +128,8 @@ class Settings:
         if merged and merged % filters:
             raise UserError(f"--filters {filters}: each fills equally many of the {merged} slots that are merged")
         mem = sinks + heavy + merged + recent
+        if mem == 0:
+            raise UserError(f"--method {method} with --sinks 0, --heavy 0 and --recent 0 keeps nothing")
         return Settings(method, mem, sinks, heavy, merged, recent, *after, filters, *kind)
 
     @property
@@ -155,7 +157,7 @@ class Compressor(nn.Module):
         self.gate = None if blend is None else nn.Parameter(torch.tensor(float(blend)))
         self.conv = nn.Conv1d(2 * head_dim, filters or slots, kernel, padding=kernel // 2)
         # 1.0 as the official code: with its softmax a slot starts as little more than one entry, chosen at random.
-        # With the plain softmax it starts as the mean.
+        # With the plain softmax it starts near the mean of its piece.
         nn.init.normal_(self.conv.weight, std=0.02 if normalise == "softmax" else 1.0)
 
     def forward(self, k: Tensor, v: Tensor, score: Tensor | None = None) -> Tensor:
@@ -246,7 +248,8 @@ class Memory(KVCache):
             k_new = self.turn(k_new, new)
         if s.scored:
             kept, rest, recent = scores.split(parts, dim=2)
-            self.scores[layer] = torch.cat((kept, w.detach().float() @ rest, recent), dim=2)
+            with torch.autocast(k.device.type, enabled=False):
+                self.scores[layer] = torch.cat((kept, w.detach().float() @ rest, recent), dim=2)
         return torch.cat((k_kept, k_new, k_recent), dim=2), torch.cat((v_kept, v_new, v_recent), dim=2)
 
     def heavy_first(self, layer: int) -> Tensor:
@@ -283,10 +286,11 @@ def attention_received(q: Tensor, k: Tensor, piece: int = 128) -> Tensor:
     (B, H, T, D), (_, G, S, _) = q.shape, k.shape
     q, k = q.float().view(B, G, H // G, T, D), k.float()[:, :, None].transpose(-1, -2) / D**0.5
     received = torch.zeros(B, G, S, device=k.device)
-    for t in range(0, T, piece):
-        logits = q[:, :, :, t : t + piece] @ k  # (B, G, H/G, piece, S)
-        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=k.device).triu(S - T + t + 1)
-        received += logits.masked_fill(future, -torch.inf).softmax(dim=-1).sum(dim=-2).mean(dim=2)
+    with torch.autocast(q.device.type, enabled=False):
+        for t in range(0, T, piece):
+            logits = q[:, :, :, t : t + piece] @ k  # (B, G, H/G, piece, S)
+            future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=k.device).triu(S - T + t + 1)
+            received += logits.masked_fill(future, -torch.inf).softmax(dim=-1).sum(dim=-2).mean(dim=2)
     queries = (S - torch.arange(S, device=k.device)).clamp(max=T).expand_as(received)
     return torch.stack((received, queries), dim=-1)
 

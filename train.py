@@ -10,6 +10,7 @@ Left out on purpose: resuming, several processes.
 import argparse
 import itertools
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -70,9 +71,9 @@ RECIPES = {
     "mem":         (128,        512),
     "sinks":       (4,          0),
     "heavy":       (0,          0),
-    "recent":      (None,       0),  # None: 7/8 of the memory, sinks included
+    "recent":      (None,       0),  # None: 7/8 of the memory, less sinks and heavy
     "positions":   ("slots",    "interpolated"),
-    "segment":     (128,        512),
+    "segment":     (None,       512),  # None: as many tokens as slots
     "seq":         (2048,       8192),
     "kernel":      (21,         21),
     "filters":     (1,          0),  # 0: one for each merged slot
@@ -81,7 +82,7 @@ RECIPES = {
     "lora_rank":   (8,          8),
     "lr":          (1e-3,       5e-5),
     "conv_lr":     (5e-2,       5e-2),
-    "steps":       (200,        200),
+    "steps":       (160,        200),
     "batch":       (2,          128),
     "micro_batch": (2,          1),
     "bptt":        (4,          1),
@@ -185,9 +186,13 @@ def parse() -> argparse.Namespace:
             setattr(args, name, values[column])
     if own and args.recent is None:
         args.recent = max(args.mem * 7 // 8 - args.sinks - args.heavy, 0)
+    if args.segment is None:
+        args.segment = args.mem
     for name in ("steps", "batch", "micro_batch", "bptt", "lr", "conv_lr"):
-        if not getattr(args, name) > 0:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: more than 0 is needed")
+        if not 0 < getattr(args, name) < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: a number above 0 is needed")
+    if args.blend is not None and not math.isfinite(args.blend):
+        raise UserError(f"--blend {args.blend}: a number is needed, the official code's is 0.5")
     return args
 
 

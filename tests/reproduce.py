@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ METHODS = {  # row of the main table: flags of train.py
     "8 sinks, then the segment (the paper's StreamingLLM)": ("--method", "streaming", "--sinks", "8", "--recent", "0"),
     "LongLoRA": ("--method", "longlora", *LAST),
 }
-EVICTION = ((), WINDOW, H2O)  # () is the full cache
+EVICTION = (WINDOW, H2O)
 SEEDED = list(METHODS)[:5]  # the ones that get every seed
 INFERENCE = {"window": WINDOW, "H2O": H2O, "LoCoCo, the recipe": OURS, "LoCoCo + H2O": (*LOCOCO_H2O, *PAPER)}
 VARIANTS = {  # the recipe with something changed, at twice the context
@@ -88,20 +89,25 @@ class Cell(NamedTuple):
     def measure(self, steps: int) -> None:
         """Train and score, unless that is done; leaves table.json in the folder, at the end."""
         folder, batch = self.folder(steps), max(TOKENS // self.seq, 1)
-        if (folder / "table.json").is_file():
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        words = ["--mem", self.mem, "--segment", self.segment, "--seq", self.seq, "--steps", steps, "--batch", batch,
-                 "--micro-batch", batch, "--seed", self.seed, "--out", folder, *self.flags]  # fmt: skip
+        words = ["--device", "cpu", "--mem", self.mem, "--segment", self.segment, "--seq", self.seq, "--seed", self.seed,
+                 "--steps", steps, "--batch", batch, "--micro-batch", batch, "--out", folder, *self.flags]  # fmt: skip
         sys.argv = ["train.py", *map(str, words)]
         args, begun = train.parse(), time.time()
         if self.frozen:
             args.lora_rank = 0
+        recipe = asdict(train.settings_of(args)) | {name: getattr(args, name) for name in ("lr", "conv_lr", "bptt")}
+        if (folder / "table.json").is_file():
+            if json.loads((folder / "table.json").read_text())["recipe"] != recipe:
+                raise RuntimeError(f"{folder} was measured with another recipe; delete it")
+            return
+        folder.mkdir(parents=True, exist_ok=True)
         model, tokenizer = load_base(args)
         corpus = Corpus([], tokenizer)
 
-        if self.frozen and self.flags in EVICTION:  # nothing to train
-            method = (lambda length: LoCoCo(model, untrained(args, args.method, length))) if self.flags else None
+        if self.frozen and not self.flags:
+            method = lambda length: None  # noqa: E731
+        elif self.frozen and self.flags in EVICTION:  # nothing to train
+            method = lambda length: LoCoCo(model, untrained(args, args.method, length))  # noqa: E731
         else:
             lococo = LoCoCo(model, train.settings_of(args))
             lococo.start_training()
@@ -111,11 +117,11 @@ class Cell(NamedTuple):
             method = lambda length: LoCoCo.load(folder, model)  # noqa: E731
         lengths = [n for n in LENGTHS if n <= self.seq or not self.frozen]
         batches = {n: scored_batches(corpus, "held-out", n, "cpu", DOCUMENTS, 8) for n in lengths}
-        row = evaluate(model, method or (lambda length: None), batches)
+        row = evaluate(model, method, batches)
         row["name"] = " ".join(map(str, self))
         where = by_position([row], torch.cat(batches[lengths[-1]]))
         del row["losses"]
-        content = {**row, "by_position": where, "minutes": (time.time() - begun) / 60}
+        content = {**row, "recipe": recipe, "by_position": where, "minutes": (time.time() - begun) / 60}
         (folder / "table.part").write_text(json.dumps(content, indent=1))
         (folder / "table.part").replace(folder / "table.json")
 
@@ -149,10 +155,10 @@ def table(head: list[str], lengths: tuple, rows: list[tuple[list[str], list[dict
 
 def closed(rows: dict[str, list[dict | None]], length: int) -> str:
     """How much of the gap in nats to full attention the recipe closes, from H2O and from the better eviction."""
-    full, window, h2o, ours = ([math.log(row[length]) for row in rows[name] if row] for name in SEEDED[:4])
-    if not (full and window and h2o and ours):
+    paired = [seed for seed in zip(*(rows[name] for name in SEEDED[:4])) if all(seed)]
+    if not paired:
         return "-"
-    full, window, h2o, ours = map(statistics.mean, (full, window, h2o, ours))
+    full, window, h2o, ours = (statistics.mean(math.log(row[length]) for row in method) for method in zip(*paired))
     best = min(window, h2o)
     return (f"H2O is {h2o - full:.4f} nats above full attention, the window {window - full:.4f}, the recipe "
             f"{ours - full:.4f}: it closes {(h2o - ours) / (h2o - full):.0%} of H2O's gap and "
@@ -197,7 +203,7 @@ def write(scales: list[int], seeds: list[int], steps: int, about: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scales", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--scales", type=int, nargs="+", choices=(2, 4, 8), default=[2, 4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time, one core each")
@@ -206,7 +212,7 @@ def main() -> None:
     main_table = [Cell(METHODS[name], CONTEXT * scale, seed) for seed in args.seeds for scale in args.scales
                   for name in METHODS if seed == args.seeds[0] or name in SEEDED]  # fmt: skip
     frozen = [Cell(flags, CONTEXT, seed, mem, mem, True) for seed in args.seeds for mem in (64, 32)
-              for flags in INFERENCE.values() if seed == args.seeds[0] or flags not in (WINDOW, H2O)]  # fmt: skip
+              for flags in INFERENCE.values() if seed == args.seeds[0] or flags not in EVICTION]  # fmt: skip
     small = [Cell((*OURS, *flags), seed=args.seeds[0]) for flags in VARIANTS.values()]
     small += [Cell(flags, seed=args.seeds[0], mem=mem) for mem in MEMORIES for flags in (WINDOW, OURS)]
     jobs, begun = list(dict.fromkeys([*UNTOUCHED, *main_table, *frozen, *small])), time.time()

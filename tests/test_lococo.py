@@ -60,6 +60,7 @@ def test_every_method_is_three_counts(choice, counts):
         (dict(normalise="max"), "'max'; there are sum, softmax-relu, softmax"),
         (dict(sinks=4, recent=4), "--sinks 4, --heavy 0, --recent 4 do not fit into --mem 8"),
         (dict(sinks=-1), "--sinks -1"),
+        (dict(method="streaming", sinks=0, recent=0), "keeps nothing"),
         (dict(filters=-1), "--filters -1: at least 0"),
         (dict(filters=3), "--filters 3: each fills equally many of the 8 slots"),
         (dict(lora_rank=-1), "--lora-rank -1"),
