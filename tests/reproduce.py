@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,13 +88,13 @@ class Cell(NamedTuple):
     def measure(self, steps: int) -> None:
         """Train and score, unless that is done; leaves table.json in the folder, at the end."""
         folder, batch = self.folder(steps), max(TOKENS // self.seq, 1)
-        words = ["--device", "cpu", "--mem", self.mem, "--segment", self.segment, "--seq", self.seq, "--seed", self.seed,
-                 "--steps", steps, "--batch", batch, "--micro-batch", batch, "--out", folder, *self.flags]  # fmt: skip
+        words = ["--device", "cpu", "--mem", self.mem, "--segment", self.segment, "--seq", self.seq, "--steps", steps]
+        words += ["--seed", self.seed, "--batch", batch, "--micro-batch", batch, "--out", folder, *self.flags]
         sys.argv = ["train.py", *map(str, words)]
         args, begun = train.parse(), time.time()
         if self.frozen:
             args.lora_rank = 0
-        recipe = asdict(train.settings_of(args)) | {name: getattr(args, name) for name in ("lr", "conv_lr", "bptt")}
+        recipe = {name: getattr(args, name) for name in train.RECIPES}
         if (folder / "table.json").is_file():
             if json.loads((folder / "table.json").read_text())["recipe"] != recipe:
                 raise RuntimeError(f"{folder} was measured with another recipe; delete it")
