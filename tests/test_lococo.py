@@ -104,9 +104,9 @@ def mixing_weights_by_hand(compressor: Compressor, k, v):
 @pytest.mark.parametrize("kernel, filters", [(1, 6), (3, 6), (21, 6), (3, 1), (21, 2)])
 def test_compressor_equals_a_loop_over_the_papers_equations(kernel, filters, normalise):
     compressor = Compressor(head_dim=4, slots=6, kernel=kernel, normalise=normalise, filters=filters)
-    k, v = torch.randn(2, 3, 17, 4), torch.randn(2, 3, 17, 4)
+    k, v = torch.randn(2, 3, 18, 4), torch.randn(2, 3, 18, 4)
     w = compressor(k, v)
-    assert w.shape == (2, 3, 6, 17)
+    assert w.shape == (2, 3, 6, 18)
     assert torch.allclose(w.sum(-1), torch.ones(2, 3, 6)) and bool((w >= 0).all())
     for b in range(2):
         for g in range(3):
@@ -221,6 +221,7 @@ def test_positions_by_slot_stay_below_memory_plus_segment(model):
 
 def test_interpolation_factor_is_the_farthest_position_over_the_context(model):
     for changes, factor in ((dict(length=256), 4.0), (dict(length=32), 1.0),  # never below 1
+                            (dict(length=256, positions="original"), 1.0),
                             (dict(length=256, positions="slots"), 1.0),  # slots end at M + T = 14, whatever L
                             (dict(mem=122, length=2048, positions="slots"), 2.0),
                             (dict(method="full", length=128), 2.0),
@@ -231,6 +232,7 @@ def test_interpolation_factor_is_the_farthest_position_over_the_context(model):
     model.config.rope_scale = 3.0  # interpolated already: as its context is 64, it reads 192
     assert interpolation(model.config, settings(length=256)) == 4.0
     assert interpolation(model.config, settings(length=128)) == 3.0
+    assert interpolation(model.config, settings(length=256, positions="original")) == 3.0
 
 
 def test_slots_are_rotated_with_the_interpolated_angles(model):

@@ -183,7 +183,7 @@ def test_every_method_trains(run, method):
 
 def test_inference_mode_saves_compressors_alone_and_other_flags_win(run):
     code, out, err = run(train, "--data", "text", "--out", "run", "--lora-rank", 0, "--positions", "interpolated",
-                         "--kernel", 5, "--sinks", 2, "--recent", 4, *RUN)  # fmt: skip
+                         "--kernel", 5, "--sinks", 2, "--recent", 4, "--filters", 0, *RUN)  # fmt: skip
     assert code == 0, err
     tensors = load_file("run/adapter.safetensors")
     assert len(tensors) == 8 and all(name.startswith("compressors.") for name in tensors)
