@@ -5,8 +5,7 @@
 
 Every cell trains as `train.py` does, with the same data, steps and seed, and is scored as by `eval_ppl.py` on the
 held-out part; two at a time, one core each. What is finished is found in runs/reproduce/ and not done again. After
-every cell tests/reproduce.json and, between their marks, the README's tables are written anew; what is missing is a
-dash.
+every cell tests/reproduce.json and, between their marks, the README's tables are written anew, with the rows there are.
 """
 
 import argparse
@@ -140,15 +139,15 @@ def work_quietly() -> None:
 
 def text(values: list[float]) -> str:
     spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{spread}" if values else "-"
+    return f"{statistics.mean(values):.3f}{spread}"
 
 
 def table(head: list[str], lengths: tuple, rows: list[tuple[list[str], list[dict | None]]]) -> list[str]:
     head = [*head, *(f"{n:,}" for n in lengths)]
     lines = ["", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for names, seeds in rows:
-        measured = [row for row in seeds if row]
-        lines.append("| " + " | ".join([*names, *(text([row[n] for row in measured]) for n in lengths)]) + " |")
+        if measured := [row for row in seeds if row]:
+            lines.append("| " + " | ".join([*names, *(text([row[n] for row in measured]) for n in lengths)]) + " |")
     return lines
 
 
@@ -156,7 +155,7 @@ def closed(rows: dict[str, list[dict | None]], length: int) -> str:
     """How much of the gap in nats to full attention the recipe closes, from H2O and from the better eviction."""
     paired = [seed for seed in zip(*(rows[name] for name in SEEDED[:4])) if all(seed)]
     if not paired:
-        return "-"
+        return "not all measured"
     full, window, h2o, ours = (statistics.mean(math.log(row[length]) for row in method) for method in zip(*paired))
     best = min(window, h2o)
     return (f"H2O is {h2o - full:.4f} nats above full attention, the window {window - full:.4f}, the recipe "
@@ -167,7 +166,14 @@ def closed(rows: dict[str, list[dict | None]], length: int) -> str:
 UNTOUCHED = [Cell(flags, LENGTHS[-1], frozen=True) for flags in ((), WINDOW)]
 
 
-def write(scales: list[int], seeds: list[int], steps: int, about: str) -> None:
+def write(scales: list[int], seeds: list[int], steps: int) -> None:
+    files = sorted(OUT.glob(f"*-{steps}*/table.json"))
+    record = {file.parent.name: json.loads(file.read_text()) for file in files}
+    hours = sum(cell["minutes"] for cell in record.values()) / 60
+    about = (f"`python tests/reproduce.py --scales {' '.join(map(str, scales))} --seeds {' '.join(map(str, seeds))} "
+             f"--steps {steps}`: {len(record)} cells measured, {hours:.1f} hours of one core, {DOCUMENTS} held-out "
+             f"documents for each length, {time.strftime('%Y-%m-%d')}.")  # fmt: skip
+
     def rows(name: str, scale: int) -> list[dict | None]:
         return [Cell(METHODS[name], CONTEXT * scale, s).row(steps) for s in (seeds if name in SEEDED else seeds[:1])]
 
@@ -196,7 +202,6 @@ def write(scales: list[int], seeds: list[int], steps: int, about: str) -> None:
     readme = HOME / "README.md"
     before, rest = readme.read_text().split(MARKS[0])
     readme.write_text("\n".join([before + MARKS[0], *lines, MARKS[1]]) + rest.split(MARKS[1])[1])
-    record = {str(f.parent.relative_to(OUT)): json.loads(f.read_text()) for f in OUT.glob("*/table.json")}
     (HOME / "tests" / "reproduce.json").write_text(json.dumps({"about": about, "cells": record}, indent=1) + "\n")
 
 
@@ -214,18 +219,16 @@ def main() -> None:
               for flags in INFERENCE.values() if seed == args.seeds[0] or flags not in EVICTION]  # fmt: skip
     small = [Cell((*OURS, *flags), seed=args.seeds[0]) for flags in VARIANTS.values()]
     small += [Cell(flags, seed=args.seeds[0], mem=mem) for mem in MEMORIES for flags in (WINDOW, OURS)]
-    jobs, begun = list(dict.fromkeys([*UNTOUCHED, *main_table, *frozen, *small])), time.time()
+    jobs = list(dict.fromkeys([*UNTOUCHED, *main_table, *frozen, *small]))
     with ProcessPoolExecutor(args.jobs, initializer=work_quietly) as pool:
-        running = {pool.submit(cell.measure, args.steps): cell for cell in jobs}
-        for done in tqdm(as_completed(running), total=len(jobs), unit=" cells"):
-            if done.exception():
-                pool.shutdown(cancel_futures=True)
-                raise done.exception()
-            about = (f"`python tests/reproduce.py --scales {' '.join(map(str, args.scales))} "
-                     f"--seeds {' '.join(map(str, args.seeds))} --steps {args.steps}`, {DOCUMENTS} documents for each "
-                     f"length, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores; the last call took "
-                     f"{(time.time() - begun) / 60:.0f} minutes.")  # fmt: skip
-            write(args.scales, args.seeds, args.steps, about)
+        running = [pool.submit(cell.measure, args.steps) for cell in jobs]
+        try:
+            for done in tqdm(as_completed(running), total=len(jobs), unit=" cells"):
+                done.result()
+                write(args.scales, args.seeds, args.steps)
+        except BaseException:  # Ctrl-C too: what is running ends, nothing else begins
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 if __name__ == "__main__":

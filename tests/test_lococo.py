@@ -9,8 +9,8 @@ from conftest import meta_state, reference_logits
 
 from eval_ppl import perplexity
 from lococo import (
-    ALL, METHODS, NORMALISE, Compressor, LoCoCo, LoRALinear, Memory, Settings, fingerprint, interpolation, prefill,
-    remove_lora, segment_losses,
+    ALL, METHODS, NORMALISE, Compressor, LoCoCo, LoRALinear, Memory, Settings, attention_received, fingerprint,
+    interpolation, prefill, remove_lora, segment_losses,
 )  # fmt: skip
 from model import KVCache, Llama, LlamaConfig, UserError, rope, rotate
 from train import ShiftedGroups
@@ -387,6 +387,13 @@ def test_longlora_attends_within_quarters_half_of_the_heads_shifted(L):
                 seen = [s for s in range(t + 1) if group[s] == group[t]]
                 p = (k[b, h // 2, seen].double() @ q[b, h, t].double() / 8**0.5).softmax(0)
                 assert torch.allclose(out[b, h, t].double(), p @ v[b, h // 2, seen].double(), atol=1e-5)
+
+
+def test_scores_are_float32_under_autocast():
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 14, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = attention_received(q, k)
+    assert torch.equal(low, attention_received(q, k))
 
 
 # --- Segment loop --------------------------------------------------------------------------------------------
