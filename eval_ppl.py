@@ -315,15 +315,19 @@ def untrained(args: argparse.Namespace, method: str, length: int) -> Settings:
 
 
 @torch.no_grad()
-def token_losses(model: Llama, new_cache: Callable[[], KVCache], batches: Iterable[Tensor], segment: int) -> Tensor:
-    """Nats of every token of (B, L) after the first: (all documents, L - 1); each document has a fresh cache."""
-    bar = tqdm(batches, desc="scoring", leave=False, disable=None)
-    return torch.cat([torch.cat(list(segment_losses(model, tokens, new_cache(), segment)), 1) for tokens in bar]).cpu()
+def token_losses(model: Llama, new_cache: Callable[[], KVCache], batches: Iterable[Tensor],
+                 segment: int) -> tuple[Tensor, KVCache]:  # fmt: skip
+    """Nats of every token of (B, L) after the first, (all documents, L - 1), and the cache of the last batch."""
+    losses = []
+    for tokens in tqdm(batches, desc="scoring", leave=False, disable=None):
+        cache = new_cache()
+        losses.append(torch.cat(list(segment_losses(model, tokens, cache, segment)), dim=1).cpu())
+    return torch.cat(losses), cache
 
 
 def perplexity(model: Llama, new_cache: Callable[[], KVCache], batches: Iterable[Tensor], segment: int) -> float:
     """exp(total negative log-likelihood / scored tokens) over batches (B, L)."""
-    return math.exp(token_losses(model, new_cache, batches, segment).double().mean())
+    return math.exp(token_losses(model, new_cache, batches, segment)[0].double().mean())
 
 
 def evaluate(model: Llama, method: Callable[[int], LoCoCo | None], batches: dict[int, list[Tensor]]) -> dict:
@@ -332,18 +336,13 @@ def evaluate(model: Llama, method: Callable[[int], LoCoCo | None], batches: dict
     row = {"perplexity": {}, "seconds": {}, "rope_factor": {}}
     for length, documents in batches.items():
         with dropped_in(model, method(length)) as (new_cache, segment, mem):
-            caches, begun = [], time.time()
-
-            def fresh() -> KVCache:
-                caches[:] = [new_cache()]
-                return caches[0]
-
-            row["losses"] = token_losses(model, fresh, documents, segment)
+            begun = time.time()
+            losses, cache = token_losses(model, new_cache, documents, segment)
             row["seconds"][length] = time.time() - begun
-            row["perplexity"][length] = math.exp(row["losses"].double().mean())
+            row["perplexity"][length] = math.exp(losses.double().mean())
             row["rope_factor"][length] = model.config.rope_scale
-            row["cache_bytes"] = caches[0].nbytes // caches[0].keys[0].shape[0]
-            row["slots"], row["segment"] = mem, segment
+            row |= {"losses": losses, "slots": mem, "segment": segment,
+                    "cache_bytes": cache.nbytes // cache.keys[0].shape[0]}  # fmt: skip
     return row
 
 

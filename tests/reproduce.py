@@ -38,6 +38,7 @@ OURS = ("--method", "lococo")  # as the embedded recipe has it
 PAPER = ("--filters", "0", "--normalise", "sum")
 OFFICIAL = ("--filters", "0", "--normalise", "softmax-relu", "--blend", "0.5", "--score", "last")
 WINDOW, H2O = ("--method", "streaming"), ("--method", "h2o", *SLOTS)
+SINKS = (*WINDOW, "--sinks", "8", "--recent", "0")
 LOCOCO_H2O = ("--method", "lococo+h2o", *SLOTS)
 METHODS = {  # row of the main table: flags of train.py
     "full": ("--method", "full", *LAST),
@@ -48,12 +49,13 @@ METHODS = {  # row of the main table: flags of train.py
     "the same, official code's settings": (*LOCOCO_H2O, *OFFICIAL),
     "LoCoCo: 128 merged": ("--method", "lococo", "--sinks", "0", "--recent", "0", *PAPER),
     "LoCoCo + sinks: 4 sinks + 124 merged": ("--method", "lococo+sinks", *SLOTS, *PAPER),
-    "8 sinks, then the segment (the paper's StreamingLLM)": ("--method", "streaming", "--sinks", "8", "--recent", "0"),
+    "8 sinks, then the segment (the paper's StreamingLLM)": SINKS,
     "LongLoRA": ("--method", "longlora", *LAST),
 }
-EVICTION = (WINDOW, H2O)
+EVICTION = (WINDOW, H2O, SINKS)
 SEEDED = list(METHODS)[:5]  # the ones that get every seed
-INFERENCE = {"window": WINDOW, "H2O": H2O, "LoCoCo, the recipe": OURS, "LoCoCo + H2O": (*LOCOCO_H2O, *PAPER)}
+INFERENCE = {"8 sinks, then the segment": SINKS, "window": WINDOW, "H2O": H2O, "LoCoCo, the recipe": OURS,
+             "LoCoCo + H2O": (*LOCOCO_H2O, *PAPER)}
 VARIANTS = {  # the recipe with something changed, at twice the context
     "the recipe": (),
     "equation 8": ("--normalise", "sum"),
