@@ -232,7 +232,8 @@ class Memory(KVCache):
         if s.scored:
             place = self.heavy_first(layer)
             k, v, scores = (take(x, place) for x in (k, v, self.scores[layer]))
-            score = ranking(scores, s.score)[:, :, parts[0] : S - s.recent]
+            if s.blend is not None:
+                score = ranking(scores, s.score)[:, :, parts[0] : S - s.recent]
         slot = torch.arange(s.mem, device=k.device)
         first, new, last = slot.split((parts[0], s.merged, s.recent))
         if s.positions == "slots":  # what is kept moves to its slot, the rest to position 0: it is mixed unrotated
