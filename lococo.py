@@ -75,6 +75,7 @@ class Settings:
     length: int  # L that it is trained for, in tokens
     kernel: int
     filters: int  # output channels of the convolution
+    depthwise: bool
     normalise: str
     blend: float | None
     score: str
@@ -85,7 +86,7 @@ class Settings:
     def of(method: str, mem: int, segment: int, length: int, sinks: int | None = None, heavy: int | None = None,
            recent: int | None = None, positions: str | None = None, kernel: int = 21, normalise: str = "sum",
            blend: float | None = None, score: str = "sum", lora_rank: int = 8,
-           filters: int | None = None) -> "Settings":  # fmt: skip
+           filters: int | None = None, depthwise: bool = False) -> "Settings":  # fmt: skip
         """A row of METHODS, with counts and positions that are given in place of its own; a filter per merged slot.
 
         What eviction does not keep takes no slot: `streaming` with 8 sinks and nothing recent has M = 8.
@@ -113,7 +114,7 @@ class Settings:
         if row.sinks == ALL:
             if sinks or heavy or recent:
                 raise UserError(f"--method {method} keeps everything: --sinks, --heavy, --recent do not go with it")
-            return Settings(method, None, 0, 0, 0, 0, *after, 0, *kind)
+            return Settings(method, None, 0, 0, 0, 0, *after, 0, depthwise, *kind)
         sinks = row.sinks if sinks is None else sinks
         heavy = row.heavy if heavy is None else heavy
         heavy = mem // 2 if heavy == HALF else heavy
@@ -130,7 +131,7 @@ class Settings:
         mem = sinks + heavy + merged + recent
         if mem == 0:
             raise UserError(f"--method {method} with --sinks 0, --heavy 0 and --recent 0 keeps nothing")
-        return Settings(method, mem, sinks, heavy, merged, recent, *after, filters, *kind)
+        return Settings(method, mem, sinks, heavy, merged, recent, *after, filters, depthwise, *kind)
 
     @property
     def scored(self) -> bool:
@@ -147,18 +148,27 @@ class Compressor(nn.Module):
     Its input has 2D channels, an entry's key and value. The paper has one filter (output channel) per slot, and every
     slot mixes all entries: 2D * slots * kernel weights, 22.0 M in 32 layers of 7B at 128 slots and kernel 21. With
     fewer filters (ours) the entries are cut into slots / filters pieces, in time order, and each filter
-    fills one slot from every piece. All heads of a layer share the kernel.
+    fills one slot from every piece. `depthwise` (ours) is a cheaper convolution: a kernel for each channel, then one
+    weight for each channel and filter. All heads of a layer share the kernel.
     """
 
     def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str = "sum", blend: float | None = None,
-                 filters: int | None = None):  # fmt: skip
+                 filters: int | None = None, depthwise: bool = False):  # fmt: skip
         super().__init__()
         self.normalise, self.slots = normalise, slots
         self.gate = None if blend is None else nn.Parameter(torch.tensor(float(blend)))
-        self.conv = nn.Conv1d(2 * head_dim, filters or slots, kernel, padding=kernel // 2)
+        channels, filters = 2 * head_dim, filters or slots
         # 1.0 as the official code: with its softmax a slot starts as little more than one entry, chosen at random.
         # With the plain softmax it starts near the mean of its piece.
-        nn.init.normal_(self.conv.weight, std=0.02 if normalise == "softmax" else 1.0)
+        std = 0.02 if normalise == "softmax" else 1.0
+        if depthwise:
+            per_channel = nn.Conv1d(channels, channels, kernel, padding=kernel // 2, groups=channels)
+            self.conv = nn.Sequential(per_channel, nn.Conv1d(channels, filters, 1))
+            nn.init.normal_(per_channel.weight)
+            nn.init.normal_(self.conv[1].weight, std=std)
+        else:
+            self.conv = nn.Conv1d(channels, filters, kernel, padding=kernel // 2)
+            nn.init.normal_(self.conv.weight, std=std)
 
     def forward(self, k: Tensor, v: Tensor, score: Tensor | None = None) -> Tensor:
         """Keys and values (B, G, S, D) -> mixing weights W (B, G, slots, S); every row sums to 1.
@@ -403,7 +413,7 @@ class LoCoCo:
         device = model.norm.weight.device
         self.compressors = nn.ModuleList(
             Compressor(model.config.head_dim, settings.merged, settings.kernel, settings.normalise, settings.blend,
-                       settings.filters).to(device) for _ in range(model.config.n_layers if settings.merged else 0)
+                       settings.filters, settings.depthwise).to(device) for _ in range(model.config.n_layers if settings.merged else 0)
         )
         self.originals = {}  # embeddings and norms as the base has them, for `remove`
         if settings.lora_rank:

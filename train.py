@@ -167,6 +167,7 @@ def parse() -> argparse.Namespace:
     add("--seq", type=int, help="trained length L in tokens")
     add("--kernel", type=int, help="taps of the convolution, odd")
     add("--filters", type=int, help="of the convolution; each fills a slot from every piece; 0: one per slot")
+    add("--depthwise", action="store_true", help="a cheaper convolution: a kernel per channel, then a mix of channels")
     add("--normalise", help=f"one of {', '.join(NORMALISE)}")
     add("--blend", type=float, help="start of the official code's learnt blend with kept entries (default: none)")
     add("--lora-rank", type=int, help="0: only the compressors train (the paper's inference mode)")
@@ -220,7 +221,7 @@ def print_groups(lococo: LoCoCo, args: argparse.Namespace) -> None:
 def settings_of(args: argparse.Namespace) -> Settings:
     settings = Settings.of(args.method, args.mem, args.segment, args.seq, args.sinks, args.heavy, args.recent,
                            args.positions, args.kernel, args.normalise, args.blend, args.score,
-                           args.lora_rank, args.filters)  # fmt: skip
+                           args.lora_rank, args.filters, args.depthwise)  # fmt: skip
     if not (settings.merged or settings.lora_rank):
         raise UserError(f"--lora-rank 0 with --method {args.method}: there is nothing to train")
     if settings.merged and args.seq - 1 <= settings.mem + args.segment:

@@ -61,6 +61,7 @@ VARIANTS = {  # the recipe with something changed, at twice the context
     "equation 8": ("--normalise", "sum"),
     "softmax of the ReLU": ("--normalise", "softmax-relu"),
     "a filter per slot (the paper)": ("--filters", "0"),
+    "a filter per slot, depthwise": ("--filters", "0", "--depthwise"),
     "gradient through one segment (the paper)": ("--bptt", "1"),
     "32 merged, 92 recent": ("--recent", "92"),
     "62 merged, 62 recent": ("--recent", "62"),
@@ -69,9 +70,12 @@ VARIANTS = {  # the recipe with something changed, at twice the context
     "the same, score per query": ("--heavy", "16", "--recent", "92", "--score", "mean"),
     "original positions": LAST,
     "kernel 3": ("--kernel", "3"),
+    "kernel 11": ("--kernel", "11"),
+    "kernel 41": ("--kernel", "41"),
     "kernel 61": ("--kernel", "61"),
 }
-MEMORIES = (64, 256)
+MEMORIES, SIZED = (64, MEM, 256), {"window": WINDOW, "H2O": H2O, "LoCoCo, the recipe": OURS}
+LONGER = 4  # times the steps
 
 
 class Cell(NamedTuple):
@@ -81,18 +85,21 @@ class Cell(NamedTuple):
     mem: int = MEM
     segment: int = MEM
     frozen: bool = False  # the inference mode: compressors alone
+    times: int = 1  # the steps
 
     def folder(self, steps: int) -> Path:
+        steps *= self.times
         name = "".join(self.flags).replace("--", "-").strip("-") or "base"
         return OUT / f"{name}-{self.seq}-m{self.mem}-t{self.segment}-s{self.seed}-{steps}{'-frozen' * self.frozen}"
 
     def measure(self, steps: int) -> None:
         """Train and score, unless that is done; leaves table.json in the folder, at the end."""
         folder, batch = self.folder(steps), max(TOKENS // self.seq, 1)
+        steps *= self.times
         words = ["--device", "cpu", "--mem", self.mem, "--segment", self.segment, "--seq", self.seq, "--steps", steps]
         words += ["--seed", self.seed, "--batch", batch, "--micro-batch", batch, "--out", folder, *self.flags]
         sys.argv = ["train.py", *map(str, words)]
-        args, begun = train.parse(), time.time()
+        args, begun = train.parse(), time.process_time()
         if self.frozen:
             args.lora_rank = 0
         recipe = {name: getattr(args, name) for name in train.RECIPES}
@@ -121,7 +128,7 @@ class Cell(NamedTuple):
         row["name"] = " ".join(map(str, self))
         where = by_position([row], torch.cat(batches[lengths[-1]]))
         del row["losses"]
-        content = {**row, "recipe": recipe, "by_position": where, "minutes": (time.time() - begun) / 60}
+        content = {**row, "recipe": recipe, "by_position": where, "minutes": (time.process_time() - begun) / 60}
         (folder / "table.part").write_text(json.dumps(content, indent=1))
         (folder / "table.part").replace(folder / "table.json")
 
@@ -169,7 +176,7 @@ UNTOUCHED = [Cell(flags, LENGTHS[-1], frozen=True) for flags in ((), WINDOW)]
 
 
 def write(scales: list[int], seeds: list[int], steps: int) -> None:
-    files = sorted(OUT.glob(f"*-{steps}*/table.json"))
+    files = sorted(file for n in (steps, steps * LONGER) for file in OUT.glob(f"*-{n}*/table.json"))
     record = {file.parent.name: json.loads(file.read_text()) for file in files}
     hours = sum(cell["minutes"] for cell in record.values()) / 60
     about = (f"`python tests/reproduce.py --scales {' '.join(map(str, scales))} --seeds {' '.join(map(str, seeds))} "
@@ -197,10 +204,12 @@ def write(scales: list[int], seeds: list[int], steps: int) -> None:
     lines += table(["changed"], LENGTHS, [([name], [Cell((*OURS, *flags), seed=seeds[0]).row(steps)])
                                           for name, flags in VARIANTS.items()])  # fmt: skip
     lines += ["", f"**Memory size**, trained at {2 * CONTEXT:,} tokens, T = {MEM}, seed {seeds[0]}."]
-    lines += table(["M", "method"], LENGTHS, [
+    lines += table(["M", "method"], LENGTHS, [(["8", "8 sinks, then the segment"], [Cell(SINKS).row(steps)])] + [
         ([str(mem), name], [Cell(flags, seed=seeds[0], mem=mem).row(steps)])
-        for mem in (MEMORIES[0], MEM, MEMORIES[1])
-        for name, flags in (("window", WINDOW), ("LoCoCo", OURS))])  # fmt: skip
+        for mem in MEMORIES for name, flags in SIZED.items()])  # fmt: skip
+    lines += ["", f"**Longer training**: {LONGER} times the steps, at {2 * CONTEXT:,} tokens, seed {seeds[0]}."]
+    lines += table(["method"], LENGTHS, [([name], [Cell(METHODS[name], seed=seeds[0], times=LONGER).row(steps)])
+                                         for name in SEEDED[:4]])  # fmt: skip
     readme = HOME / "README.md"
     before, rest = readme.read_text().split(MARKS[0])
     readme.write_text("\n".join([before + MARKS[0], *lines, MARKS[1]]) + rest.split(MARKS[1])[1])
@@ -220,7 +229,8 @@ def main() -> None:
     frozen = [Cell(flags, CONTEXT, seed, mem, mem, True) for seed in args.seeds for mem in (64, 32)
               for flags in INFERENCE.values() if seed == args.seeds[0] or flags not in EVICTION]  # fmt: skip
     small = [Cell((*OURS, *flags), seed=args.seeds[0]) for flags in VARIANTS.values()]
-    small += [Cell(flags, seed=args.seeds[0], mem=mem) for mem in MEMORIES for flags in (WINDOW, OURS)]
+    small += [Cell(flags, seed=args.seeds[0], mem=mem) for mem in MEMORIES for flags in SIZED.values()]
+    small += [Cell(METHODS[name], seed=args.seeds[0], times=LONGER) for name in SEEDED[:4]]
     jobs = list(dict.fromkeys([*UNTOUCHED, *main_table, *frozen, *small]))
     with ProcessPoolExecutor(args.jobs, initializer=work_quietly) as pool:
         running = [pool.submit(cell.measure, args.steps) for cell in jobs]
