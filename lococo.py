@@ -161,13 +161,11 @@ class Compressor(nn.Module):
         # 1.0 as the official code: with its softmax a slot starts as little more than one entry, chosen at random.
         # With the plain softmax it starts near the mean of its piece.
         std = 0.02 if normalise == "softmax" else 1.0
-        rank = int(os.environ.get("TRIAL_RANK", 0))  # a trial: low rank in place of depthwise
         if depthwise:
-            per_channel = nn.Conv1d(channels, rank or channels, kernel, padding=kernel // 2,
-                                    groups=1 if rank else channels)  # fmt: skip
-            self.conv = nn.Sequential(per_channel, nn.Conv1d(rank or channels, filters, 1))
+            per_channel = nn.Conv1d(channels, channels, kernel, padding=kernel // 2, groups=channels)
+            self.conv = nn.Sequential(per_channel, nn.Conv1d(channels, filters, 1))
             nn.init.normal_(per_channel.weight)
-            nn.init.normal_(self.conv[1].weight, std=std / math.sqrt(rank or 1))
+            nn.init.normal_(self.conv[1].weight, std=std)
         else:
             self.conv = nn.Conv1d(channels, filters, kernel, padding=kernel // 2)
             nn.init.normal_(self.conv.weight, std=std)

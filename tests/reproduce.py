@@ -68,7 +68,6 @@ VARIANTS = {  # the recipe with something changed, at twice the context
     "124 merged, nothing recent": ("--recent", "0"),
     "16 heavy, 16 merged, 92 recent": ("--heavy", "16", "--recent", "92"),
     "the same, score per query": ("--heavy", "16", "--recent", "92", "--score", "mean"),
-    "a filter per slot, rank 8": ("--filters", "0", "--depthwise", "--conv-lr", "5.0e-2"),  # TRIAL_RANK=8
     "original positions": LAST,
     "kernel 3": ("--kernel", "3"),
     "kernel 11": ("--kernel", "11"),
