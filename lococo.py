@@ -155,7 +155,7 @@ class Compressor(nn.Module):
     def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str = "sum", blend: float | None = None,
                  filters: int | None = None, depthwise: bool = False):  # fmt: skip
         super().__init__()
-        self.normalise, self.slots = normalise, slots
+        self.normalise, self.slots, self.depthwise = normalise, slots, depthwise
         self.gate = None if blend is None else nn.Parameter(torch.tensor(float(blend)))
         channels, filters = 2 * head_dim, filters or slots
         # 1.0 as the official code: with its softmax a slot starts as little more than one entry, chosen at random.

@@ -80,7 +80,11 @@ def test_settings_that_make_no_sense_are_refused(choice, sentence):
 def mixing_weights_by_hand(compressor: Compressor, k, v):
     """Equations 6 to 8 in float64, one number at a time: k, v (S, D) of one head -> W (slots, S)."""
     x = torch.cat((k, v), 1).double()
-    weight, bias = compressor.conv.weight.double(), compressor.conv.bias.double()
+    last = compressor.conv[1] if compressor.depthwise else compressor.conv
+    weight, bias = last.weight.double(), last.bias.double()
+    if compressor.depthwise:
+        bias = bias + weight[:, :, 0] @ compressor.conv[0].bias.double()
+        weight = weight * compressor.conv[0].weight[:, 0].double()
     filters, channels, kernel = weight.shape
     pieces = compressor.slots // filters
     w = torch.zeros(pieces * filters, len(x), dtype=torch.float64)
@@ -101,9 +105,10 @@ def mixing_weights_by_hand(compressor: Compressor, k, v):
 
 
 @pytest.mark.parametrize("normalise", NORMALISE)
+@pytest.mark.parametrize("depthwise", [False, True])
 @pytest.mark.parametrize("kernel, filters", [(1, 6), (3, 6), (21, 6), (3, 1), (21, 2)])
-def test_compressor_equals_a_loop_over_the_papers_equations(kernel, filters, normalise):
-    compressor = Compressor(head_dim=4, slots=6, kernel=kernel, normalise=normalise, filters=filters)
+def test_compressor_equals_a_loop_over_the_papers_equations(kernel, filters, depthwise, normalise):
+    compressor = Compressor(4, 6, kernel, normalise, filters=filters, depthwise=depthwise)
     k, v = torch.randn(2, 3, 18, 4), torch.randn(2, 3, 18, 4)
     w = compressor(k, v)
     assert w.shape == (2, 3, 6, 18)
@@ -319,6 +324,7 @@ VARIANTS = [
     ("lococo+sinks", dict(blend=0.3, recent=1)),
     ("lococo", dict(normalise="softmax", filters=1, recent=4)),
     ("lococo", dict(filters=3, heavy=2)),
+    ("lococo", dict(depthwise=True)),
 ]
 
 
@@ -556,6 +562,20 @@ def test_compressors_alone_lower_the_loss(model):
     first = perplexity(model, lococo.cache, [TOKENS], 6)
     train_a_little(lococo, steps=30)
     assert perplexity(model, lococo.cache, [TOKENS], 6) < 0.9 * first
+
+
+def test_tied_embeddings_of_a_bfloat16_base_train_in_float32_and_stay_tied():
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(32, 2, 4, 2, 96, 64, tied=True)).bfloat16()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    lococo = LoCoCo(model, settings(lora_rank=2))
+    with torch.autocast("cpu", torch.bfloat16):
+        train_a_little(lococo)
+    assert model.output.weight is model.tok_embeddings.weight and model.output.weight.dtype == torch.float32
+    assert not torch.equal(model.output.weight.bfloat16(), before["tok_embeddings.weight"])
+    lococo.remove()
+    assert model.output.weight is model.tok_embeddings.weight
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_remove_gives_back_the_base_after_lora_too(model):
