@@ -11,6 +11,7 @@ Compression is lazy, as in the code; unlike there, decoding compresses only when
 every token it would cost many times the model.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from model import KVCache, Llama, LlamaConfig, UserError, attend, rope, rotate
 
@@ -155,7 +157,7 @@ class Compressor(nn.Module):
     def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str = "sum", blend: float | None = None,
                  filters: int | None = None, depthwise: bool = False):  # fmt: skip
         super().__init__()
-        self.normalise, self.slots, self.depthwise = normalise, slots, depthwise
+        self.normalise, self.slots = normalise, slots
         self.gate = None if blend is None else nn.Parameter(torch.tensor(float(blend)))
         channels, filters = 2 * head_dim, filters or slots
         # 1.0 as the official code: with its softmax a slot starts as little more than one entry, chosen at random.
@@ -163,12 +165,11 @@ class Compressor(nn.Module):
         std = 0.02 if normalise == "softmax" else 1.0
         if depthwise:
             per_channel = nn.Conv1d(channels, channels, kernel, padding=kernel // 2, groups=channels)
-            self.conv = nn.Sequential(per_channel, nn.Conv1d(channels, filters, 1))
+            self.convs = nn.ModuleList((per_channel, nn.Conv1d(channels, filters, 1)))
             nn.init.normal_(per_channel.weight)
-            nn.init.normal_(self.conv[1].weight, std=std)
         else:
-            self.conv = nn.Conv1d(channels, filters, kernel, padding=kernel // 2)
-            nn.init.normal_(self.conv.weight, std=std)
+            self.convs = nn.ModuleList((nn.Conv1d(channels, filters, kernel, padding=kernel // 2),))
+        nn.init.normal_(self.convs[-1].weight, std=std)
 
     def forward(self, k: Tensor, v: Tensor, score: Tensor | None = None) -> Tensor:
         """Keys and values (B, G, S, D) -> mixing weights W (B, G, slots, S); every row sums to 1.
@@ -177,21 +178,61 @@ class Compressor(nn.Module):
         of the highest score (B, G, S), by a learnt gate: 0 would be plain eviction.
         """
         B, G, S, _ = k.shape
-        x = torch.cat((k, v), dim=-1).flatten(0, 1).transpose(1, 2)  # (B G, 2D, S): heads join the batch
-        logits = self.conv(x).float().view(B, G, 1, -1, S)  # one row per filter
+        x = torch.cat((k, v), dim=-1).flatten(0, 1)  # (B G, S, 2D): heads join the batch
+        for conv in self.convs:
+            x = convolve(conv, x)
+        logits = x.float().transpose(1, 2).reshape(B, G, 1, -1, S)  # one row per filter
         if self.normalise != "softmax":
             logits = logits.relu()  # zeros keep a weight of exp(0) in the official code
         if self.normalise == "sum":
             logits = (logits + 1e-9).log()  # x / sum(x) is the softmax of log x; all logits 0: a plain mean
         pieces = self.slots // logits.shape[3]
-        piece = torch.arange(S, device=k.device) * pieces // S  # the piece that an entry belongs to
-        other = piece != torch.arange(pieces, device=k.device)[:, None]
-        logits = logits.masked_fill(other[:, None], -torch.inf)  # (B, G, pieces, filters, S)
+        if pieces > 1:
+            piece = torch.arange(S, device=k.device) * pieces // S  # the piece that an entry belongs to
+            other = piece != torch.arange(pieces, device=k.device)[:, None]
+            logits = logits.masked_fill(other[:, None], -torch.inf)  # (B, G, pieces, filters, S)
         w = logits.flatten(2, 3).softmax(dim=-1)
         if self.gate is None:
             return w
         best = score.topk(w.shape[2], dim=-1).indices.sort(dim=-1).values
         return (1 - self.gate) * F.one_hot(best, S) + self.gate * w
+
+
+@functools.cache
+def transforms(kernel: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Constant matrices (3f, n), (3f, kernel), (fresh, 3f) of `convolve`.
+
+    A product of complex numbers is three of real ones (Gauss): with p = ac, q = bd, r = (a + b)(c + d) it is
+    (a + ib)(c + id) = (p - q) + i(r - p - q). So each of the f frequencies has three rows: for a, b and a + b.
+    """
+    n = 1 << (3 * kernel).bit_length()
+    wave = torch.fft.rfft(torch.eye(n), dim=0)  # (f, n)
+    there = torch.cat((wave.real, wave.imag, wave.real + wave.imag))
+    taps = torch.cat((wave.real, -wave.imag, wave.real - wave.imag))[:, :kernel]  # conjugate: taps look forward
+    one = torch.eye(len(wave))
+    re, im = torch.fft.irfft(one, n, dim=0), torch.fft.irfft(1j * one, n, dim=0)  # (n, f)
+    return there, taps, torch.cat((re - im, -re - im, im), dim=1)[: n - kernel + 1]
+
+
+def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
+    """conv over (N, S, C) -> (N, S, filters); on a CPU with about a tenth of the multiplications.
+
+    The entries are cut into windows of n that overlap by kernel - 1. The spectrum of a convolution is the product of
+    the spectra: one small matrix product for each frequency, instead of one of all entries for each tap. All
+    steps are linear, so they are written as matrix products. (A GPU is faster at the plain convolution.)
+    """
+    (N, S, C), kernel = x.shape, conv.kernel_size[0]
+    if x.is_cuda or kernel == 1:
+        return conv(x.transpose(1, 2)).transpose(1, 2)
+    there, taps, back = transforms(kernel)
+    n, fresh = there.shape[1], len(back)  # the entries of a window that no other window has
+    with torch.autocast(x.device.type, enabled=False):
+        x = F.pad(x.float(), (0, 0, kernel // 2, kernel // 2 + -S % fresh)).unfold(1, n, fresh)  # (N, windows, C, n)
+        x = (there @ x.permute(3, 0, 1, 2).flatten(1)).unflatten(1, (-1, C))  # (3f, N windows, C)
+        w = (taps @ conv.weight.permute(2, 1, 0).flatten(1)).unflatten(1, (C // conv.groups, -1))  # (3f, C, filters)
+        y = x @ w if conv.groups == 1 else x * w
+        y = (back @ y.flatten(1)).unflatten(1, (N, -1, y.shape[2]))  # (fresh, N, windows, filters)
+        return y.permute(1, 2, 0, 3).flatten(1, 2)[:, :S] + conv.bias
 
 
 # --- Memory --------------------------------------------------------------------------------------------------
@@ -220,9 +261,12 @@ class Memory(KVCache):
         start = super().begin(T)
         return place if s.positions == "slots" else start
 
+    def room(self, entries: int) -> int:
+        return max(entries, self.settings.mem + self.settings.segment)
+
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.make_room:
-            self.keys[layer], self.values[layer] = self.compress(layer, self.keys[layer], self.values[layer])
+            self.write(layer, 0, *self.compress(layer, self.keys[layer], self.values[layer]))
         return super().update(layer, k, v)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -246,22 +290,30 @@ class Memory(KVCache):
                 score = ranking(scores, s.score)[:, :, parts[0] : S - s.recent]
         slot = torch.arange(s.mem, device=k.device)
         first, new, last = slot.split((parts[0], s.merged, s.recent))
-        if s.positions == "slots":  # what is kept moves to its slot, the rest to position 0: it is mixed unrotated
-            k = self.turn(k, torch.cat((first, slot.new_zeros(parts[1]), last)) - place)
         k_kept, k_rest, k_recent = k.split(parts, dim=2)
         v_kept, v_rest, v_recent = v.split(parts, dim=2)
+        if s.positions == "slots":  # what is kept moves to its slot, the rest to position 0: it is mixed unrotated
+            was_kept, was_rest, was_recent = place.split(parts, dim=-1)
+            k_kept, k_recent = self.turn(k_kept, first - was_kept), self.turn(k_recent, last - was_recent)
+            k_rest = self.turn(k_rest, -was_rest) if s.merged else k_rest
         if s.merged:
-            w = self.compressors[layer](k_rest, v_rest, score).type_as(v)  # (B, G, merged, rest)
+            w = self.mixing_weights(layer, k_rest, v_rest, score).type_as(v)  # (B, G, merged, rest)
         else:
             w = v.new_zeros(*v.shape[:2], 0, parts[1])
         k_new, v_new = w @ k_rest, w @ v_rest
-        if s.positions == "slots":
+        if s.positions == "slots" and s.merged:
             k_new = self.turn(k_new, new)
         if s.scored:
             kept, rest, recent = scores.split(parts, dim=2)
             with torch.autocast(k.device.type, enabled=False):
                 self.scores[layer] = torch.cat((kept, w.detach().float() @ rest, recent), dim=2)
         return torch.cat((k_kept, k_new, k_recent), dim=2), torch.cat((v_kept, v_new, v_recent), dim=2)
+
+    def mixing_weights(self, layer: int, k: Tensor, v: Tensor, score: Tensor | None) -> Tensor:
+        """The compressor's W; for the backward pass W alone is remembered, how it came about is computed again."""
+        if not torch.is_grad_enabled():
+            return self.compressors[layer](k, v, score)
+        return checkpoint(self.compressors[layer], k, v, score, use_reentrant=False)
 
     def heavy_first(self, layer: int) -> Tensor:
         """Indices (B, G, S) of [sinks and heavy | rest | recent], each in time order."""

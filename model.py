@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
 
 
 class UserError(ValueError):
@@ -110,11 +112,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
     T, S = q.shape[2], k.shape[2]
-    # Query t sees all S - T entries of the past and the first t + 1 of its own segment.
-    mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=T == S, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    # Query t sees all S - T entries of the past and the first t + 1 of its own segment: a causal mask in the lower
+    # right corner. On a GPU the fused kernels know it by that name, and no T x S matrix is ever made.
+    mask = None if T == 1 else causal_lower_right(T, S)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class KVCache:
@@ -124,6 +125,7 @@ class KVCache:
         self.seen = 0  # tokens that have entered
         self.keys: list[Tensor | None] = [None] * n_layers  # (B, G, S, D), already rotated
         self.values: list[Tensor | None] = [None] * n_layers
+        self.buffers: list[Tensor | None] = [None] * n_layers  # (2, B, G, S or more, D): keys and values are its start
 
     @property
     def held(self) -> int:
@@ -141,11 +143,35 @@ class KVCache:
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add the new k, v (B, G, T, D) of a layer; return all that it attends to, (B, G, S + T, D)."""
-        if self.keys[layer] is not None:
-            k = torch.cat((self.keys[layer], k), dim=2)
-            v = torch.cat((self.values[layer], v), dim=2)
-        self.keys[layer], self.values[layer] = k, v
-        return k, v
+        return self.write(layer, 0 if self.keys[layer] is None else self.keys[layer].shape[2], k, v)
+
+    def write(self, layer: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's entries from `start` on become k, v (B, G, T, D), the last ones; returns all of them.
+
+        In place, in a buffer with room for more; but with gradients anew, as the graph needs what was there.
+        """
+        end = start + k.shape[2]
+        if torch.is_grad_enabled():
+            self.buffers[layer] = None
+            if start:
+                k = torch.cat((self.keys[layer][:, :, :start], k), dim=2)
+                v = torch.cat((self.values[layer][:, :, :start], v), dim=2)
+            self.keys[layer], self.values[layer] = k, v
+            return k, v
+        buffer = self.buffers[layer]
+        if buffer is None or buffer.shape[3] < end:
+            B, G, _, D = k.shape
+            buffer = self.buffers[layer] = k.new_empty(2, B, G, self.room(end), D)
+            if start:
+                buffer[0, :, :, :start] = self.keys[layer][:, :, :start]
+                buffer[1, :, :, :start] = self.values[layer][:, :, :start]
+        buffer[0, :, :, start:end], buffer[1, :, :, start:end] = k, v
+        self.keys[layer], self.values[layer] = buffer[:, :, :, :end]
+        return self.keys[layer], self.values[layer]
+
+    def room(self, entries: int) -> int:
+        """Size of a new buffer: twice what is needed, so that a token costs no copy of all before it."""
+        return 2 * entries
 
     def detach(self) -> None:
         """The gradient of what comes later stops here, so that no graph grows with the text."""
@@ -156,8 +182,10 @@ class KVCache:
         return attend(q, *self.update(layer, k, v))
 
     def fork(self) -> "KVCache":
-        """A second cache that goes on from here on its own; what is held so far is shared, not copied."""
+        """A second cache that goes on from here on its own; what is held so far is shared until either writes."""
+        self.buffers = [None] * len(self.keys)
         other = copy(self)
+        other.buffers = list(self.buffers)
         other.keys, other.values = list(self.keys), list(self.values)
         return other
 
@@ -178,23 +206,25 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: LlamaConfig, layer: int):
+    def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.layer = layer
         self.H, self.G, self.D = config.n_heads, config.n_kv_heads, config.head_dim
         self.wq = nn.Linear(config.dim, self.H * self.D, bias=False)
         self.wk = nn.Linear(config.dim, self.G * self.D, bias=False)
         self.wv = nn.Linear(config.dim, self.G * self.D, bias=False)
         self.wo = nn.Linear(self.H * self.D, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, dim) -> q (B, H, T, D), k and v (B, G, T, D)."""
         B, T, _ = x.shape
         q = self.wq(x).view(B, T, self.H, self.D).transpose(1, 2)
         k = self.wk(x).view(B, T, self.G, self.D).transpose(1, 2)
         v = self.wv(x).view(B, T, self.G, self.D).transpose(1, 2)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        x = attend(q, k, v) if cache is None else cache.attend(self.layer, q, k, v)
-        return self.wo(x.transpose(1, 2).reshape(B, T, -1))
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def output(self, read: Tensor) -> Tensor:
+        """What the heads have read, (B, H, T, D) -> (B, T, dim)."""
+        return self.wo(read.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -209,16 +239,29 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    recompute = False  # what surrounds attention again in the backward pass, instead of remembering it
+
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
-        self.attention = Attention(config, layer)
+        self.layer = layer
+        self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, cache)
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.attention.project(self.attention_norm(x), cos, sin)
+
+    def after(self, x: Tensor, read: Tensor) -> Tensor:
+        x = x + self.attention.output(read)
         return x + self.feed_forward(self.ffn_norm(x))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        before, after = self.before, self.after
+        if self.recompute and torch.is_grad_enabled():  # not attention: reading a cache twice would fill it twice
+            before, after = (partial(checkpoint, f, use_reentrant=False) for f in (before, after))
+        q, k, v = before(x, cos, sin)
+        return after(x, attend(q, k, v) if cache is None else cache.attend(self.layer, q, k, v))
 
 
 class Llama(nn.Module):

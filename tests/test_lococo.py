@@ -80,11 +80,11 @@ def test_settings_that_make_no_sense_are_refused(choice, sentence):
 def mixing_weights_by_hand(compressor: Compressor, k, v):
     """Equations 6 to 8 in float64, one number at a time: k, v (S, D) of one head -> W (slots, S)."""
     x = torch.cat((k, v), 1).double()
-    last = compressor.conv[1] if compressor.depthwise else compressor.conv
+    first, last = compressor.convs[0], compressor.convs[-1]
     weight, bias = last.weight.double(), last.bias.double()
-    if compressor.depthwise:
-        bias = bias + weight[:, :, 0] @ compressor.conv[0].bias.double()
-        weight = weight * compressor.conv[0].weight[:, 0].double()
+    if first is not last:  # depthwise
+        bias = bias + weight[:, :, 0] @ first.bias.double()
+        weight = weight * first.weight[:, 0].double()
     filters, channels, kernel = weight.shape
     pieces = compressor.slots // filters
     w = torch.zeros(pieces * filters, len(x), dtype=torch.float64)
@@ -121,8 +121,8 @@ def test_compressor_equals_a_loop_over_the_papers_equations(kernel, filters, dep
 
 def test_a_slot_with_no_positive_logit_is_a_mean_and_not_nan():
     compressor = Compressor(4, 2, 3)
-    torch.nn.init.constant_(compressor.conv.weight, 0.0)
-    torch.nn.init.constant_(compressor.conv.bias, -1.0)
+    torch.nn.init.constant_(compressor.convs[0].weight, 0.0)
+    torch.nn.init.constant_(compressor.convs[0].bias, -1.0)
     w = compressor(torch.randn(1, 1, 10, 4), torch.randn(1, 1, 10, 4))
     assert torch.allclose(w, torch.full((1, 1, 2, 10), 0.1))
 
@@ -131,7 +131,7 @@ def test_parameter_count_of_the_paper():
     c = LlamaConfig.preset("7B")
     with torch.device("meta"):
         layer = Compressor(c.head_dim, 128, 21)
-    assert layer.conv.weight.numel() * c.n_layers == 22_020_096  # "22.0 M"
+    assert layer.convs[0].weight.numel() * c.n_layers == 22_020_096  # "22.0 M"
 
 
 # --- Memory --------------------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def test_official_settings_update_the_memory_as_the_official_code_does(keep, ker
             order = score[b, h].argsort(descending=True).tolist()
             kept, rest = sorted(order[:keep]), sorted(order[keep:])
             x = torch.cat((k[b, h, rest], v[b, h, rest]), 1).T
-            logits = F.conv1d(x[None], compressor.conv.weight, compressor.conv.bias, padding=kernel // 2)[0]
+            logits = F.conv1d(x[None], compressor.convs[0].weight, compressor.convs[0].bias, padding=kernel // 2)[0]
             w = gate * logits.clamp(min=0).softmax(-1)
             for row, i in enumerate(sorted(order[keep:16])):
                 w[row, rest.index(i)] += 1 - gate
