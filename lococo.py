@@ -11,7 +11,6 @@ Compression is lazy, as in the code; unlike there, decoding compresses only when
 every token it would cost many times the model.
 """
 
-import functools
 import hashlib
 import json
 import math
@@ -198,41 +197,14 @@ class Compressor(nn.Module):
         return (1 - self.gate) * F.one_hot(best, S) + self.gate * w
 
 
-@functools.cache
-def transforms(kernel: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Constant matrices (3f, n), (3f, kernel), (fresh, 3f) of `convolve`.
-
-    A product of complex numbers is three of real ones (Gauss): with p = ac, q = bd, r = (a + b)(c + d) it is
-    (a + ib)(c + id) = (p - q) + i(r - p - q). So each of the f frequencies has three rows: for a, b and a + b.
-    """
-    n = 1 << (3 * kernel).bit_length()
-    wave = torch.fft.rfft(torch.eye(n), dim=0)  # (f, n)
-    there = torch.cat((wave.real, wave.imag, wave.real + wave.imag))
-    taps = torch.cat((wave.real, -wave.imag, wave.real - wave.imag))[:, :kernel]  # conjugate: taps look forward
-    one = torch.eye(len(wave))
-    re, im = torch.fft.irfft(one, n, dim=0), torch.fft.irfft(1j * one, n, dim=0)  # (n, f)
-    return there, taps, torch.cat((re - im, -re - im, im), dim=1)[: n - kernel + 1]
-
-
 def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
-    """conv over (N, S, C) -> (N, S, filters); on a CPU with about a tenth of the multiplications.
+    """conv over (N, S, C) -> (N, S, filters), as over an image of one row whose channels lie last.
 
-    The entries are cut into windows of n that overlap by kernel - 1. The spectrum of a convolution is the product of
-    the spectra: one small matrix product for each frequency, instead of one of all entries for each tap. All
-    steps are linear, so they are written as matrix products. (A GPU is faster at the plain convolution.)
+    The same sums as conv(x.transpose(1, 2)), without a copy; on a CPU twice to 18 times as fast.
     """
-    (N, S, C), kernel = x.shape, conv.kernel_size[0]
-    if x.is_cuda or kernel == 1:
-        return conv(x.transpose(1, 2)).transpose(1, 2)
-    there, taps, back = transforms(kernel)
-    n, fresh = there.shape[1], len(back)  # the entries of a window that no other window has
-    with torch.autocast(x.device.type, enabled=False):
-        x = F.pad(x.float(), (0, 0, kernel // 2, kernel // 2 + -S % fresh)).unfold(1, n, fresh)  # (N, windows, C, n)
-        x = (there @ x.permute(3, 0, 1, 2).flatten(1)).unflatten(1, (-1, C))  # (3f, N windows, C)
-        w = (taps @ conv.weight.permute(2, 1, 0).flatten(1)).unflatten(1, (C // conv.groups, -1))  # (3f, C, filters)
-        y = x @ w if conv.groups == 1 else x * w
-        y = (back @ y.flatten(1)).unflatten(1, (N, -1, y.shape[2]))  # (fresh, N, windows, filters)
-        return y.permute(1, 2, 0, 3).flatten(1, 2)[:, :S] + conv.bias
+    x = x.transpose(1, 2)[:, :, None]  # (N, C, 1, S)
+    y = F.conv2d(x, conv.weight[:, :, None], conv.bias, padding=(0, conv.padding[0]), groups=conv.groups)
+    return y[:, :, 0].transpose(1, 2)
 
 
 # --- Memory --------------------------------------------------------------------------------------------------
