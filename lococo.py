@@ -198,12 +198,16 @@ class Compressor(nn.Module):
 
 
 def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
-    """conv over (N, S, C) -> (N, S, filters), as over an image of one row whose channels lie last.
+    """conv over (N, S, C) -> (N, S, filters).
 
-    The same sums as conv(x.transpose(1, 2)), without a copy; on a CPU twice to 18 times as fast.
+    Few filters, or one for each channel, go over x as over an image of one row whose channels lie last, as they do in
+    x: the same sums without a copy, on a CPU 3 to 18 times as fast. Many filters gain little by it, and the sums of
+    Conv1d are those of the official code to the bit.
     """
-    x = x.transpose(1, 2)[:, :, None]  # (N, C, 1, S)
-    y = F.conv2d(x, conv.weight[:, :, None], conv.bias, padding=(0, conv.padding[0]), groups=conv.groups)
+    x = x.transpose(1, 2)  # (N, C, S)
+    if conv.out_channels > 32 * conv.groups:
+        return conv(x).transpose(1, 2)
+    y = F.conv2d(x[:, :, None], conv.weight[:, :, None], conv.bias, padding=(0, conv.padding[0]), groups=conv.groups)
     return y[:, :, 0].transpose(1, 2)
 
 
@@ -434,11 +438,11 @@ class LoCoCo:
         self.model, self.settings = model, settings
         self.base, self.base_config = fingerprint(model), model.config
         model.config = replace(model.config, rope_scale=interpolation(model.config, settings))
-        device = model.norm.weight.device
         self.compressors = nn.ModuleList(
             Compressor(model.config.head_dim, settings.merged, settings.kernel, settings.normalise, settings.blend,
-                       settings.filters, settings.depthwise).to(device) for _ in range(model.config.n_layers if settings.merged else 0)
-        )
+                       settings.filters, settings.depthwise)
+            for _ in range(model.config.n_layers if settings.merged else 0)
+        ).to(model.norm.weight.device)  # fmt: skip
         self.originals = {}  # embeddings and norms as the base has them, for `remove`
         if settings.lora_rank:
             add_lora(model, settings.lora_rank, settings.lora_alpha)

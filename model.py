@@ -239,11 +239,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    recompute = False  # what surrounds attention again in the backward pass, instead of remembering it
-
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
-        self.layer = layer
+        self.layer, self.recompute = layer, False
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
@@ -288,6 +286,11 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids, int64 (B, T) -> float32 logits (B, T, V); with a cache, continues from it."""
         return self.output(self.hidden(tokens, cache)).float()
+
+    def recompute(self, on: bool) -> None:
+        """Activation checkpointing: a backward pass computes again what surrounds attention in each block."""
+        for block in self.layers:
+            block.recompute = on
 
     @staticmethod
     def from_pretrained(path: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Llama":

@@ -177,6 +177,7 @@ def parse() -> argparse.Namespace:
     add("--batch", type=int, help="sequences per step")
     add("--micro-batch", type=int, help="sequences in memory at once")
     add("--bptt", type=int, help="segments that the gradient reaches back over; memory grows as much")
+    add("--recompute", action="store_true", help="activation checkpointing: less memory, more time")
     args = parser.parse_args()
     embedded = args.model is None or args.model.resolve() == TINY.resolve()
     args.recipe = args.recipe or ("embedded" if embedded else "paper")
@@ -260,6 +261,7 @@ def main() -> None:
     window.remove()
     lococo = LoCoCo(model, settings)
     lococo.start_training()
+    model.recompute(args.recompute)
     counts = [f"{n} {kind}" for kind in ("sinks", "heavy", "merged", "recent") if (n := getattr(settings, kind))]
     print(f"method {settings.method}: {' + '.join(counts) + ' slots' if counts else 'every entry kept'}, "
           f"positions {settings.positions}, RoPE factor {model.config.rope_scale:g}")  # fmt: skip

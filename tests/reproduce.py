@@ -162,10 +162,9 @@ def table(head: list[str], lengths: tuple, rows: list[tuple[list[str], list[dict
 
 def closed(rows: dict[str, list[dict | None]], length: int) -> str:
     """How much of the gap in nats to full attention the recipe closes, from H2O and from the better eviction."""
-    paired = [seed for seed in zip(*(rows[name] for name in SEEDED)) if all(seed)]
-    if not paired:
+    if not all(any(rows[name]) for name in SEEDED):
         return "not all measured"
-    full, window, h2o, ours = (statistics.mean(math.log(row[length]) for row in method) for method in zip(*paired))
+    full, window, h2o, ours = (statistics.mean(math.log(row[length]) for row in rows[name] if row) for name in SEEDED)
     best = min(window, h2o)
     return (f"H2O is {h2o - full:.4f} nats above full attention, the window {window - full:.4f}, the recipe "
             f"{ours - full:.4f}: it closes {(h2o - ours) / (h2o - full):.0%} of H2O's gap and "

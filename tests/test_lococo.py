@@ -9,8 +9,8 @@ from conftest import meta_state, reference_logits
 
 from eval_ppl import perplexity
 from lococo import (
-    ALL, METHODS, NORMALISE, Compressor, LoCoCo, LoRALinear, Memory, Settings, attention_received, fingerprint,
-    interpolation, prefill, remove_lora, segment_losses,
+    ALL, METHODS, NORMALISE, Compressor, LoCoCo, LoRALinear, Memory, Settings, attention_received, convolve,
+    fingerprint, interpolation, prefill, remove_lora, segment_losses,
 )  # fmt: skip
 from model import KVCache, Llama, LlamaConfig, UserError, rope, rotate
 from train import ShiftedGroups
@@ -117,6 +117,13 @@ def test_compressor_equals_a_loop_over_the_papers_equations(kernel, filters, dep
         for g in range(3):
             expected = mixing_weights_by_hand(compressor, k[b, g], v[b, g])
             assert torch.allclose(w[b, g].double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("filters, groups", [(1, 1), (33, 1), (16, 16)])
+def test_convolution_over_channels_last_equals_conv1d(filters, groups):
+    conv = torch.nn.Conv1d(16, filters, 5, padding=2, groups=groups)
+    x = torch.randn(3, 30, 16)
+    assert torch.allclose(convolve(conv, x), conv(x.transpose(1, 2)).transpose(1, 2), atol=1e-5)
 
 
 def test_a_slot_with_no_positive_logit_is_a_mean_and_not_nan():
@@ -334,7 +341,8 @@ def test_every_method_equals_a_slow_memory(method, changes, frame):
     """Segments of uneven sizes through grouped-query attention; every entry of every head, and its scores."""
     c = LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)
     s = settings(method, positions=frame, **changes)
-    compressors = torch.nn.ModuleList([Compressor(8, s.merged, 3, s.normalise, s.blend, s.filters)] if s.merged else [])
+    shape = (8, s.merged, 3, s.normalise, s.blend, s.filters, s.depthwise)
+    compressors = torch.nn.ModuleList([Compressor(*shape)] if s.merged else [])
     cache = Memory(c, s, compressors)
     segments = [[torch.randn(2, heads, T, 8) for heads in (4, 2, 2)] for T in (6, 6, 6, 2, 6, 1, 6, 6)]
     for q, k, v in segments:
@@ -360,6 +368,7 @@ def test_official_settings_update_the_memory_as_the_official_code_does(keep, ker
     c = LlamaConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=64)
     s = settings("lococo+h2o", 16, 24, heavy=keep, kernel=kernel, normalise="softmax-relu", blend=gate, score="last")
     compressor = Compressor(8, s.merged, kernel, "softmax-relu", gate)
+    compressor.convs[0].weight.data *= 0.2  # its own start gives logits of 50, which float32 knows to 1e-5 only
     w_ours = []
     compressor.register_forward_hook(lambda module, given, w: w_ours.append(w))
     cache = Memory(c, s, torch.nn.ModuleList([compressor]))
@@ -400,6 +409,40 @@ def test_scores_are_float32_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         low = attention_received(q, k)
     assert torch.equal(low, attention_received(q, k))
+
+
+def remembered(graph):
+    """What a backward pass keeps alive: {address: bytes} of the storages saved while `graph` runs."""
+    saved = {}
+
+    def pack(t):
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        graph()
+    return saved
+
+
+@pytest.mark.parametrize("normalise", NORMALISE)
+def test_a_compression_remembers_one_mixing_matrix(model, normalise):
+    lococo = LoCoCo(model, settings(mem=16, segment=16, normalise=normalise))
+    memory, out = lococo.cache(), []
+    k, v = torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 8)
+    held = {t.untyped_storage().data_ptr() for t in (k, v, *lococo.compressors.parameters())}
+    saved = remembered(lambda: out.append(memory.compress(0, k, v)))
+    assert sum(size for at, size in saved.items() if at not in held) <= 4 * 2 * 2 * 16 * 32  # (B, G, M, S), float32
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["streaming", "lococo"])
+def test_decoding_writes_into_one_buffer(model, method):
+    cache = LoCoCo(model, settings(method)).cache()
+    places = set()
+    for t in range(40):
+        model(TOKENS[:, t : t + 1], cache)
+        places.add(cache.keys[0].data_ptr())
+    assert len(places) == 1 and cache.buffers[0].shape[3] == 8 + 6
 
 
 # --- Segment loop --------------------------------------------------------------------------------------------
@@ -500,6 +543,30 @@ def test_a_segments_graph_does_not_grow_with_the_sequence(model):
             loss = next(losses).sum()
         loss.backward()
     assert saved[5] == saved[20] == saved[-1] == max(saved)
+
+
+def remembered(graph):
+    """What a backward pass keeps alive: the storages saved while `graph` runs, {address: bytes}."""
+    saved = {}
+
+    def pack(t):
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        graph()
+    return saved
+
+
+@pytest.mark.parametrize("normalise", NORMALISE)
+def test_a_compression_remembers_one_mixing_matrix(model, normalise):
+    lococo = LoCoCo(model, settings(mem=16, segment=16, normalise=normalise))
+    memory = lococo.cache()
+    k, v = torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 8)
+    held = {t.untyped_storage().data_ptr() for t in (k, v, *lococo.compressors.parameters())}
+    outcome = []
+    saved = remembered(lambda: outcome.append(memory.compress(0, k, v)))
+    assert sum(size for at, size in saved.items() if at not in held) <= 4 * 2 * 2 * 16 * 32  # (B, G, M, S), float32
 
 
 # --- LoRA and the base ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """model.py: the Llama, its cache, the loaders of both layouts, the tokenizer."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -46,13 +47,47 @@ def test_cached_pieces_equal_the_whole(model, cuts):
     assert cache.nbytes == 12 * 2 * 2 * 2 * 8 * 4  # tokens, layers, key and value, heads, D, bytes
 
 
-def test_a_fork_does_not_disturb_the_cache_it_came_from(model):
-    cache = KVCache(model.config.n_layers)
-    model(TOKENS[:, :6], cache)
-    for _ in range(2):
-        fork = cache.fork()
-        assert torch.allclose(model(TOKENS[:, 6:], fork), model(TOKENS)[:, 6:], atol=1e-4)
-    assert cache.held == cache.seen == 6
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_fork_does_not_disturb_the_cache_it_came_from(model, gradients):
+    with torch.set_grad_enabled(gradients):
+        cache = KVCache(model.config.n_layers)
+        model(TOKENS[:, :6], cache)
+        for _ in range(2):
+            fork = cache.fork()
+            assert torch.allclose(model(TOKENS[:, 6:], fork), model(TOKENS)[:, 6:], atol=1e-4)
+        assert cache.held == cache.seen == 6
+        model(TOKENS[:, :6], cache)  # the first goes on too
+        assert torch.allclose(model(TOKENS[:, 6:], cache.fork()), model(TOKENS[:, 6:], cache), atol=1e-5)
+
+
+@torch.no_grad()
+def test_tokens_enter_a_buffer_in_place_and_copies_are_rare(model):
+    cache, places = KVCache(model.config.n_layers), set()
+    whole = model(TOKENS)
+    for t in range(TOKENS.shape[1]):
+        assert torch.allclose(model(TOKENS[:, t : t + 1], cache)[:, 0], whole[:, t], atol=1e-4)
+        places.add(cache.keys[0].data_ptr())
+    assert len(places) <= math.log2(TOKENS.shape[1]) + 1  # a buffer has room for as many again
+
+
+def test_recomputing_changes_no_gradient_and_remembers_less(model):
+    def gradients() -> tuple[list, int]:
+        saved = {}
+
+        def pack(t):
+            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = model(TOKENS, KVCache(model.config.n_layers)).logsumexp(-1).sum()
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters()], sum(saved.values())
+
+    plain, much = gradients()
+    model.recompute(True)
+    again, little = gradients()
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(plain, again)) and little < 0.6 * much
 
 
 def test_later_tokens_never_change_earlier_logits(model):

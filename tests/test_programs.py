@@ -187,7 +187,7 @@ def test_inference_mode_saves_compressors_alone_and_other_flags_win(run):
     assert code == 0, err
     tensors = load_file("run/adapter.safetensors")
     assert len(tensors) == 8 and all(name.startswith("compressors.") for name in tensors)
-    assert tensors["compressors.0.conv.weight"].shape == (10, 128, 5)  # 16 - 2 - 4 slots, 2D channels, kernel
+    assert tensors["compressors.0.convs.0.weight"].shape == (10, 128, 5)  # 16 - 2 - 4 slots, 2D channels, kernel
     assert "LoRA" not in out and "positions interpolated" in out
 
 
