@@ -2,6 +2,7 @@
 
     python tests/reproduce.py                         # all of it; run it again to go on where it stopped
     python tests/reproduce.py --scales 2 --seeds 0    # twice the pretrained context, one seed
+    python tests/reproduce.py --keep                  # in a new clone: only what tests/reproduce.json does not have
 
 Every cell trains as `train.py` does, with the same data, steps and seed, and is scored as by `eval_ppl.py` on the
 held-out part; two at a time, one core each. What is finished is found in runs/reproduce/ and not done again. After
@@ -220,9 +221,14 @@ def main() -> None:
     parser.add_argument("--scales", type=int, nargs="+", choices=(2, 4, 8), default=[2, 4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--keep", action="store_true", help="what tests/reproduce.json has counts as done")
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time, one core each")
     args = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
+    if args.keep:
+        for name, cell in json.loads((HOME / "tests" / "reproduce.json").read_text())["cells"].items():
+            (OUT / name).mkdir(exist_ok=True)
+            (OUT / name / "table.json").write_text(json.dumps(cell, indent=1))
     main_table = [Cell(METHODS[name], CONTEXT * scale, seed) for seed in args.seeds for scale in args.scales
                   for name in METHODS if seed == args.seeds[0] or name in SEEDED]  # fmt: skip
     frozen = [Cell(flags, CONTEXT, seed, mem, mem, True) for seed in args.seeds for mem in (64, 32)
