@@ -112,8 +112,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
     T, S = q.shape[2], k.shape[2]
-    # Query t sees all S - T entries of the past and the first t + 1 of its own segment: a causal mask in the lower
-    # right corner. On a GPU the fused kernels know it by that name, and no T x S matrix is ever made.
+    # Query t sees all S - T entries of the past and the first t + 1 of its own segment: causal in the lower right
+    # corner. Said by name, not as a T x S matrix: the fused GPU kernels then need none (elsewhere torch makes it).
     mask = None if T == 1 else causal_lower_right(T, S)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -125,7 +125,7 @@ class KVCache:
         self.seen = 0  # tokens that have entered
         self.keys: list[Tensor | None] = [None] * n_layers  # (B, G, S, D), already rotated
         self.values: list[Tensor | None] = [None] * n_layers
-        self.buffers: list[Tensor | None] = [None] * n_layers  # (2, B, G, S or more, D): keys and values are its start
+        self.buffers: list[Tensor | None] = [None] * n_layers  # (2, B, G, room, D), which keys and values are views of
 
     @property
     def held(self) -> int:
@@ -134,6 +134,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the entries held; a buffer may have room for more."""
         return sum(t.numel() * t.element_size() for t in self.keys + self.values if t is not None)
 
     def begin(self, T: int) -> int:
@@ -146,9 +147,10 @@ class KVCache:
         return self.write(layer, 0 if self.keys[layer] is None else self.keys[layer].shape[2], k, v)
 
     def write(self, layer: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's entries from `start` on become k, v (B, G, T, D), the last ones; returns all of them.
+        """Put k, v (B, G, N, D) at entry `start` of a layer, in place of what it held from there on; returns all.
 
-        In place, in a buffer with room for more; but with gradients anew, as the graph needs what was there.
+        Without gradients this happens in place, in a buffer with room to spare. With gradients new tensors are made:
+        the backward pass needs the old ones.
         """
         end = start + k.shape[2]
         if torch.is_grad_enabled():
@@ -170,8 +172,8 @@ class KVCache:
         return self.keys[layer], self.values[layer]
 
     def room(self, entries: int) -> int:
-        """Size of a new buffer: twice what is needed, so that a token costs no copy of all before it."""
-        return 2 * entries
+        """Entries in a new buffer: a copy of all once in 1,024 tokens is little beside reading all for each token."""
+        return entries + 1024
 
     def detach(self) -> None:
         """The gradient of what comes later stops here, so that no graph grows with the text."""
@@ -183,9 +185,8 @@ class KVCache:
 
     def fork(self) -> "KVCache":
         """A second cache that goes on from here on its own; what is held so far is shared until either writes."""
-        self.buffers = [None] * len(self.keys)
         other = copy(self)
-        other.buffers = list(self.buffers)
+        self.buffers, other.buffers = ([None] * len(self.keys) for _ in range(2))  # shared: neither may write there
         other.keys, other.values = list(self.keys), list(self.values)
         return other
 
@@ -241,22 +242,24 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
-        self.layer, self.recompute = layer, False
+        self.layer = layer
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What precedes attention: (B, T, dim) -> q, k, v."""
         return self.attention.project(self.attention_norm(x), cos, sin)
 
     def after(self, x: Tensor, read: Tensor) -> Tensor:
+        """What follows it: x and what the heads have read -> (B, T, dim)."""
         x = x + self.attention.output(read)
         return x + self.feed_forward(self.ffn_norm(x))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, recompute: bool) -> Tensor:
         before, after = self.before, self.after
-        if self.recompute and torch.is_grad_enabled():  # not attention: reading a cache twice would fill it twice
+        if recompute and torch.is_grad_enabled():  # not attention: run twice, it would enter its keys twice
             before, after = (partial(checkpoint, f, use_reentrant=False) for f in (before, after))
         q, k, v = before(x, cos, sin)
         return after(x, attend(q, k, v) if cache is None else cache.attend(self.layer, q, k, v))
@@ -266,6 +269,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
+        self.recompute = False  # activation checkpointing: blocks run again in the backward pass, but for attention
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -280,17 +284,12 @@ class Llama(nn.Module):
         cos, sin = rope(torch.arange(start, start + T, device=tokens.device), self.config)
         x = self.tok_embeddings(tokens)
         for block in self.layers:
-            x = block(x, cos, sin, cache)
+            x = block(x, cos, sin, cache, self.recompute)
         return self.norm(x)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids, int64 (B, T) -> float32 logits (B, T, V); with a cache, continues from it."""
         return self.output(self.hidden(tokens, cache)).float()
-
-    def recompute(self, on: bool) -> None:
-        """Activation checkpointing: a backward pass computes again what surrounds attention in each block."""
-        for block in self.layers:
-            block.recompute = on
 
     @staticmethod
     def from_pretrained(path: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> "Llama":

@@ -261,7 +261,7 @@ def main() -> None:
     window.remove()
     lococo = LoCoCo(model, settings)
     lococo.start_training()
-    model.recompute(args.recompute)
+    model.recompute = args.recompute
     counts = [f"{n} {kind}" for kind in ("sinks", "heavy", "merged", "recent") if (n := getattr(settings, kind))]
     print(f"method {settings.method}: {' + '.join(counts) + ' slots' if counts else 'every entry kept'}, "
           f"positions {settings.positions}, RoPE factor {model.config.rope_scale:g}")  # fmt: skip

@@ -4,13 +4,15 @@
     python tests/bench.py --parts train prefill --preset 7B --device cuda --dtype bfloat16 --mem 512 --segment 512 \\
                           --seq 16384 --recompute                # a GPU; weights are random, nothing is downloaded
 
-Methods take turns, several times over; medians are printed, ratios within the run. Training is one optimizer
-step on one batch of whole sequences (LoRA, embeddings, norms and compressors, as in train.py); `full` has its sequence
-in one piece there. Decoding starts from caches filled with random entries: what a token costs depends on how many
-there are, not on what they say; a memory is timed over T tokens, so that one compression is in.
+Methods take turns, several times over; medians are printed, ratios within the run. Training is one optimizer step on
+one batch of whole sequences (LoRA, embeddings, norms and compressors train; the gradient reaches back over one
+segment); `full` has its sequence in one piece there. Decoding starts from caches filled with random entries: what a
+token costs depends on how many there are, not on what they say; a memory is timed over T tokens, so that one
+compression is in.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Callable
 
@@ -51,21 +54,32 @@ KINDS = {  # row: method and settings, for M slots
 # --- What is counted -----------------------------------------------------------------------------------------
 
 
-def flops(config: LlamaConfig, s: Settings, B: int, L: int) -> tuple[float, float]:
-    """Floating-point operations of a forward pass over (B, L): (the model's, the memory's)."""
-    c, D = config, config.head_dim
-    weights = c.n_layers * (2 * c.dim * (c.n_heads + c.n_kv_heads) * D + 3 * c.dim * c.ffn_dim) + c.dim * c.vocab_size
-    seen, memory = 0, 0.0
+def flops(config: LlamaConfig, s: Settings, B: int, L: int, train: bool = False, recompute: bool = False) -> float:
+    """Floating-point operations of a prefill of (B, L), or of a training pass over it; LoRA unmerged.
+
+    Training: the base is frozen, so it costs a forward pass and the gradient of its activations; attention has
+    twice its forward pass to go back, LoRA and convolutions a gradient for their weights, which convolutions
+    compute again first, and mixing one for W (the keys it mixes are detached).
+    """
+    c, D, heads = config, config.head_dim, B * config.n_layers * config.n_kv_heads
+    widths = 2 * c.n_heads * D + 2 * c.n_kv_heads * D  # of wq, wk, wv, wo together
+    blocks, output = 2 * B * L * c.n_layers * c.dim * (widths + 3 * c.ffn_dim), 2 * B * c.dim * c.vocab_size
+    lora = 2 * B * L * c.n_layers * s.lora_rank * (4 * c.dim + widths)
+    attention, scores, conv, mixing = 0, 0, 0, 0
     for start in range(0, L, s.segment):
         T, held = min(s.segment, L - start), min(start, s.mem + s.segment if s.mem else start)
         if s.mem and held + T > s.mem + s.segment:
             rest = held - s.sinks - s.heavy - s.recent
-            conv = (2 * D * (s.kernel + s.filters) if s.depthwise else 2 * D * s.filters * s.kernel) if s.merged else 0
-            memory += B * c.n_layers * c.n_kv_heads * 2 * rest * (conv + 2 * D * s.merged)
+            weights = 2 * D * (s.kernel + s.filters) if s.depthwise else 2 * D * s.filters * s.kernel
+            conv += heads * 2 * rest * weights * (s.merged > 0)
+            mixing += heads * 2 * rest * (2 * D + 2 * s.scored) * s.merged  # keys, values, both scores
             held = s.mem
-        seen += T * held + T * (T + 1) // 2
-        memory += B * c.n_layers * c.n_heads * 2 * D * T * (held + T) * s.scored
-    return 2 * B * L * weights + B * c.n_layers * c.n_heads * 4 * D * seen, memory
+        attention += B * c.n_layers * c.n_heads * 4 * D * (T * held + T * (T + 1) // 2)
+        scores += B * c.n_layers * c.n_heads * 2 * D * T * (held + T) * s.scored
+    if not train:
+        return blocks + output + lora + attention + scores + conv + mixing  # logits of the last token only
+    again = blocks - 2 * B * L * c.n_layers * c.dim * c.ffn_dim if recompute else 0  # w2's outcome is not needed
+    return 2 * (blocks + output * L) + 3 * (lora + attention + conv) + 2 * mixing + scores + again
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
@@ -95,13 +109,14 @@ def peak_bytes(work: Callable, device: str) -> int:
         before = torch.cuda.memory_allocated()
         work()
         return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier work has freed still counts as the process's
     before, most, done = own_memory(), [0], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.002):
             most[0] = max(most[0], own_memory())
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     work()
     done.set()
@@ -181,40 +196,40 @@ def measure(model: Llama, args: argparse.Namespace) -> list[dict]:
         if "train" in args.parts:
             lococo = LoCoCo(model, settings(kind, args, whole))
             lococo.start_training()
-            model.recompute(args.recompute)
+            model.recompute = args.recompute
             step = train_step(lococo, tokens, args)
             note("train", seconds(step, args.device))
             if r == 1:
                 s = lococo.settings
-                base, memory = flops(model.config, s, args.batch, args.seq)
                 row = rows["train", kind]
                 row["peak_bytes"] = peak_bytes(step, args.device)
-                # The base is frozen: forward and the gradient of activations; compressors forward, again, and weights'.
-                row["flops"] = 2 * base + memory * (3 if s.merged else 1) + base * args.recompute
-            model.recompute(False)
+                row["flops"] = flops(model.config, s, args.batch, args.seq, True, args.recompute)
+            model.recompute = False
             lococo.remove()
             model.requires_grad_(False)
         lococo = LoCoCo(model, settings(kind, args))
         if r == 1 and "train" in args.parts and lococo.settings.merged:
-            rows["train", kind]["compressor_bytes"], rows["train", kind]["mixing_bytes"] = compressor_bytes(lococo, args)
+            rows["train", kind] |= compressor_bytes(lococo, args)
         with torch.no_grad(), precision(args):
             if "prefill" in args.parts:
-                cache = lococo.cache()
-                note("prefill", seconds(lambda: prefill(model, tokens, cache, args.segment), args.device))
-                rows["prefill", kind]["flops"] = sum(flops(model.config, lococo.settings, args.batch, args.seq))
-                del cache
+                note("prefill", seconds(lambda: prefill(model, tokens, lococo.cache(), args.segment), args.device))
+                rows["prefill", kind]["flops"] = flops(model.config, lococo.settings, args.batch, args.seq)
             for n, B in [(n, B) for n in args.contexts for B in args.batches if "decode" in args.parts]:
                 cache, token = filled(lococo, B, n), tokens[:1, :1].expand(B, 1)
                 model(token, cache)
                 count = args.segment if lococo.settings.mem else min(args.segment, 16)
-                took = seconds(lambda: [model(token, cache) for _ in range(count)], args.device)
+                took = seconds(partial(decode, model, token, cache, count), args.device)
                 note("decode", took / count, context=n, batch=B)
-                del cache
         lococo.remove()
     return list(rows.values())
 
 
-def compressor_bytes(lococo: LoCoCo, args: argparse.Namespace) -> tuple[int, int]:
+def decode(model: Llama, token: Tensor, cache: KVCache, count: int) -> None:
+    for _ in range(count):
+        model(token, cache)
+
+
+def compressor_bytes(lococo: LoCoCo, args: argparse.Namespace) -> dict[str, int]:
     """What a compression of all layers keeps for its backward pass, and the size of its mixing matrices."""
     cache, s, c = filled(lococo, args.batch, args.mem + args.segment), lococo.settings, lococo.model.config
     lococo.compressors.requires_grad_(True)
@@ -226,7 +241,8 @@ def compressor_bytes(lococo: LoCoCo, args: argparse.Namespace) -> tuple[int, int
                     for n in range(c.n_layers))  # fmt: skip
     lococo.compressors.requires_grad_(False)
     rest = args.mem + args.segment - s.sinks - s.heavy - s.recent
-    return saved, args.batch * c.n_layers * c.n_kv_heads * s.merged * rest * cache.keys[0].element_size()
+    matrices = args.batch * c.n_layers * c.n_kv_heads * s.merged * rest
+    return {"compressor_bytes": saved, "mixing_bytes": matrices * cache.keys[0].element_size()}
 
 
 def loading(folder: Path) -> dict:
@@ -282,8 +298,8 @@ runpy.run_path("generate.py", run_name="__main__")
 def start_up() -> dict:
     """Seconds from the end of `import torch` to the first character of text, in fresh processes."""
     words = [sys.executable, "-c", START, "--prompt", "tests/conftest.py"]
-    run = lambda: float(subprocess.run(words, cwd=HOME, check=True, capture_output=True, text=True).stdout)  # noqa: E731
-    return {"part": "start", "method": "generate.py", "seconds": [run() for _ in range(4)][1:]}
+    runs = [subprocess.run(words, cwd=HOME, check=True, capture_output=True, text=True) for _ in range(4)]
+    return {"part": "start", "method": "generate.py", "seconds": [float(run.stdout) for run in runs[1:]]}
 
 
 # --- Tables --------------------------------------------------------------------------------------------------
@@ -329,9 +345,9 @@ def print_tables(rows: list[dict], rate: float, args: argparse.Namespace) -> Non
              [*(f"{n:,}" for n in args.contexts), "last / full", "last / first"], lines)  # fmt: skip
     for row in rows:
         if row["part"] == "load":
-            print(f"\nload: {row['weight_bytes'] / 1e9:.2f} GB in {statistics.median(row['seconds']):.2f} s, "
-                  f"{statistics.median(row['seconds']) / statistics.median(row['read_seconds']):.2f} times reading the "
-                  f"file; own memory at most {row['peak_bytes'] / row['weight_bytes']:.2f} times the weights")  # fmt: skip
+            took, read = statistics.median(row["seconds"]), statistics.median(row["read_seconds"])
+            print(f"\nload: {row['weight_bytes'] / 1e9:.2f} GB in {took:.2f} s, {took / read:.2f} times reading "
+                  f"the file; own memory {row['peak_bytes'] / row['weight_bytes']:.2f} times the weights")  # fmt: skip
         if row["part"] == "start":
             print(f"\nstart: {statistics.median(row['seconds']):.2f} s from `import torch` to the first character")
 

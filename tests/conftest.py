@@ -77,3 +77,16 @@ def reference_logits(state: dict[str, torch.Tensor], c: LlamaConfig, tokens: tor
         gate = h @ w[p + "feed_forward.w1.weight"].T
         x = x + (gate * gate.sigmoid() * (h @ w[p + "feed_forward.w3.weight"].T)) @ w[p + "feed_forward.w2.weight"].T
     return norm(x, w["norm.weight"]) @ w["output.weight"].T
+
+
+def remembered(forward) -> dict[int, int]:
+    """What a backward pass keeps alive: {address: bytes} of the storages saved while `forward` runs."""
+    saved = {}
+
+    def pack(t):
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        forward()
+    return saved

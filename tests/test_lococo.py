@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import meta_state, reference_logits
+from conftest import meta_state, reference_logits, remembered
 
 from eval_ppl import perplexity
 from lococo import (
@@ -411,27 +411,53 @@ def test_scores_are_float32_under_autocast():
     assert torch.equal(low, attention_received(q, k))
 
 
-def remembered(graph):
-    """What a backward pass keeps alive: {address: bytes} of the storages saved while `graph` runs."""
-    saved = {}
-
-    def pack(t):
-        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        graph()
-    return saved
-
-
+@pytest.mark.parametrize("gradients", [False, True])  # with bptt they reach the keys and values too
 @pytest.mark.parametrize("normalise", NORMALISE)
-def test_a_compression_remembers_one_mixing_matrix(model, normalise):
+def test_a_compression_remembers_one_mixing_matrix(model, normalise, gradients):
     lococo = LoCoCo(model, settings(mem=16, segment=16, normalise=normalise))
     memory, out = lococo.cache(), []
-    k, v = torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 8)
+    k, v = (torch.randn(2, 2, 32, 8, requires_grad=gradients) for _ in range(2))
     held = {t.untyped_storage().data_ptr() for t in (k, v, *lococo.compressors.parameters())}
     saved = remembered(lambda: out.append(memory.compress(0, k, v)))
-    assert sum(size for at, size in saved.items() if at not in held) <= 4 * 2 * 2 * 16 * 32  # (B, G, M, S), float32
+    W = 4 * 2 * 2 * 16 * 32  # float32 (B, G, M, S)
+    assert sum(size for at, size in saved.items() if at not in held) == (W if gradients else 0)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_forks_go_on_independently(model, method, gradients):
+    """Three branches of one cache, in turns, each with its own text, against a run of its own for each."""
+    lococo = LoCoCo(model, settings(method))
+    start, tails = TOKENS[:, :16].split(5, dim=1), [((TOKENS[:, 16:] + n) % 64).split(5, dim=1) for n in range(3)]
+    with torch.set_grad_enabled(gradients):
+        alone = []
+        for tail in tails:
+            cache = lococo.cache()
+            alone.append([model(x, cache) for x in (*start, *tail)][len(start) :])
+        cache = lococo.cache()
+        for x in start:
+            model(x, cache)
+        branches = [cache, cache.fork(), cache.fork()]  # the first to write is the one they came from
+        turns = [[model(x, branch) for x, branch in zip(xs, branches)] for xs in zip(*tails)]
+    for got, expected in zip(zip(*turns), alone):
+        assert torch.allclose(torch.cat(got, 1), torch.cat(expected, 1), atol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_cache_with_and_without_gradients_in_turns(model, method):
+    """The same logits as with gradients throughout, and a backward pass at the end finds all it needs unchanged."""
+    lococo = LoCoCo(model, settings(method))
+    pieces = TOKENS.split(3, dim=1)
+    cache, whole = lococo.cache(), lococo.cache()
+    losses = []
+    for n, x in enumerate(pieces):
+        expected = model(x, whole)
+        with torch.set_grad_enabled(n % 3 == 1):
+            logits = model(x, cache)
+        assert torch.allclose(logits, expected, atol=1e-4), n
+        if logits.requires_grad:
+            losses.append(logits.logsumexp(-1).sum())
+    sum(losses).backward()  # raises if something it saved was written over in place
 
 
 @torch.no_grad()
@@ -525,6 +551,34 @@ def test_gradients_over_several_segments_equal_one_graph(model, bptt):
     assert not all(torch.allclose(a, b, atol=1e-3) for a, b in zip(several, one))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputing_changes_no_gradient_and_remembers_less(model, dtype):
+    """Through LoRA, memory and two segments, the base in low precision too."""
+    lococo = LoCoCo(model.to(dtype), settings(lora_rank=2))
+    lococo.start_training()
+    trained = [p for group in lococo.groups().values() for p in group.values()]
+    with torch.no_grad():
+        [p.normal_(std=0.1) for name, p in lococo.groups()["LoRA"].items()]
+
+    def gradients() -> tuple[list, int]:
+        saved = {}
+        for p in trained:
+            p.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            pieces = segment_losses(model, TOKENS, lococo.cache(), 6, bptt=2)
+            while True:
+                saved |= remembered(lambda: losses.append(next(pieces, None)))
+                if losses[-1] is None:
+                    return [p.grad for p in trained], sum(saved.values())
+                losses[-1].sum().backward()
+
+    losses = []
+    plain, much = gradients()
+    model.recompute = True
+    again, little = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(plain, again)) and little < much
+
+
 def test_a_segments_graph_does_not_grow_with_the_sequence(model):
     """Bytes saved for backward, segment by segment: flat once the memory is full, whatever the length."""
     lococo = LoCoCo(model, settings(lora_rank=2))
@@ -543,30 +597,6 @@ def test_a_segments_graph_does_not_grow_with_the_sequence(model):
             loss = next(losses).sum()
         loss.backward()
     assert saved[5] == saved[20] == saved[-1] == max(saved)
-
-
-def remembered(graph):
-    """What a backward pass keeps alive: the storages saved while `graph` runs, {address: bytes}."""
-    saved = {}
-
-    def pack(t):
-        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        graph()
-    return saved
-
-
-@pytest.mark.parametrize("normalise", NORMALISE)
-def test_a_compression_remembers_one_mixing_matrix(model, normalise):
-    lococo = LoCoCo(model, settings(mem=16, segment=16, normalise=normalise))
-    memory = lococo.cache()
-    k, v = torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 8)
-    held = {t.untyped_storage().data_ptr() for t in (k, v, *lococo.compressors.parameters())}
-    outcome = []
-    saved = remembered(lambda: outcome.append(memory.compress(0, k, v)))
-    assert sum(size for at, size in saved.items() if at not in held) <= 4 * 2 * 2 * 16 * 32  # (B, G, M, S), float32
 
 
 # --- LoRA and the base ---------------------------------------------------------------------------------------

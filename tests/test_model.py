@@ -1,7 +1,6 @@
 """model.py: the Llama, its cache, the loaders of both layouts, the tokenizer."""
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -67,27 +66,7 @@ def test_tokens_enter_a_buffer_in_place_and_copies_are_rare(model):
     for t in range(TOKENS.shape[1]):
         assert torch.allclose(model(TOKENS[:, t : t + 1], cache)[:, 0], whole[:, t], atol=1e-4)
         places.add(cache.keys[0].data_ptr())
-    assert len(places) <= math.log2(TOKENS.shape[1]) + 1  # a buffer has room for as many again
-
-
-def test_recomputing_changes_no_gradient_and_remembers_less(model):
-    def gradients() -> tuple[list, int]:
-        saved = {}
-
-        def pack(t):
-            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        model.zero_grad()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            loss = model(TOKENS, KVCache(model.config.n_layers)).logsumexp(-1).sum()
-        loss.backward()
-        return [p.grad.clone() for p in model.parameters()], sum(saved.values())
-
-    plain, much = gradients()
-    model.recompute(True)
-    again, little = gradients()
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(plain, again)) and little < 0.6 * much
+    assert len(places) == 1
 
 
 def test_later_tokens_never_change_earlier_logits(model):
