@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 
@@ -112,10 +111,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
     T, S = q.shape[2], k.shape[2]
-    # Query t sees all S - T entries of the past and the first t + 1 of its own segment: causal in the lower right
-    # corner. Said by name, not as a T x S matrix: the fused GPU kernels then need none (elsewhere torch makes it).
-    mask = None if T == 1 else causal_lower_right(T, S)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    mask = None
+    if 1 < T < S:  # query t sees all S - T entries of the past and the first t + 1 of its own segment
+        if q.is_cuda:  # said by name, not as a matrix: the fused kernels then never make one
+            from torch.nn.attention.bias import causal_lower_right  # here, as it takes a second to import
+
+            mask = causal_lower_right(T, S)
+        else:
+            mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S, enable_gqa=gqa)
 
 
 class KVCache:
@@ -270,7 +275,10 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.recompute = False  # activation checkpointing: blocks run again in the backward pass, but for attention
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        table = torch.empty(config.vocab_size, config.dim)
+        if not table.is_meta:  # where nothing would be drawn, but normal_ imports for a second
+            nn.init.normal_(table)
+        self.tok_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
