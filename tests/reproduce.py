@@ -168,8 +168,8 @@ def closed(rows: dict[str, list[dict | None]], length: int) -> str:
     full, window, h2o, ours = (statistics.mean(math.log(row[length]) for row in rows[name] if row) for name in SEEDED)
     best = min(window, h2o)
     return (f"H2O is {h2o - full:.4f} nats above full attention, the window {window - full:.4f}, the recipe "
-            f"{ours - full:.4f}: it closes {(h2o - ours) / (h2o - full):.0%} of H2O's gap and "
-            f"{(best - ours) / (best - full):.0%} of the smaller one")  # fmt: skip
+            f"{ours - full:.4f}: it closes {round(100 * (h2o - ours) / (h2o - full))} % of H2O's gap and "
+            f"{round(100 * (best - ours) / (best - full))} % of the smaller one")  # fmt: skip
 
 
 UNTOUCHED = [Cell(flags, LENGTHS[-1], frozen=True) for flags in ((), WINDOW)]
@@ -187,7 +187,7 @@ def write(scales: list[int], seeds: list[int], steps: int) -> None:
         return [Cell(METHODS[name], CONTEXT * scale, s).row(steps) for s in (seeds if name in SEEDED else seeds[:1])]
 
     lines = [about, "", f"**Extended**: M = T = {MEM}, {steps} steps of {TOKENS:,} tokens, held-out perplexity (mean ± "
-             f"standard deviation over seeds {', '.join(map(str, seeds))} where there is one)."]  # fmt: skip
+             f"standard deviation where there are two or three seeds)."]  # fmt: skip
     base, window = (cell.row(steps) for cell in UNTOUCHED)
     untouched = [(["-", "untouched base, full cache"], [base]),
                  (["-", f"untouched base, {list(METHODS)[1]}"], [window])]  # fmt: skip
