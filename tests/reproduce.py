@@ -207,9 +207,10 @@ def write(scales: list[int], seeds: list[int], steps: int) -> None:
     lines += table(["M", "method"], LENGTHS, [(["8", "8 sinks, then the segment"], [Cell(SINKS).row(steps)])] + [
         ([str(mem), name], [Cell(flags, seed=seeds[0], mem=mem).row(steps)])
         for mem in MEMORIES for name, flags in SIZED.items()])  # fmt: skip
-    lines += ["", f"**Longer training**: {LONGER} times the steps, at {2 * CONTEXT:,} tokens, seed {seeds[0]}."]
-    lines += table(["method"], LENGTHS, [([name], [Cell(METHODS[name], seed=seeds[0], times=LONGER).row(steps)])
-                                         for name in SEEDED])  # fmt: skip
+    longer = [([name], [Cell(METHODS[name], seed=seeds[0], times=LONGER).row(steps)]) for name in SEEDED]
+    if any(row for _, (row,) in longer):
+        lines += ["", f"**Longer training**: {LONGER} times the steps, at {2 * CONTEXT:,} tokens, seed {seeds[0]}."]
+        lines += table(["method"], LENGTHS, longer)
     readme = HOME / "README.md"
     before, rest = readme.read_text().split(MARKS[0])
     readme.write_text("\n".join([before + MARKS[0], *lines, MARKS[1]]) + rest.split(MARKS[1])[1])
