@@ -245,8 +245,8 @@ def watch():
         seen.append(own())
         time.sleep(0.001)
 
-with torch.device("meta"):  # for the first time this imports much of torch
-    Llama(LlamaConfig.preset("tiny"))
+with torch.device("meta"):
+    Llama(LlamaConfig.preset("tiny")).to_empty(device="cpu")  # for the first time this imports much of torch
 before, seen = own(), []
 threading.Thread(target=watch, daemon=True).start()
 model = Llama.from_pretrained(sys.argv[1])
