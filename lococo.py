@@ -16,6 +16,7 @@ import json
 import math
 import os
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -272,7 +273,9 @@ class Memory(KVCache):
             k_kept, k_recent = self.turn(k_kept, first - was_kept), self.turn(k_recent, last - was_recent)
             k_rest = self.turn(k_rest, -was_rest) if s.merged else k_rest
         if s.merged:
-            w = self.mixing_weights(layer, k_rest, v_rest, score).type_as(v)  # (B, G, merged, rest)
+            # The backward pass runs the convolution again instead of keeping its steps, each as large as W.
+            compressor = partial(checkpoint, self.compressors[layer], use_reentrant=False, preserve_rng_state=False)
+            w = compressor(k_rest, v_rest, score).type_as(v)  # (B, G, merged, rest)
         else:
             w = v.new_zeros(*v.shape[:2], 0, parts[1])
         k_new, v_new = w @ k_rest, w @ v_rest
@@ -283,13 +286,6 @@ class Memory(KVCache):
             with torch.autocast(k.device.type, enabled=False):
                 self.scores[layer] = torch.cat((kept, w.detach().float() @ rest, recent), dim=2)
         return torch.cat((k_kept, k_new, k_recent), dim=2), torch.cat((v_kept, v_new, v_recent), dim=2)
-
-    def mixing_weights(self, layer: int, k: Tensor, v: Tensor, score: Tensor | None) -> Tensor:
-        """The compressor's W, checkpointed: the backward pass runs the convolution again instead of keeping its steps,
-        each as large as W."""
-        if not torch.is_grad_enabled():
-            return self.compressors[layer](k, v, score)
-        return checkpoint(self.compressors[layer], k, v, score, use_reentrant=False)
 
     def heavy_first(self, layer: int) -> Tensor:
         """Indices (B, G, S) of [sinks and heavy | rest | recent], each in time order."""

@@ -264,7 +264,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, recompute: bool) -> Tensor:
         before, after = self.before, self.after
-        if recompute and torch.is_grad_enabled():  # not attention: run twice, it would enter its keys twice
+        if recompute:  # not attention: run twice, it would enter its keys twice
             before, after = (partial(checkpoint, f, use_reentrant=False) for f in (before, after))
         q, k, v = before(x, cos, sin)
         return after(x, attend(q, k, v) if cache is None else cache.attend(self.layer, q, k, v))
