@@ -16,7 +16,6 @@ import json
 import math
 import os
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -171,30 +170,39 @@ class Compressor(nn.Module):
             self.convs = nn.ModuleList((nn.Conv1d(channels, filters, kernel, padding=kernel // 2),))
         nn.init.normal_(self.convs[-1].weight, std=std)
 
-    def forward(self, k: Tensor, v: Tensor, score: Tensor | None = None) -> Tensor:
-        """Keys and values (B, G, S, D) -> mixing weights W (B, G, slots, S); every row sums to 1.
+    def forward(self, k: Tensor, v: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values (B, G, S, D) -> those of the slots, K' = W K and V' = W V, (B, G, slots, D), and W."""
+        x = torch.cat((k, v), dim=-1)  # (B, G, S, 2D)
+        y = convolve(self.convs[0], x.flatten(0, 1))  # heads join the batch
+        # Of what follows, steps each as large as W, the backward pass runs all again and y alone is kept for it.
+        return checkpoint(self.mix, y, x, score, use_reentrant=False, preserve_rng_state=False)
+
+    def mix(self, y: Tensor, x: Tensor, score: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        for conv in self.convs[1:]:
+            y = convolve(conv, y)
+        w = self.weights(y.float().transpose(1, 2).reshape(*x.shape[:2], -1, x.shape[2]), score).type_as(x)
+        return *(w @ x).chunk(2, dim=-1), w.detach()
+
+    def weights(self, logits: Tensor, score: Tensor | None) -> Tensor:
+        """Logits (B, G, filters, S) -> mixing weights W (B, G, slots, S); every row sums to 1.
 
         With a blend (the official code's, not in the paper) W is mixed with one-hot rows that keep the entries
         of the highest score (B, G, S), by a learnt gate: 0 would be plain eviction.
         """
-        B, G, S, _ = k.shape
-        x = torch.cat((k, v), dim=-1).flatten(0, 1)  # (B G, S, 2D): heads join the batch
-        for conv in self.convs:
-            x = convolve(conv, x)
-        logits = x.float().transpose(1, 2).reshape(B, G, 1, -1, S)  # one row per filter
+        S = logits.shape[3]
         if self.normalise != "softmax":
             logits = logits.relu()  # zeros keep a weight of exp(0) in the official code
         if self.normalise == "sum":
             logits = (logits + 1e-9).log()  # x / sum(x) is the softmax of log x; all logits 0: a plain mean
-        pieces = self.slots // logits.shape[3]
+        pieces, logits = self.slots // logits.shape[2], logits[:, :, None]
         if pieces > 1:
-            piece = torch.arange(S, device=k.device) * pieces // S  # the piece that an entry belongs to
-            other = piece != torch.arange(pieces, device=k.device)[:, None]
+            piece = torch.arange(S, device=logits.device) * pieces // S  # the piece that an entry belongs to
+            other = piece != torch.arange(pieces, device=logits.device)[:, None]
             logits = logits.masked_fill(other[:, None], -torch.inf)  # (B, G, pieces, filters, S)
         w = logits.flatten(2, 3).softmax(dim=-1)
         if self.gate is None:
             return w
-        best = score.topk(w.shape[2], dim=-1).indices.sort(dim=-1).values
+        best = score.topk(self.slots, dim=-1).indices.sort(dim=-1).values
         return (1 - self.gate) * F.one_hot(best, S) + self.gate * w
 
 
@@ -273,18 +281,15 @@ class Memory(KVCache):
             k_kept, k_recent = self.turn(k_kept, first - was_kept), self.turn(k_recent, last - was_recent)
             k_rest = self.turn(k_rest, -was_rest) if s.merged else k_rest
         if s.merged:
-            # The backward pass runs the convolution again instead of keeping its steps, each as large as W.
-            compressor = partial(checkpoint, self.compressors[layer], use_reentrant=False, preserve_rng_state=False)
-            w = compressor(k_rest, v_rest, score).type_as(v)  # (B, G, merged, rest)
+            k_new, v_new, w = self.compressors[layer](k_rest, v_rest, score)
         else:
-            w = v.new_zeros(*v.shape[:2], 0, parts[1])
-        k_new, v_new = w @ k_rest, w @ v_rest
+            k_new, v_new, w = k_rest[:, :, :0], v_rest[:, :, :0], v.new_zeros(*v.shape[:2], 0, parts[1])
         if s.positions == "slots" and s.merged:
             k_new = self.turn(k_new, new)
         if s.scored:
             kept, rest, recent = scores.split(parts, dim=2)
             with torch.autocast(k.device.type, enabled=False):
-                self.scores[layer] = torch.cat((kept, w.detach().float() @ rest, recent), dim=2)
+                self.scores[layer] = torch.cat((kept, w.float() @ rest, recent), dim=2)
         return torch.cat((k_kept, k_new, k_recent), dim=2), torch.cat((v_kept, v_new, v_recent), dim=2)
 
     def heavy_first(self, layer: int) -> Tensor:

@@ -58,28 +58,29 @@ def flops(config: LlamaConfig, s: Settings, B: int, L: int, train: bool = False,
     """Floating-point operations of a prefill of (B, L), or of a training pass over it; LoRA unmerged.
 
     Training: the base is frozen, so it costs a forward pass and the gradient of its activations; attention has
-    twice its forward pass to go back, LoRA and convolutions a gradient for their weights, which convolutions
-    compute again first, and mixing one for W (the keys it mixes are detached).
+    twice its forward pass to go back, LoRA and convolutions a gradient for their weights, and mixing one for W (the
+    keys it mixes are detached); what follows the first convolution is computed again before.
     """
     c, D, heads = config, config.head_dim, B * config.n_layers * config.n_kv_heads
     widths = 2 * c.n_heads * D + 2 * c.n_kv_heads * D  # of wq, wk, wv, wo together
     blocks, output = 2 * B * L * c.n_layers * c.dim * (widths + 3 * c.ffn_dim), 2 * B * c.dim * c.vocab_size
     lora = 2 * B * L * c.n_layers * s.lora_rank * (4 * c.dim + widths)
-    attention, scores, conv, mixing = 0, 0, 0, 0
+    attention, scores, conv, mixing = 0, 0, 0, 0  # mixing: what follows the first convolution
     for start in range(0, L, s.segment):
         T, held = min(s.segment, L - start), min(start, s.mem + s.segment if s.mem else start)
         if s.mem and held + T > s.mem + s.segment:
             rest = held - s.sinks - s.heavy - s.recent
-            weights = 2 * D * (s.kernel + s.filters) if s.depthwise else 2 * D * s.filters * s.kernel
-            conv += heads * 2 * rest * weights * (s.merged > 0)
-            mixing += heads * 2 * rest * (2 * D + 2 * s.scored) * s.merged  # keys, values, both scores
+            if s.merged:
+                conv += heads * 2 * rest * 2 * D * s.kernel * (1 if s.depthwise else s.filters)
+                mixing += heads * 2 * rest * (2 * D * s.merged + 2 * D * s.filters * s.depthwise)
+            scores += heads * 2 * rest * 2 * s.merged * s.scored
             held = s.mem
         attention += B * c.n_layers * c.n_heads * 4 * D * (T * held + T * (T + 1) // 2)
         scores += B * c.n_layers * c.n_heads * 2 * D * T * (held + T) * s.scored
     if not train:
         return blocks + output + lora + attention + scores + conv + mixing  # logits of the last token only
     again = blocks - 2 * B * L * c.n_layers * c.dim * c.ffn_dim if recompute else 0  # w2's outcome is not needed
-    return 2 * (blocks + output * L) + 3 * (lora + attention + conv) + 2 * mixing + scores + again
+    return 2 * (blocks + output * L + conv) + 3 * (lora + attention + mixing) + scores + again
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
