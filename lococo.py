@@ -174,6 +174,8 @@ class Compressor(nn.Module):
         """Keys and values (B, G, S, D) -> those of the slots, K' = W K and V' = W V, (B, G, slots, D), and W."""
         x = torch.cat((k, v), dim=-1)  # (B, G, S, 2D)
         y = convolve(self.convs[0], x.flatten(0, 1))  # heads join the batch
+        if not torch.is_grad_enabled():  # for which checkpoint would import half of torch
+            return self.mix(y, x, score)
         # Of what follows, steps each as large as W, the backward pass runs all again and y alone is kept for it.
         return checkpoint(self.mix, y, x, score, use_reentrant=False, preserve_rng_state=False)
 

@@ -55,8 +55,8 @@ class LlamaConfig:
     def __post_init__(self):
         sizes = (self.dim, self.n_layers, self.n_heads, self.n_kv_heads, self.ffn_dim, self.vocab_size, self.context)
         numbers = (self.norm_eps, self.rope_theta, self.rope_scale)
-        if not all(isinstance(n, int) and n > 0 for n in sizes) or not all(_positive(n) for n in numbers):
-            raise UserError(f"sizes must be positive whole numbers, eps, theta and scale positive: {self}")
+        if not all(isinstance(n, int) and 0 < n < 2**28 for n in sizes) or not all(_positive(n) for n in numbers):
+            raise UserError(f"sizes must be whole numbers from 1 to 2^28, eps, theta and scale positive: {self}")
         if self.dim % (2 * self.n_heads) or self.n_heads % self.n_kv_heads:
             raise UserError(f"dim must be an even multiple of n_heads, n_heads a multiple of n_kv_heads: {self}")
 
@@ -313,17 +313,20 @@ class Llama(nn.Module):
             config, read, unread = _open_hugging_face(path)
         else:
             raise UserError(f"{path}: not a model directory (neither Meta's params.json nor a config.json in it)")
+        if config.n_layers > len(unread):
+            raise UserError(f"{path}: {config.n_layers} layers in the configuration, {len(unread)} tensors in the files")
         with torch.device("meta"):  # shapes only: nothing is initialised that will be overwritten
-            model = Llama(config).to(dtype)
-        model.to_empty(device=device)
-        if config.tied:  # each of the two has got its own memory
-            model.output.weight = model.tok_embeddings.weight
-        for name, p in model.named_parameters():
+            model = Llama(config)
+        for name, p in list(model.named_parameters()):
             tensor = read(name)
             if tensor.shape != p.shape or not tensor.is_floating_point():
                 raise UserError(f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)}, the configuration says "
                                 f"{tuple(p.shape)}; a file is missing or belongs to another model")  # fmt: skip
-            p.data.copy_(tensor)
+            module, _, leaf = name.rpartition(".")
+            loaded = torch.empty(p.shape, dtype=dtype, device=device).copy_(tensor)
+            setattr(model.get_submodule(module), leaf, nn.Parameter(loaded))
+        if config.tied:  # the file has one of the two
+            model.output.weight = model.tok_embeddings.weight
         if unread:
             raise UserError(f"{path}: unexpected tensor {min(unread)!r}, {len(unread)} in all: not a plain Llama-2")
         return model
