@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lococo import POSITIONS, SCORES, LoCoCo, Settings, adapter_file, adapter_settings, segment_losses
+from lococo import POSITIONS, SCORES, LoCoCo, Settings, adapter_file, read_file, segment_losses
 from model import KVCache, Llama, Tokenizer, UserError
 
 HERE = Path(__file__).parent
@@ -452,7 +452,7 @@ def main() -> None:
     for method in args.method:
         untrained(args, method, max(args.lengths))
     for run in runs:
-        adapter_settings(adapter_file(run))  # a wrong path is told before the work begins
+        read_file(adapter_file(run), "adapter")  # a wrong path is told before the work begins
     if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
         raise UserError(f"--json {args.json}: not a file in a directory that exists")
     model, tokenizer = load_base(args)

@@ -15,6 +15,8 @@ import hashlib
 import json
 import math
 import os
+import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Iterator, NamedTuple
@@ -489,34 +491,23 @@ class LoCoCo:
         self.model.config = self.base_config
         return self.model
 
-    # An adapter file: the tensors of `groups`, and as metadata the settings, the base's fingerprint and a checksum.
-
     def save(self, file: Path) -> None:
-        """Write beside, sync, rename: `file` is either the old one or the new one, never half of it."""
-        tensors = {n: p.detach().cpu().contiguous() for group in self.groups().values() for n, p in group.items()}
-        about = {"settings": asdict(self.settings), "base": self.base, "sha256": checksum(tensors, self.settings)}
-        part = file.with_suffix(".part")
-        with open(part, "wb") as out:
-            out.write(save(tensors, metadata={"format": "pt", "lococo": json.dumps(about)}))
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(part, file)
+        """The tensors of `groups` as an adapter file."""
+        tensors = {n: p for group in self.groups().values() for n, p in group.items()}
+        write_file(file, "adapter", tensors, settings=asdict(self.settings), base=self.base)
 
     @staticmethod
     def load(path: str | Path, model: Llama, **expected) -> "LoCoCo":
         """Put the adapter of a run directory (or file) onto its base; `expected` settings must be the file's."""
         file = adapter_file(path)
-        settings, about = adapter_settings(file)
+        tensors, about = read_file(file, "adapter")
+        settings = Settings(**about["settings"])
         for key, value in expected.items():
             if getattr(settings, key) != value:
                 raise UserError(f"{file}: trained with {key} {getattr(settings, key)}, not {value}")
         if about["base"] != fingerprint(model):
             raise UserError(f"{file}: made for another base model (fingerprint {about['base']}, "
                             f"this model has {fingerprint(model)})")  # fmt: skip
-        with safe_open(file, framework="pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}
-        if checksum(tensors, settings) != about["sha256"]:
-            raise UserError(f"{file}: damaged (the checksum does not match)")
         lococo = LoCoCo(model, settings)
         with torch.no_grad():
             for group in lococo.groups().values():
@@ -526,25 +517,64 @@ class LoCoCo:
         return lococo
 
 
+# --- Files ---------------------------------------------------------------------------------------------------
+# Adapters, the state of a run and saved memories are safetensors files with a JSON object about them. Its `sha256`
+# is of the whole file, the digest itself counted as zeros: a file with a changed byte anywhere is not used.
+
+ZEROS = b"0" * 64
+SEAL = re.compile(rb'sha256\\": \\"([0-9a-f]{64})\\"')  # JSON in a string of the header's JSON
+
+
+def write_file(file: Path, kind: str, tensors: dict[str, Tensor], **about) -> None:
+    """Write beside, sync, rename: `file` is either the old one or the new one, never half of it.
+
+    Raises UserError when that fails (a full disk, say), with the old file as it was.
+    """
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    about = json.dumps({"kind": kind, **about, "sha256": ZEROS.decode()})
+    data = memoryview(save(tensors, metadata={"format": "pt", "lococo": about}))
+    size = 8 + int.from_bytes(data[:8], "little")  # of the header
+    head = bytes(data[:size]).replace(ZEROS, hashlib.sha256(data).hexdigest().encode(), 1)
+    part = file.with_suffix(".part")
+    try:
+        with open(part, "wb") as out:
+            out.write(head)
+            out.write(data[size:])
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(part, file)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise UserError(f"{file}: cannot be written ({error.strerror}); what was there is untouched") from None
+
+
+def read_file(file: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
+    """(tensors by name, what the file says of itself) of a file of `write_file`, whole or not at all."""
+    try:
+        with open(file, "rb") as data:
+            size = data.read(8)
+            head = size + data.read(min(int.from_bytes(size, "little"), file.stat().st_size))
+            seal = SEAL.search(head)
+            if seal is None:
+                raise ValueError("no checksum in it")
+            digest = hashlib.sha256(head[: seal.start(1)] + ZEROS + head[seal.end(1) :])
+            while piece := data.read(1 << 20):
+                digest.update(piece)
+        if digest.hexdigest().encode() != seal[1]:
+            raise ValueError("its checksum does not match")
+        with safe_open(file, framework="pt") as handle:
+            about = json.loads(handle.metadata()["lococo"])
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: not a file of this program, or damaged ({error})") from None
+    if about["kind"] != kind:
+        raise UserError(f"{file}: holds a {about['kind']}, not a {kind}")
+    return tensors, about
+
+
 def adapter_file(path: str | Path) -> Path:
     file = Path(path) / "adapter.safetensors" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise UserError(f"{path}: no adapter there (a run directory of train.py holds adapter.safetensors)")
     return file
-
-
-def adapter_settings(file: Path) -> tuple[Settings, dict]:
-    """What an adapter file says of itself: (its settings, its metadata)."""
-    try:
-        with safe_open(file, framework="pt") as handle:
-            about = json.loads(handle.metadata()["lococo"])
-        return Settings(**about["settings"]), {key: about[key] for key in ("base", "sha256")}
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: not an adapter of this program, or damaged ({error})") from None
-
-
-def checksum(tensors: dict[str, Tensor], settings: Settings) -> str:
-    digest = hashlib.sha256(repr(settings).encode())
-    for name in sorted(tensors):
-        digest.update(name.encode() + tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
