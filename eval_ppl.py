@@ -24,12 +24,14 @@ import sysconfig
 import time
 import zlib
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Callable, Iterable, Iterator
+from typing import Any, BinaryIO, Callable, Iterator
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
@@ -258,6 +260,7 @@ def exit_on_user_error(main: Callable[[], None]) -> None:
     """Run a program: what the user can mend is one sentence and exit code 2, Ctrl-C is exit code 130."""
     try:
         main()
+        leave()
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -268,6 +271,43 @@ def exit_on_user_error(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)
+
+
+def processes() -> tuple[int, int]:
+    """(number of this process, how many there are): those of torchrun, or (0, 1)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def join(args: argparse.Namespace) -> None:
+    """Under torchrun: meet the other processes, take one GPU each, leave what is printed to the first."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    on_gpu = args.device in (None, "cuda") and torch.cuda.is_available()
+    if on_gpu:
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(args.device)
+    # The first process may tokenize for hours; one that dies is noticed by torchrun, not by waiting.
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(days=1))
+    if processes()[0] > 0:
+        sys.stdout = open(os.devnull, "w")
+
+
+def leave() -> None:
+    """Wait for the other processes and take leave: one that just ends is taken for dead."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def from_first(make: Callable) -> Any:
+    """What `make` returns, called in the first process before the others."""
+    rank, number = processes()
+    if rank > 0:
+        dist.barrier()
+    made = make()
+    if rank == 0 and number > 1:
+        dist.barrier()
+    return made
 
 
 def load_base(args: argparse.Namespace) -> tuple[Llama, Tokenizer]:
@@ -315,17 +355,25 @@ def untrained(args: argparse.Namespace, method: str, length: int) -> Settings:
 
 
 @torch.no_grad()
-def token_losses(model: Llama, new_cache: Callable[[], KVCache], batches: Iterable[Tensor],
-                 segment: int) -> tuple[Tensor, KVCache]:  # fmt: skip
-    """Nats of every token of (B, L) after the first, (all documents, L - 1), and the cache of the last batch."""
-    losses = []
-    for tokens in tqdm(batches, desc="scoring", leave=False, disable=None):
+def token_losses(model: Llama, new_cache: Callable[[], KVCache], batches: list[Tensor],
+                 segment: int) -> tuple[Tensor, int]:  # fmt: skip
+    """Nats of every token of (B, L) after the first, (all documents, L - 1), and bytes of one sequence's cache at the
+    end. Several processes share the batches out; all return all."""
+    rank, number = processes()
+    losses: list = [None] * len(batches)
+    for n in tqdm(range(rank, len(batches), number), desc="scoring", leave=False, disable=rank > 0 or None):
         cache = new_cache()
-        losses.append(torch.cat(list(segment_losses(model, tokens, cache, segment)), dim=1).cpu())
-    return torch.cat(losses), cache
+        nats = torch.cat(list(segment_losses(model, batches[n], cache, segment)), dim=1)
+        losses[n] = nats.cpu(), cache.nbytes // len(nats)
+    if number > 1:
+        shares: list = [None] * number
+        dist.all_gather_object(shares, losses[rank::number])
+        for other, share in enumerate(shares):
+            losses[other::number] = share
+    return torch.cat([nats for nats, _ in losses]), losses[-1][1]
 
 
-def perplexity(model: Llama, new_cache: Callable[[], KVCache], batches: Iterable[Tensor], segment: int) -> float:
+def perplexity(model: Llama, new_cache: Callable[[], KVCache], batches: list[Tensor], segment: int) -> float:
     """exp(total negative log-likelihood / scored tokens) over batches (B, L)."""
     return math.exp(token_losses(model, new_cache, batches, segment)[0].double().mean())
 
@@ -337,12 +385,12 @@ def evaluate(model: Llama, method: Callable[[int], LoCoCo | None], batches: dict
     for length, documents in batches.items():
         with dropped_in(model, method(length)) as (new_cache, segment, mem):
             begun = time.time()
-            losses, cache = token_losses(model, new_cache, documents, segment)
+            losses, cache_bytes = token_losses(model, new_cache, documents, segment)
             row["seconds"][length] = time.time() - begun
             row["perplexity"][length] = math.exp(losses.double().mean())
             row["rope_factor"][length] = model.config.rope_scale
             row |= {"losses": losses, "slots": mem, "segment": segment,
-                    "cache_bytes": cache.nbytes // cache.keys[0].shape[0]}  # fmt: skip
+                    "cache_bytes": cache_bytes}  # fmt: skip
     return row
 
 
@@ -455,8 +503,9 @@ def main() -> None:
         read_file(adapter_file(run), "adapter")  # a wrong path is told before the work begins
     if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
         raise UserError(f"--json {args.json}: not a file in a directory that exists")
+    join(args)
     model, tokenizer = load_base(args)
-    corpus = Corpus(args.data, tokenizer)
+    corpus = from_first(lambda: Corpus(args.data, tokenizer))
     batches = {length: scored_batches(corpus, args.part, length, args.device, args.documents, args.micro_batch)
                for length in sorted(set(args.lengths))}  # fmt: skip
     for length, documents in batches.items():
@@ -486,7 +535,7 @@ def main() -> None:
         print_columns(f"share of passkeys found in {last} tokens, by depth", found)
     for row in rows:
         del row["losses"]
-    if args.json:
+    if args.json and processes()[0] == 0:
         protocol = {
             "model": str(args.model or "tiny/"), "part": args.part,
             "data": [str(path) for path in args.data] or "Python's standard library",

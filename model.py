@@ -313,7 +313,7 @@ class Llama(nn.Module):
         else:
             raise UserError(f"{path}: not a model directory (neither Meta's params.json nor a config.json in it)")
         if config.n_layers > len(unread):
-            raise UserError(f"{path}: {config.n_layers} layers in the configuration, {len(unread)} tensors in the files")
+            raise UserError(f"{path}: the configuration says {config.n_layers} layers, the files {len(unread)} tensors")
         with torch.device("meta"):  # shapes only: nothing is initialised that will be overwritten
             model = Llama(config)
         for name, p in list(model.named_parameters()):

@@ -3,8 +3,8 @@
     python train.py                               # the embedded model, CPU
     python train.py --mem 512 --seq 8192          # the same, 8 times its pretrained context
     python train.py --model Llama-2-7b-hf --data RedPajama/ --mem 512 --seq 32768
-
-Left out on purpose: resuming, several processes.
+    python train.py --resume runs/my-run          # go on after Ctrl-C, a crash or a power cut
+    torchrun --nproc_per_node=4 train.py ...      # the sequences of a step shared out; on many machines likewise
 """
 
 import argparse
@@ -12,19 +12,25 @@ import itertools
 import json
 import math
 import os
+import signal
+import sys
 import time
+import zlib
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from eval_ppl import (
-    HERE, TINY, Corpus, Parser, exit_on_user_error, load_base, perplexity, precision, scored_batches,
+    HERE, TINY, Corpus, Parser, exit_on_user_error, from_first, join, leave, load_base, perplexity, precision,
+    processes, scored_batches,
 )  # fmt: skip
-from lococo import METHODS, NORMALISE, LoCoCo, Settings, segment_losses
+from lococo import METHODS, NORMALISE, LoCoCo, Settings, read_file, segment_losses, write_file
 from model import KVCache, UserError, attend
 
 # --- Sequences -----------------------------------------------------------------------------------------------
@@ -109,12 +115,17 @@ class ShiftedGroups(KVCache):
         return torch.cat(halves, dim=1)
 
 
-def make_optimizer(lococo: LoCoCo, args: argparse.Namespace):
-    """AdamW without weight decay, one learning rate for the compressors and one for the rest, linear decay to 0."""
-    groups = [{"params": list(tensors.values()), "lr": args.conv_lr if group == "compressors" else args.lr}
+def make_optimizer(lococo: LoCoCo, args: argparse.Namespace) -> torch.optim.AdamW:
+    """AdamW without weight decay, one learning rate for the compressors and one for the rest; see `set_rates`."""
+    groups = [{"params": list(tensors.values()), "initial_lr": args.conv_lr if group == "compressors" else args.lr}
               for group, tensors in lococo.groups().items()]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-    return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=args.steps)
+    return torch.optim.AdamW(groups, weight_decay=0.0)
+
+
+def set_rates(optimizer: torch.optim.Optimizer, left: float) -> None:
+    """The learning rates of a step with this share of the steps left: linear decay to 0."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * left
 
 
 def backward_through(lococo: LoCoCo, tokens: Tensor, scored: int, bptt: int = 1) -> Iterator[float]:
@@ -130,29 +141,170 @@ def backward_through(lococo: LoCoCo, tokens: Tensor, scored: int, bptt: int = 1)
         yield loss.item()
 
 
-def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace) -> None:
-    """args.steps steps of args.batch sequences, args.micro_batch of them at a time."""
-    optimizer, schedule = make_optimizer(lococo, args)
-    parameters = [p for tensors in lococo.groups().values() for p in tensors.values()]
-    scored, piece = args.batch * (args.seq - 1), lococo.settings.segment * args.bptt
-    bar = tqdm(total=args.steps * scored, desc="training", unit=" tokens", unit_scale=True)
-    with bar, open(args.out / "log.jsonl", "w") as log:
-        for step in range(args.steps):
-            begun, total = time.time(), 0.0
-            sequences = torch.from_numpy(np.stack([data[step * args.batch + i] for i in range(args.batch)]))
-            for tokens in sequences.to(args.device).split(args.micro_batch):
-                with precision(args):
-                    for i, loss in enumerate(backward_through(lococo, tokens, scored, args.bptt)):
-                        total += loss
-                        bar.update(len(tokens) * min(piece, args.seq - 1 - i * piece))
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
+def gradients_of_step(lococo: LoCoCo, data: Sequences, args: argparse.Namespace, step: int, stop: list,
+                      done: Callable[[int], None] = lambda tokens: None) -> tuple[float, bool]:  # fmt: skip
+    """Gradients of a step's mean loss over all processes' sequences: (the summed loss, whether to stop instead).
+
+    Each process takes every so-manieth of the args.batch sequences, args.micro_batch of them at a time.
+    """
+    rank, number = processes()
+    scored, total = args.batch * (args.seq - 1), 0.0
+    own = range(step * args.batch + rank, (step + 1) * args.batch, number)
+    for n in range(0, len(own), args.micro_batch):
+        tokens = torch.from_numpy(np.stack([data[i] for i in own[n : n + args.micro_batch]])).to(args.device)
+        with precision(args):
+            for i, loss in enumerate(backward_through(lococo, tokens, scored, args.bptt)):
+                total += loss
+                piece = lococo.settings.segment * args.bptt
+                done(len(tokens) * min(piece, args.seq - 1 - i * piece))
+                if stop:
+                    break
+        if stop:
+            break
+    total, stops = exchange([p for tensors in lococo.groups().values() for p in tensors.values()],
+                            [total, float(len(stop))])  # fmt: skip
+    return total, stops > 0
+
+
+def exchange(parameters: list[nn.Parameter], numbers: list[float]) -> list[float]:
+    """Add up gradients, and some numbers, over all processes in one go."""
+    if processes()[1] == 1:
+        return numbers
+    pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    pieces.append(torch.tensor(numbers, device=pieces[0].device))
+    flat = torch.cat([piece.flatten() for piece in pieces])
+    dist.all_reduce(flat)
+    *gradients, numbers = flat.split([piece.numel() for piece in pieces])
+    for p, gradient in zip(parameters, gradients):
+        p.grad = gradient.view_as(p)
+    return numbers.tolist()
+
+
+@contextmanager
+def stopping() -> Iterator[list[int]]:
+    """A list into which SIGINT (Ctrl-C) or SIGTERM puts itself; a second one has its usual effect."""
+    asked = []
+
+    def ask(number: int, frame) -> None:
+        asked.append(number)
+        signal.signal(number, usual[number])
+
+    usual = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+PATIENCE = 3  # steps in a row whose loss or gradient is not finite
+
+
+def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace, optimizer: torch.optim.Optimizer, begin: int = 0,
+          keep: Callable[[int], None] = lambda steps: None) -> int:  # fmt: skip
+    """Steps from `begin` to args.steps; keep(steps done) is called every args.save_every of them and at the end.
+
+    Returns the signal that stopped it, or 0. A step that is stopped, or whose loss or gradient is not a finite number,
+    changes nothing; PATIENCE of the latter in a row raise UserError.
+    """
+    rank, number = processes()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    share, scored, failed = -(-args.batch // number) * number, args.batch * (args.seq - 1), 0
+    bar = tqdm(total=args.steps * share * (args.seq - 1), initial=begin * share * (args.seq - 1), desc="training",
+               unit=" tokens", unit_scale=True, disable=rank > 0)  # fmt: skip
+    log_file = args.out / "log.jsonl" if rank == 0 else os.devnull
+    with bar, stopping() as stop, open(log_file, "a") as log:
+        for step in range(begin, args.steps):
+            begun = time.time()
+            set_rates(optimizer, 1 - step / args.steps)
+            total, stopped = gradients_of_step(lococo, data, args, step, stop, lambda n: bar.update(n * number))
+            if stopped:
+                optimizer.zero_grad()
+                keep(step)
+                return stop[0] if stop else signal.SIGTERM  # another process was asked
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            fine = math.isfinite(total) and bool(norm.isfinite())
+            if fine:
+                optimizer.step()
             optimizer.zero_grad()
-            schedule.step()
-            bar.set_postfix_str(f"step {step + 1}/{args.steps}, loss {total / scored:.3f}")
+            failed = 0 if fine else failed + 1
+            bar.set_postfix_str(f"step {step + 1}/{args.steps}, loss {total / scored:.3f}" + ", left out" * (not fine))
             row = dict(step=step + 1, loss=total / scored, tokens_per_s=round(scored / (time.time() - begun)))
             log.write(json.dumps(row) + "\n")
             log.flush()
+            if failed == PATIENCE:
+                raise UserError(f"step {step + 1}: the loss is {total / scored:g}, its gradient's norm {norm:g}, and "
+                                f"{PATIENCE} steps in a row were left out; try a lower --lr or --conv-lr in a new "
+                                f"run. {args.out} keeps the state before them")  # fmt: skip
+            if fine and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
+                keep(step + 1)
+    return 0
+
+
+# --- The state of a run --------------------------------------------------------------------------------------
+
+
+def save_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, corpus: Corpus, file: Path, **about) -> None:
+    """All that the rest of a training depends on: what trains, AdamW's moments, the random state, and `about`.
+
+    The data's order needs no state: `Sequences` knows the sequence of any step.
+    """
+    tensors = {"random": torch.get_rng_state()}
+    for name, p in named_parameters(lococo).items():
+        tensors |= {f"{key}.{name}": t for key, t in {"value": p, **optimizer.state[p]}.items()}
+    write_file(file, "state", tensors, base=lococo.base, text=zlib.crc32(corpus.documents.tobytes()), **about)
+
+
+@torch.no_grad()
+def restore_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, corpus: Corpus, args: argparse.Namespace) -> int:
+    """Put the state that --resume has read in place; returns the steps done."""
+    tensors, about = args.state
+    if about["base"] != lococo.base:
+        raise UserError(f"--resume {args.resume}: the model {args.model or 'tiny/'} has changed since")
+    if about["text"] != zlib.crc32(corpus.documents.tobytes()):
+        raise UserError(f"--resume {args.resume}: the text to train on has changed since")
+    torch.set_rng_state(tensors["random"])
+    for name, p in named_parameters(lococo).items():
+        for key in [key for key in ("value", "step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors]:
+            tensor = tensors[f"{key}.{name}"].clone()  # not the file's own memory
+            if key == "value":
+                p.copy_(tensor)
+            else:
+                optimizer.state[p][key] = tensor if key == "step" else tensor.to(p.device)
+    return about["step"]
+
+
+def named_parameters(lococo: LoCoCo) -> dict[str, nn.Parameter]:
+    return {name: p for tensors in lococo.groups().values() for name, p in tensors.items()}
+
+
+def recorded(args: argparse.Namespace) -> dict:
+    """The flags, as a state file has them: what a resumed run takes from there."""
+
+    def plain(value):
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return str(value).removeprefix("torch.") if isinstance(value, (Path, torch.dtype)) else value
+
+    return {name: plain(value) for name, value in vars(args).items()
+            if name not in ("out", "resume", "state", "device", "save_every")}  # fmt: skip
+
+
+def resumed(args: argparse.Namespace, parser: Parser) -> argparse.Namespace:
+    """The flags of the run that --resume names; others may be given only if they are the same."""
+    file = args.resume / "state.safetensors"
+    if not file.is_file() and (args.resume / "adapter.safetensors").is_file():
+        raise UserError(f"--resume {args.resume}: this run is finished, its adapter is there")
+    if not file.is_file():
+        raise UserError(f"--resume {args.resume}: there is no state.safetensors of a run")
+    args.state = read_file(file, "state")
+    given = {**recorded(args), "out": args.out}
+    for name, value in {**args.state[1]["flags"], "out": args.resume}.items():
+        if given[name] not in (parser.get_default(name), value):
+            raise UserError(f"--{name.replace('_', '-')} {given[name]}: the run to resume has {value}; leave it out")
+        setattr(args, name, value)
+    args.model, args.data = args.model and Path(args.model), [Path(path) for path in args.data]
+    return args
 
 
 def parse() -> argparse.Namespace:
@@ -178,7 +330,13 @@ def parse() -> argparse.Namespace:
     add("--micro-batch", type=int, help="sequences in memory at once")
     add("--bptt", type=int, help="segments that the gradient reaches back over; memory grows as much")
     add("--recompute", action="store_true", help="activation checkpointing: less memory, more time")
+    add("--save-every", type=int, default=10, metavar="STEPS", help="of the state that --resume goes on from")
+    add("--resume", type=Path, metavar="RUN", help="go on with a run that was stopped, with the flags that it has")
     args = parser.parse_args()
+    if args.save_every < 1:
+        raise UserError(f"--save-every {args.save_every}: at least 1 is needed")
+    if args.resume:
+        return resumed(args, parser)
     embedded = args.model is None or args.model.resolve() == TINY.resolve()
     args.recipe = args.recipe or ("embedded" if embedded else "paper")
     column = ("embedded", "paper").index(args.recipe)
@@ -203,7 +361,7 @@ def run_directory(args: argparse.Namespace, settings: Settings) -> Path:
     name = HERE / "runs" / f"{settings.method}-mem{settings.mem or 'all'}-seq{args.seq}"
     numbered = (name.with_name(f"{name.name}-{i}") for i in itertools.count(2))
     out = args.out or (next(d for d in numbered if not d.exists()) if name.exists() else name)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(file.suffix != ".part" for file in out.iterdir())):
         raise UserError(f"--out {out} holds another run; give a new directory")
     return out
 
@@ -234,12 +392,15 @@ def settings_of(args: argparse.Namespace) -> Settings:
 def main() -> None:
     args = parse()
     settings = settings_of(args)
-    args.out = run_directory(args, settings)
+    join(args)
+    first = processes()[0] == 0
+    if not args.resume:
+        args.out = from_first(lambda: run_directory(args, settings))
     model, tokenizer = load_base(args)
     print(f"run {os.path.relpath(args.out)}")
     print(f"model {args.model or 'tiny/'}: {sum(p.numel() for p in model.parameters()):,} parameters, "
           f"context {model.config.context}, {args.dtype} on {args.device}; recipe {args.recipe}")  # fmt: skip
-    corpus = Corpus(args.data, tokenizer)
+    corpus = from_first(lambda: Corpus(args.data, tokenizer))
     # A corpus so small that its names put all of it into the held-out part is trained on and not scored.
     part = "training" if len(corpus.part("training")) else "all"
     data = Sequences(corpus, corpus.part(part), args.seq, args.seed)
@@ -247,7 +408,6 @@ def main() -> None:
         corpus, "held-out", args.seq, args.device, EVALUATED, args.micro_batch)  # fmt: skip
     print(f"text: {data.per_pass * args.seq / 1e6:.1f} M tokens to train on, "
           f"{sum(map(len, heldout))} held-out documents of {args.seq} tokens")  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
 
     def score(lococo: LoCoCo) -> float:
         with precision(args):
@@ -256,8 +416,10 @@ def main() -> None:
     equal = settings.mem or args.mem
     window = LoCoCo(model, Settings.of("streaming", equal, args.segment, args.seq, min(4, equal - 1), lora_rank=0))
     factor = model.config.rope_scale  # more than 1 if M + T exceeds the pretrained context
-    stretched = f", RoPE factor {factor:g}" if factor > 1 else ""
-    base = score(window)
+    kept = f"{window.settings.sinks} sinks + {window.settings.recent} recent, by slot"
+    kept += f", RoPE factor {factor:g}" if factor > 1 else ""
+    scores = args.state[1]["scores"] if args.resume else {
+        f"untouched base, window of equal memory ({kept})": score(window)}  # fmt: skip
     window.remove()
     lococo = LoCoCo(model, settings)
     lococo.start_training()
@@ -266,15 +428,35 @@ def main() -> None:
     print(f"method {settings.method}: {' + '.join(counts) + ' slots' if counts else 'every entry kept'}, "
           f"positions {settings.positions}, RoPE factor {model.config.rope_scale:g}")  # fmt: skip
     print_groups(lococo, args)
-    before = score(lococo)
-    train(lococo, data, args)
-    lococo.save(args.out / "adapter.safetensors")
-    kept = f"{window.settings.sinks} sinks + {window.settings.recent} recent, by slot{stretched}"
+    optimizer, begin = make_optimizer(lococo, args), 0
+    state, log = args.out / "state.safetensors", args.out / "log.jsonl"
+    if args.resume:
+        begin = restore_state(lococo, optimizer, corpus, args)
+        if first and log.exists():  # steps after the state will be done again
+            os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[:begin])))
+    else:
+        scores[f"{settings.method} before training"] = score(lococo)
+
+    def keep(steps: int) -> None:
+        if first:
+            save_state(lococo, optimizer, corpus, state, step=steps, scores=scores, flags=recorded(args))
+
+    if not args.resume:
+        args.out.mkdir(parents=True, exist_ok=True)
+        keep(0)
+    stopped = train(lococo, data, args, optimizer, begin, keep)
+    if stopped:
+        if first:
+            print(f"stopped; to go on: python train.py --resume {os.path.relpath(args.out)}", file=sys.stderr)
+        leave()
+        sys.exit(128 + stopped)
+    if first:
+        lococo.save(args.out / "adapter.safetensors")
+        state.unlink()
     if heldout:
+        scores[f"{settings.method} after training"] = score(lococo)
         print(f"held-out perplexity at {args.seq} tokens")
-        for name, value in ((f"untouched base, window of equal memory ({kept})", base),
-                            (f"{settings.method} before training", before),
-                            (f"{settings.method} after training", score(lococo))):  # fmt: skip
+        for name, value in scores.items():
             print(f"  {name:72} {value:>8.3f}")
     else:
         print(f"no perplexity: no held-out document has {args.seq} tokens")

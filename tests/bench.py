@@ -35,7 +35,7 @@ sys.path.insert(0, str(HOME))
 from eval_ppl import precision  # noqa: E402
 from lococo import ALL, METHODS, LoCoCo, Memory, Settings, prefill  # noqa: E402
 from model import PRESETS, KVCache, Llama, LlamaConfig  # noqa: E402
-from train import backward_through, make_optimizer  # noqa: E402
+from train import backward_through, make_optimizer, set_rates  # noqa: E402
 
 M8 = "1/8 merged"  # the embedded recipe: the rest of the memory verbatim
 KINDS = {  # row: method and settings, for M slots
@@ -155,7 +155,8 @@ def settings(kind: str, args: argparse.Namespace, segment: int | None = None) ->
 
 
 def train_step(lococo: LoCoCo, tokens: Tensor, args: argparse.Namespace) -> Callable:
-    optimizer, _ = make_optimizer(lococo, argparse.Namespace(lr=1e-5, conv_lr=1e-5, steps=100))
+    optimizer = make_optimizer(lococo, argparse.Namespace(lr=1e-5, conv_lr=1e-5))
+    set_rates(optimizer, 1.0)
 
     def step() -> None:
         with precision(args):

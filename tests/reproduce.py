@@ -119,7 +119,8 @@ class Cell(NamedTuple):
         else:
             lococo = LoCoCo(model, train.settings_of(args))
             lococo.start_training()
-            train.train(lococo, train.Sequences(corpus, corpus.part("training"), args.seq, args.seed), args)
+            data = train.Sequences(corpus, corpus.part("training"), args.seq, args.seed)
+            train.train(lococo, data, args, train.make_optimizer(lococo, args))
             lococo.save(folder / "adapter.safetensors")
             lococo.remove()
             method = lambda length: LoCoCo.load(folder, model)  # noqa: E731

@@ -1,0 +1,84 @@
+"""torchrun, on one machine: whatever the number of processes, a step, a run and a table are the same."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval_ppl import HERE
+
+# What a process runs: a program, that notes the gradients of each step, or kills itself at the second step.
+PROCESS = f"""
+import os, signal, sys
+sys.path.insert(0, {str(HERE)!r})
+from pathlib import Path
+import torch, eval_ppl, train
+eval_ppl.CACHE, clip, steps = Path("cache"), torch.nn.utils.clip_grad_norm_, []
+
+def note(parameters, most):
+    steps.append(torch.cat([p.grad.flatten() for p in parameters]))
+    torch.save(steps, f"gradients-{{os.environ.get('RANK', 0)}}.pt")
+    if len(steps) == 2 and os.environ.get("RANK") == os.environ.get("DIES", "none"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return clip(parameters, most)
+
+torch.nn.utils.clip_grad_norm_ = note
+torch.set_num_threads(1)
+program = {{"train.py": train, "eval_ppl.py": eval_ppl}}[sys.argv[1]]
+sys.argv = sys.argv[1:]
+eval_ppl.exit_on_user_error(program.main)
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Run a program in so many processes."""
+    monkeypatch.chdir(tmp_path)
+    Path("process.py").write_text(PROCESS)
+    Path("text").mkdir()
+    for i in range(60):
+        Path(f"text/{i}.py").write_text("".join(f"def f{i}_{j}(x):\n    return x + {j}\n" for j in range(20)))
+
+    def call(number: int, words: str, **environment):
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number)]
+        command = [sys.executable, *(launch if number > 1 else []), "process.py", *words.split()]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **environment})
+
+    return call
+
+
+def test_processes_share_out_a_step_and_an_evaluation(start):
+    """Batches of 4 over 1, 2 and 3 processes: the same gradients, losses, perplexities, one set of files."""
+    words = "train.py --data text --mem 16 --segment 16 --seq 64 --batch 4 --micro-batch 2 --steps 2 --device cpu --out"
+    gradients, printed, logs = {}, {}, {}
+    for number in (1, 2, 3):
+        done = start(number, f"{words} run{number}")
+        assert done.returncode == 0, done.stderr
+        gradients[number] = [torch.load(f"gradients-{rank}.pt") for rank in range(number)]
+        printed[number] = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
+        logs[number] = [json.loads(line)["loss"] for line in Path(f"run{number}/log.jsonl").read_text().splitlines()]
+        assert sorted(os.listdir(f"run{number}")) == ["adapter.safetensors", "log.jsonl"]
+        assert done.stderr.count("training:") > 0 and done.stdout.count("adapter:") == 1
+    for number in (2, 3):
+        assert printed[number] == printed[1] and logs[number] == pytest.approx(logs[1], rel=1e-5)
+        for own in gradients[number]:
+            assert torch.allclose(own[0], gradients[1][0][0], atol=1e-6)
+
+    words = "eval_ppl.py run1 --data text --lengths 64 96 --documents 7 --by-position --micro-batch 2 --json"
+    for number in (1, 2):
+        done = start(number, f"{words} table{number}")
+        assert done.returncode == 0, done.stderr
+    one, two = (json.loads(Path(f"table{number}").read_text()) for number in (1, 2))
+    assert one["by_position"] == two["by_position"]
+    assert [row["perplexity"] for row in one["rows"]] == [row["perplexity"] for row in two["rows"]]
+
+
+def test_a_process_that_dies_ends_all_of_them_with_an_error(start):
+    words = "train.py --data text --mem 16 --segment 16 --seq 64 --batch 4 --steps 100000 --device cpu --out run"
+    done = start(2, words, DIES="1")  # within the minute that `start` allows
+    assert done.returncode != 0 and "SIGKILL" in done.stderr
+    assert not Path("run/adapter.safetensors").exists()
