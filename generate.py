@@ -3,14 +3,18 @@
     python generate.py --prompt file.txt                          # the embedded model and adapter
     python generate.py --prompt - --adapter runs/my-run < book.txt
     python generate.py --prompt file.txt --model Llama-2-7b-hf    # no adapter: the plain model, full cache
+    python generate.py --prompt book.txt --save-memory book.safetensors      # read it once ...
+    python generate.py --load-memory book.safetensors --prompt question.txt  # ... and ask as often as you like
 
 The prompt is read segment by segment; before a segment that would not fit into M + T entries, what is held is
-compressed into M slots; while decoding, when a whole segment has gathered. The text goes to standard output, the
-figures to standard error.
+compressed into M slots; while decoding, when a whole segment has gathered; and at the end of each of several
+prompts, so that a saved memory is M slots. The text goes to standard output, the figures to standard error.
 """
 
+import argparse
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Iterator
 
@@ -18,7 +22,7 @@ import torch
 from torch import Tensor
 
 from eval_ppl import TINY, Parser, exit_on_user_error, load_base, precision, refuse_counts, untrained
-from lococo import LoCoCo, prefill
+from lococo import LoCoCo, Memory, Settings, prefill, read_file, write_file
 from model import KVCache, Llama, Tokenizer, UserError
 
 
@@ -78,19 +82,35 @@ def read_prompt(name: str) -> str:
     return text
 
 
-def main() -> None:
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--prompt", required=True, help="a text file, or - for standard input")
-    add("--adapter", metavar="RUN", help="run directory of train.py (default: the embedded one for tiny/)")
-    add("--full", action="store_true", help="keep the full cache, however long the text")
-    add("--method", metavar="NAME", help="a training-free method instead of an adapter (streaming, h2o)")
-    parser.add_counts()
-    add("--max-new-tokens", type=int, default=200)
-    add("--temperature", type=float, default=0.8, help="0 is greedy")
-    add("--top-p", type=float, default=0.95)
-    add("--num-samples", type=int, default=1)
-    args = parser.parse_args()
+def save_memory(file: Path, lococo: LoCoCo, memory: Memory) -> None:
+    """What a settled memory holds, M slots of each layer, and whose it is."""
+    tensors = {f"keys.{n}": k for n, k in enumerate(memory.keys)} | {
+        f"values.{n}": v for n, v in enumerate(memory.values)}  # fmt: skip
+    tensors |= {f"scores.{n}": score for n, score in enumerate(memory.scores) if score is not None}
+    write_file(file, "memory", tensors, settings=asdict(lococo.settings), base=lococo.base, adapter=lococo.adapter,
+               seen=memory.seen)  # fmt: skip
+
+
+def load_memory(file: Path, model: Llama, adapter: str | Path | None) -> tuple[LoCoCo, Memory]:
+    """A memory of `save_memory`, on the model and with the adapter that it was made with."""
+    tensors, about = read_file(file, "memory")
+    if (about["adapter"] is None) != (adapter is None):
+        raise UserError(f"{file}: made with{'out' if adapter else ''} an adapter; "
+                        f"{'leave out' if adapter else 'give it as'} --adapter")  # fmt: skip
+    lococo = LoCoCo.load(adapter, model) if adapter else LoCoCo(model, Settings(**about["settings"]))
+    if (lococo.base, lococo.adapter) != (about["base"], about["adapter"]):
+        raise UserError(f"{file}: made with another {'model' if lococo.base != about['base'] else 'adapter'}")
+    if tensors["keys.0"].dtype != model.norm.weight.dtype:
+        raise UserError(f"{file}: made with --dtype {tensors['keys.0'].dtype}".replace("torch.", ""))
+    memory, device = lococo.cache(), model.norm.weight.device
+    for name, tensor in tensors.items():
+        kind, layer = name.split(".")
+        getattr(memory, kind)[int(layer)] = tensor.to(device)
+    memory.seen = about["seen"]
+    return lococo, memory
+
+
+def check(args: argparse.Namespace) -> None:
     for name, value, fits, range_ in (
         ("max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1, "at least 1"),
         ("temperature", args.temperature, 0 <= args.temperature < float("inf"), "0 or more"),
@@ -102,49 +122,89 @@ def main() -> None:
     refuse_counts(args)
     if args.method and (args.adapter or args.full):
         raise UserError(f"--method {args.method} does not go with --adapter or --full")
-    text = read_prompt(args.prompt)
+    if args.load_memory and (args.method or args.full):
+        raise UserError(f"--load-memory {args.load_memory} does not go with --method or --full: it has its own method")
+    if args.load_memory and not args.load_memory.is_file():
+        raise UserError(f"--load-memory {args.load_memory}: no such file")
+    if args.save_memory and (args.save_memory.is_dir() or not args.save_memory.parent.is_dir()):
+        raise UserError(f"--save-memory {args.save_memory}: not a file in a directory that exists")
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--prompt", required=True, nargs="+", metavar="FILE", help="text files, read in turn; - for standard input")
+    add("--adapter", metavar="RUN", help="run directory of train.py (default: the embedded one for tiny/)")
+    add("--full", action="store_true", help="keep the full cache, however long the text")
+    add("--method", metavar="NAME", help="a training-free method instead of an adapter (streaming, h2o)")
+    parser.add_counts()
+    add("--save-memory", type=Path, metavar="FILE", help="write the memory after the prompt there and end")
+    add("--load-memory", type=Path, metavar="FILE", help="begin with such a memory, not with an empty one")
+    add("--max-new-tokens", type=int, default=200)
+    add("--temperature", type=float, default=0.8, help="0 is greedy")
+    add("--top-p", type=float, default=0.95)
+    add("--num-samples", type=int, default=1)
+    args = parser.parse_args()
+    check(args)
+    texts = [read_prompt(name) for name in args.prompt]
     model, tokenizer = load_base(args)
-    prompt = tokenizer.encode(text)
-    adapter = args.adapter or (None if args.model or args.method else TINY)
-    if args.method:
-        lococo = LoCoCo(model, untrained(args, args.method, len(prompt) + args.max_new_tokens))
+    prompts = [tokenizer.encode(text, bos=n == 0 and not args.load_memory) for n, text in enumerate(texts)]
+    count = sum(map(len, prompts))
+    untrained_memory = args.load_memory and read_file(args.load_memory, "memory")[1]["adapter"] is None
+    adapter = args.adapter or (None if args.model or args.method or untrained_memory else TINY)
+    if args.load_memory:
+        lococo, cache = load_memory(args.load_memory, model, adapter)
+    elif args.method:
+        lococo = LoCoCo(model, untrained(args, args.method, count + args.max_new_tokens))
+        cache = lococo.cache()
     else:
         lococo = LoCoCo.load(adapter, model) if adapter else None
+        cache = KVCache(model.config.n_layers) if lococo is None or args.full else lococo.cache()
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     if lococo is None or args.full:
         say(f"full cache ({'--full' if args.full else 'no adapter'}): every key and value is kept")
-        cache, segment, slots, trained = KVCache(model.config.n_layers), 512, "no limit", "the model was pretrained"
+        segment, slots, trained = 512, "no limit", "the model was pretrained"
         length = round(model.config.context * model.config.rope_scale)  # interpolation stretches it
     else:
         s = lococo.settings
-        cache, segment, length, trained = lococo.cache(), s.segment, s.length, "the adapter was trained"
+        segment, length, trained = s.segment, s.length, "the adapter was trained"
         slots = "no limit" if s.mem is None else f"{s.mem} slots"
-    if len(prompt) > length:
-        say(f"warning: the prompt has {len(prompt):,} tokens, {trained} on {length:,}: expect worse text")
+    if args.save_memory and not isinstance(cache, Memory):
+        raise UserError(f"--save-memory {args.save_memory}: a cache that keeps everything is no memory of M slots")
+    before = cache.seen
+    if before + count > length:
+        remembered = f" after the {before:,} remembered" if before else ""
+        say(f"warning: the prompt has {count:,} tokens{remembered}, {trained} on {length:,}: expect worse text")
 
     begun = time.time()
     with precision(args):
-        logits = prefill(model, torch.tensor([prompt], device=args.device), cache, segment)
+        for n, prompt in enumerate(prompts, 1):
+            logits = prefill(model, torch.tensor([prompt], device=args.device), cache, segment)
+            if isinstance(cache, Memory) and (n < len(prompts) or args.save_memory):
+                cache.settle()
         logits[0, 0].item()  # a GPU has finished the prompt when this returns
-        filled, count = time.time(), 0
-        for number in range(args.num_samples):
+        filled, written, branch = time.time(), 0, cache
+        if args.save_memory:
+            save_memory(args.save_memory, lococo, cache)
+        for number in range(0 if args.save_memory else args.num_samples):
             if args.num_samples > 1:
                 say(f"--- sample {number + 1}")
             branch, text = cache.fork(), TextStream(tokenizer, prompt)  # the prompt is read once
             for token in decode(model, tokenizer, logits, branch, args.max_new_tokens, args.temperature, args.top_p,
                                 args.seed + number):  # fmt: skip
                 print(text.add(token), end="", flush=True)
-                count += 1
+                written += 1
             print(text.rest().rstrip("\ufffd"), flush=True)  # the limit may fall inside a character
     done = time.time()
     full = branch.nbytes // branch.held * branch.seen
-    say(f"prompt           {len(prompt):,} tokens in {-(-len(prompt) // segment)} segments of {segment}")
+    say(f"prompt           {count:,} tokens in {sum(-(-len(p) // segment) for p in prompts)} segments of {segment}")
     say(f"memory           {slots}; {branch.held:,} entries held after {branch.seen:,} tokens")
     say(f"key/value cache  {branch.nbytes:,} bytes; the full cache would hold {full:,}")
-    say(f"tokens/s         prefill {len(prompt) / (filled - begun):,.0f}, decode {count / (done - filled):,.0f}")
+    decoded = f", decode {written / (done - filled):,.0f}" if written else ""
+    say(f"tokens/s         prefill {count / (filled - begun):,.0f}{decoded}")
 
 
 if __name__ == "__main__":

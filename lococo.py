@@ -257,6 +257,12 @@ class Memory(KVCache):
             self.write(layer, 0, *self.compress(layer, self.keys[layer], self.values[layer]))
         return super().update(layer, k, v)
 
+    def settle(self) -> None:
+        """Compress now, if more than M entries are held, instead of when the next segment does not fit."""
+        if self.held > self.settings.mem:
+            for layer in range(len(self.keys)):
+                self.write(layer, 0, *self.compress(layer, self.keys[layer], self.values[layer]))
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = self.update(layer, k, v)
         if self.settings.scored:
@@ -442,6 +448,7 @@ class LoCoCo:
     def __init__(self, model: Llama, settings: Settings):
         self.model, self.settings = model, settings
         self.base, self.base_config = fingerprint(model), model.config
+        self.adapter: str | None = None  # checksum of the file that it was loaded from
         model.config = replace(model.config, rope_scale=interpolation(model.config, settings))
         self.compressors = nn.ModuleList(
             Compressor(model.config.head_dim, settings.merged, settings.kernel, settings.normalise, settings.blend,
@@ -509,6 +516,7 @@ class LoCoCo:
             raise UserError(f"{file}: made for another base model (fingerprint {about['base']}, "
                             f"this model has {fingerprint(model)})")  # fmt: skip
         lococo = LoCoCo(model, settings)
+        lococo.adapter = about["sha256"]
         with torch.no_grad():
             for group in lococo.groups().values():
                 for name, p in group.items():
@@ -569,7 +577,7 @@ def read_file(file: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: not a file of this program, or damaged ({error})") from None
     if about["kind"] != kind:
-        raise UserError(f"{file}: holds a {about['kind']}, not a {kind}")
+        raise UserError(f"{file}: a file of kind {about['kind']}, not {kind}")
     return tensors, about
 
 

@@ -44,7 +44,7 @@ def test_a_changed_byte_is_always_noticed(tmp_path, kind):
         with pytest.raises(UserError, match="some.safetensors: not a file of this program, or damaged"):
             read_file(file, kind)
     file.write_bytes(whole)
-    with pytest.raises(UserError, match=f"holds a {kind}, not a recipe"):
+    with pytest.raises(UserError, match=f"of kind {kind}, not recipe"):
         read_file(file, "recipe")
 
 
@@ -81,6 +81,7 @@ def meta(path, model):
     torch.save(meta_state(model), path / "consolidated.00.pth")
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("layout, name", [(hugging_face, "model.safetensors"), (hugging_face, "config.json"),
                                           (meta, "consolidated.00.pth"), (meta, "params.json")])  # fmt: skip
 def test_a_damaged_checkpoint_is_loaded_or_refused(tmp_path, model, layout, name):
@@ -96,6 +97,23 @@ def test_a_damaged_checkpoint_is_loaded_or_refused(tmp_path, model, layout, name
             assert str(tmp_path) in str(error) or "sizes must be" in str(error) or "multiple" in str(error)
             refused += 1
     assert refused > TRIALS // 5
+
+
+@pytest.mark.parametrize("key, value, sentence", [
+    ("hidden_size", 2**27, "parameters, the files have"), ("vocab_size", 2**27, "parameters, the files have"),
+    ("num_hidden_layers", 2**27, "134217728 layers, the files"), ("intermediate_size", 10**30, "whole numbers from 1 to"),
+])  # fmt: skip
+def test_a_configuration_that_claims_a_huge_model_takes_no_memory(tmp_path, model, key, value, sentence):
+    hugging_face(tmp_path, model)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (64 << 30, limits[1]))  # 2^27 embeddings alone take 17 GB, a layer 2^56
+    try:
+        with pytest.raises(UserError, match=sentence):
+            Llama.from_pretrained(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def test_a_damaged_tokenizer_is_loaded_or_refused(tmp_path, tokenizer):

@@ -297,6 +297,58 @@ def test_decoding_with_a_memory_equals_reading_the_whole_at_once(tokenizer):
     assert cache.held <= 16 + 8
 
 
+@pytest.mark.parametrize("words", [[], "--method h2o --mem 64 --segment 32 --positions slots".split()])
+def test_a_saved_memory_goes_on_as_if_never_saved(run, tmp_path, words):
+    for name, n in (("short", 3), ("long", 60)):
+        book = "".join((tmp_path / "text" / f"{i}.py").read_text() for i in range(n))
+        (tmp_path / f"{name}.txt").write_text(book)
+    (tmp_path / "question.txt").write_text("def f0_3(x):\n")
+    code, text, _ = run(generate, "--prompt", "long.txt", "question.txt", "--max-new-tokens", 20, *words)
+    assert code == 0 and text.strip()
+    sizes = []
+    for name in ("short", "long"):
+        saved = ["--save-memory", f"{name}.safetensors"]
+        code, nothing, err = run(generate, "--prompt", f"{name}.txt", *saved, *words)
+        assert code == 0 and nothing == "" and f"; {64 if words else 128} entries held after" in err
+        sizes.append((tmp_path / f"{name}.safetensors").stat().st_size)
+    assert abs(sizes[0] - sizes[1]) < 100  # M slots, whatever the length of the book
+    load = ["--load-memory", "long.safetensors", "--prompt", "question.txt", "--max-new-tokens", 20]
+    for _ in range(2):
+        code, again, err = run(generate, *load)
+        assert code == 0 and again == text
+    if not words:  # the warning counts what the memory has seen
+        assert re.search(r"tokens after the 21,\d+ remembered, the adapter was trained on 2,048", err)
+
+
+def test_a_saved_memory_is_bound_to_its_model_and_adapter(run, tmp_path):
+    assert run(train, "--data", "text", "--out", "run", *RUN)[0] == 0
+    ask = ["--prompt", "text/1.py"]
+    assert run(generate, "--prompt", "text/0.py", "--save-memory", "tiny.st")[0] == 0
+    assert run(generate, "--prompt", "text/0.py", "--save-memory", "h2o.st", "--method", "h2o", "--mem", 32)[0] == 0
+    shutil.copytree(TINY, "other")
+    tensors = load_file("other/model.safetensors")
+    tensors["model.norm.weight"] *= 2
+    save_file(tensors, "other/model.safetensors", {"format": "pt"})
+    whole = (tmp_path / "tiny.st").read_bytes()
+    (tmp_path / "flipped.st").write_bytes(whole[:-9] + bytes([whole[-9] ^ 64]) + whole[-8:])
+    for words, sentence in (
+        (["--load-memory", "tiny.st", "--adapter", "run"], "tiny.st: made with another adapter"),
+        (["--load-memory", "h2o.st", "--adapter", "run"], "h2o.st: made without an adapter; leave out --adapter"),
+        (["--load-memory", "tiny.st", "--model", "other"], "tiny.st: made with an adapter; give it as --adapter"),
+        (["--load-memory", "h2o.st", "--model", "other"], "h2o.st: made with another model"),
+        (["--load-memory", "h2o.st", "--dtype", "bfloat16"], "h2o.st: made with --dtype float32"),
+        (["--load-memory", "flipped.st"], "flipped.st: not a file of this program, or damaged"),
+        (["--load-memory", "run/adapter.safetensors"], "of kind adapter, not memory"),
+        (["--load-memory", "nowhere"], "--load-memory nowhere: no such file"),
+        (["--load-memory", "h2o.st", "--method", "h2o"], "does not go with --method"),
+        (["--load-memory", "h2o.st", "--mem", "8"], "--mem 8 goes with --method"),
+        (["--save-memory", "nowhere/x"], "--save-memory nowhere/x: not a file in a directory that exists"),
+        (["--save-memory", "x", "--full"], "a cache that keeps everything is no memory"),
+    ):
+        code, out, err = run(generate, *ask, *words)
+        assert code == 2 and sentence in err and out == "", err
+
+
 def test_sampling_takes_the_fewest_tokens_that_reach_top_p():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     generator = torch.Generator().manual_seed(0)
