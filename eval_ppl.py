@@ -76,16 +76,16 @@ def text_documents(file: Path) -> Iterator[tuple[str, Iterator[str]]]:
 
 
 def text_chunks(file: Path) -> Iterator[str]:
-    """About CHUNK characters at a time, lines whole; every chunk but the first begins with a newline."""
+    """At most about CHUNK characters at a time, cut before the last newline or else before spaces; where there is
+    neither anywhere, so that no file is too long a line."""
     with open(file, encoding="utf-8", newline="") as text:
         rest = ""
         while chunk := text.read(CHUNK):
             cut = chunk.rfind("\n")
-            if cut > 0:
-                yield rest + chunk[:cut]
-                rest = chunk[cut:]
-            else:
-                rest += chunk
+            if cut <= 0:
+                cut = len(chunk[: chunk.rfind(" ") + 1].rstrip(" ")) or len(chunk)
+            yield rest + chunk[:cut]
+            rest = chunk[cut:]
         yield rest
 
 
@@ -131,8 +131,10 @@ def write_tokens(out: BinaryIO, files: list[Path], tokenizer: Tokenizer, skip_bi
         try:
             for name, chunks in text_documents(file):
                 for i, chunk in enumerate(chunks):
-                    # Sentencepiece puts a space before a text; not before a text that goes on.
-                    ids = tokenizer.encode(chunk, bos=False)[i > 0 :]
+                    if i == 0:
+                        ids = tokenizer.encode(chunk, bos=False)
+                    else:  # a text that goes on: without the space that sentencepiece puts before a text
+                        ids = tokenizer.encode("\n" + chunk, bos=False)[2:]
                     out.write(np.array(ids, dtype).tobytes())
                     bar.update(len(ids))
                 ends.append(out.tell() // size)
@@ -343,8 +345,8 @@ def refuse_counts(args: argparse.Namespace) -> None:
 
 def untrained(args: argparse.Namespace, method: str, length: int) -> Settings:
     """A method that needs no training, for `length` tokens, as the flags of `Parser.add_counts` say."""
-    segment = args.segment or 512
-    settings = Settings.of(method, args.mem or 512, segment, max(length, segment), args.sinks, args.heavy, args.recent,
+    mem, segment = (512 if n is None else n for n in (args.mem, args.segment))
+    settings = Settings.of(method, mem, segment, max(length, segment), args.sinks, args.heavy, args.recent,
                            args.positions, score=args.score or "sum", lora_rank=0)  # fmt: skip
     if settings.merged:
         raise UserError(f"--method {method}: its convolution must be trained first, by train.py")

@@ -1,6 +1,7 @@
 """The three programs, run as a user would: what they print, write and refuse."""
 
 import argparse
+import gzip
 import io
 import json
 import math
@@ -430,6 +431,52 @@ BAD = [
     (eval_ppl, ["--passkey", "--lengths", "16"], "--passkey needs texts of 64 tokens"),
     (train, ["--filters", "3"], "--filters 3: each fills equally many of the 16 slots"),
     (eval_ppl, ["--model", "nowhere"], "--model nowhere"),
+    (train, ["--save-every", "0"], "--save-every 0: at least 1"),
+    (train, ["--resume", "nowhere"], "--resume nowhere: there is no state.safetensors"),
+    (train, ["--resume", "text"], "--resume text: there is no state.safetensors"),
+    (train, ["--resume"], "argument --resume: expected one argument"),
+    (train, ["--batch", "0"], "--batch 0: a number above 0"),
+    (train, ["--micro-batch", "-2"], "--micro-batch -2: a number above 0"),
+    (train, ["--steps", "1.5"], "argument --steps: invalid int value: '1.5'"),
+    (train, ["--lora-rank", "-1"], "--lora-rank -1"),
+    (train, ["--filters", "-1"], "--filters -1"),
+    (train, ["--segment", "0"], "--segment 0"),
+    (train, ["--recent", "-1"], "--recent -1"),
+    (train, ["--kernel", "-3"], "--kernel -3"),
+    (train, ["--positions", "up"], "unknown positions 'up'; there are interpolated, original, slots"),
+    (train, ["--normalise", "max"], "unknown normalise 'max'; there are sum, softmax-relu, softmax"),
+    (train, ["--recipe", "mine"], "invalid choice: 'mine'"),
+    (train, ["--seed", str(2**70)], "from 0 to 2^63 - 1"),
+    (train, ["--lr", "nan"], "--lr nan"),
+    (train, ["--conv-lr", "0"], "--conv-lr 0.0"),
+    (train, ["--blend", "half"], "argument --blend: invalid float value: 'half'"),
+    (train, ["--method", "h2o", "--mem", "8", "--heavy", "9"], "--heavy 9, --recent 0 do not fit into --mem 8"),
+    (train, ["--method", "streaming", "--sinks", "0", "--recent", "0"], "keeps nothing"),
+    (train, ["--data", "packed.txt.zst"], "packed.txt.zst: unpack it first"),
+    (train, ["--data", "lines.jsonl"], "lines.jsonl: line 2 is not a JSON object"),
+    (train, ["--data", "cut.jsonl.gz"], "cut.jsonl.gz: not a complete gzip file"),
+    (train, ["--data", "ids.bin"], "ids.bin: not uint16 or uint32 token ids"),
+    (train, ["--model", "text", "--data", "nowhere"], "text: no tokenizer.model"),
+    (generate, ["--prompt", "text/0.py", "nowhere.txt"], "--prompt nowhere.txt: No such file"),
+    (generate, ["--prompt", "text/0.py", "--num-samples", "0"], "--num-samples 0"),
+    (generate, ["--prompt", "text/0.py", "--temperature", "nan"], "--temperature nan"),
+    (generate, ["--prompt", "text/0.py", "--top-p", "1.5"], "--top-p 1.5"),
+    (generate, ["--prompt", "text/0.py", "--method", "h2o", "--mem", "0"], "--mem 0"),
+    (eval_ppl, ["--method", "h2o", "--segment", "0"], "--segment 0"),
+    (generate, ["--prompt", "text/0.py", "--method", "streaming", "--mem", "4", "--sinks", "9"], "--sinks 9"),
+    (generate, ["--prompt", "text/0.py", "--load-memory", "nowhere"], "--load-memory nowhere: no such file"),
+    (generate, ["--prompt", "text/0.py", "--load-memory", "latin.txt"], "latin.txt: not a file of this program"),
+    (generate, ["--prompt", "text/0.py", "--save-memory", "text"], "--save-memory text: not a file"),
+    (generate, ["--prompt", "text/0.py", "--model", "text"], "text: no tokenizer.model"),
+    (eval_ppl, ["--method", "lococo"], "--method lococo: its convolution must be trained"),
+    (eval_ppl, ["--method", "h2o", "--score", "max"], "unknown score 'max'"),
+    (eval_ppl, ["--micro-batch", "0"], "--micro-batch 0: at least 1"),
+    (eval_ppl, ["--part", "best"], "invalid choice: 'best'"),
+    (eval_ppl, ["--lengths", "long"], "invalid int value: 'long'"),
+    (eval_ppl, ["--json", "text"], "--json text: not a file"),
+    (eval_ppl, ["--data", "nowhere"], "--data nowhere: no such file"),
+    (eval_ppl, ["--data", "empty.txt"], "--data empty.txt: there is no text in it"),
+    (eval_ppl, ["latin.txt"], "latin.txt: not a file of this program"),
 ]
 
 
@@ -438,6 +485,10 @@ BAD = [
 def test_bad_input_is_one_sentence_and_exit_code_2(run, tmp_path, program, words, sentence):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    (tmp_path / "packed.txt.zst").write_bytes(b"packed")
+    (tmp_path / "lines.jsonl").write_text('{"text": "fine"}\n{"txt": "not"}\n')
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "fine"}\n' * 99)[:-9])
+    (tmp_path / "ids.bin").write_bytes(b"\xff" * 16)
     before = {f for f in tmp_path.rglob("*") if "cache" not in f.parts}
     code, out, err = run(program, *words)
     assert code == 2

@@ -51,14 +51,24 @@ def test_text_is_tokenized_once_and_again_when_it_changes(tmp_path, tokenizer, m
     assert texts(Corpus([file], tokenizer), tokenizer) == ["other text"]
 
 
-def test_long_text_is_tokenized_in_chunks_without_a_trace(tmp_path, tokenizer, monkeypatch):
-    text = "def f():\n    return 1\n\n\n" * 50 + "end without newline"
+@pytest.mark.parametrize("text", ["def f():\n    return 1\n\n\n" * 50 + "end without newline",
+                                  "one line,  two   spaces and more: " * 50, " \u00e9t\u00e9    " * 200])  # fmt: skip
+def test_long_text_is_tokenized_in_chunks_without_a_trace(tmp_path, tokenizer, monkeypatch, text):
     file = tmp_path / "a.py"
     file.write_text(text)
     monkeypatch.setattr(eval_ppl, "CHUNK", 64)
-    assert len(list(text_chunks(file))) > 10
+    chunks = list(text_chunks(file))
+    assert len(chunks) > 10 and max(map(len, chunks)) <= 2 * 64 and "".join(chunks) == text
     corpus = Corpus([file], tokenizer)
     assert corpus.read(corpus.documents[0], 0, 10**9).tolist() == tokenizer.encode(text)
+
+
+def test_text_without_spaces_is_cut_anywhere(tmp_path, tokenizer, monkeypatch):
+    file, text = tmp_path / "a.txt", "0123456789\u4e16\u754c" * 100
+    file.write_text(text)
+    monkeypatch.setattr(eval_ppl, "CHUNK", 64)
+    assert max(map(len, text_chunks(file))) <= 64
+    assert texts(Corpus([file], tokenizer), tokenizer) == [text]
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
