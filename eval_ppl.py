@@ -312,8 +312,11 @@ def from_first(make: Callable) -> Any:
     return made
 
 
-def load_base(args: argparse.Namespace) -> tuple[Llama, Tokenizer]:
-    """The model and tokenizer that --model, --device and --dtype ask for; fills in what they leave open."""
+def load_base(args: argparse.Namespace, place: str | None = None) -> tuple[Llama, Tokenizer]:
+    """The model and tokenizer that --model, --device and --dtype ask for; fills in what they leave open.
+
+    `place` is where the weights are put, if not on the device.
+    """
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.ones(1, device=args.device).item()
@@ -326,7 +329,7 @@ def load_base(args: argparse.Namespace) -> tuple[Llama, Tokenizer]:
     if not path.is_dir():
         raise UserError(f"--model {path}: no such directory")
     tokenizer = Tokenizer(path)
-    model = Llama.from_pretrained(path, dtype=args.dtype, device=args.device)
+    model = Llama.from_pretrained(path, dtype=args.dtype, device=place or args.device)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(f"{tokenizer.file} has {tokenizer.vocab_size} tokens, the model only {model.config.vocab_size}")
     return model, tokenizer
@@ -360,18 +363,17 @@ def untrained(args: argparse.Namespace, method: str, length: int) -> Settings:
 def token_losses(model: Llama, new_cache: Callable[[], KVCache], batches: list[Tensor],
                  segment: int) -> tuple[Tensor, int]:  # fmt: skip
     """Nats of every token of (B, L) after the first, (all documents, L - 1), and bytes of one sequence's cache at the
-    end. Several processes share the batches out; all return all."""
+    end. Several processes share the batches out, in as many turns each; all return all."""
     rank, number = processes()
-    losses: list = [None] * len(batches)
-    for n in tqdm(range(rank, len(batches), number), desc="scoring", leave=False, disable=rank > 0 or None):
-        cache = new_cache()
-        nats = torch.cat(list(segment_losses(model, batches[n], cache, segment)), dim=1)
-        losses[n] = nats.cpu(), cache.nbytes // len(nats)
+    turns, own = -(-len(batches) // number), []
+    for turn in tqdm(range(turns), desc="scoring", leave=False, disable=rank > 0 or None):
+        batch, cache = batches[(turn * number + rank) % len(batches)], new_cache()  # the last ones: begin again
+        nats = torch.cat(list(segment_losses(model, batch, cache, segment)), dim=1)
+        own.append((nats.cpu(), cache.nbytes // len(nats)))
+    shares = [own] * number
     if number > 1:
-        shares: list = [None] * number
-        dist.all_gather_object(shares, losses[rank::number])
-        for other, share in enumerate(shares):
-            losses[other::number] = share
+        dist.all_gather_object(shares, own)
+    losses = [share[turn] for turn in range(turns) for share in shares][: len(batches)]
     return torch.cat([nats for nats, _ in losses]), losses[-1][1]
 
 

@@ -433,6 +433,7 @@ def fingerprint(model: Llama) -> str:
     """A name for a base model: its configuration and 64 values of each tensor, whatever dtype it is loaded in."""
     digest = hashlib.sha256(repr(model.config).encode())
     for name, p in model.named_parameters():
+        p = p.full_tensor() if hasattr(p, "full_tensor") else p  # it may be in parts, see train.py
         sample = p.detach().flatten()[:: max(1, p.numel() // 64)][:64].to("cpu", torch.bfloat16)
         digest.update(f"{name} {tuple(p.shape)}".encode() + sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -31,7 +31,7 @@ from eval_ppl import (
     processes, scored_batches,
 )  # fmt: skip
 from lococo import METHODS, NORMALISE, LoCoCo, Settings, read_file, segment_losses, write_file
-from model import KVCache, UserError, attend
+from model import KVCache, Llama, UserError, attend
 
 # --- Sequences -----------------------------------------------------------------------------------------------
 
@@ -115,6 +115,23 @@ class ShiftedGroups(KVCache):
         return torch.cat(halves, dim=1)
 
 
+def shard(model: Llama, args: argparse.Namespace) -> None:
+    """Each process keeps a part of every block's frozen weights and gathers a block only while it runs (FSDP2).
+
+    What trains stays whole in each process, so gradients, optimizer and files are as without it.
+    """
+    from torch.distributed.fsdp import fully_shard  # here, as it takes a second to import
+
+    for block in model.layers:
+        fully_shard(block, reshard_after_forward=True,
+                    ignored_params={block.attention_norm.weight, block.ffn_norm.weight})  # fmt: skip
+    model.to(args.device)
+
+
+def named_parameters(lococo: LoCoCo) -> dict[str, nn.Parameter]:
+    return {name: p for tensors in lococo.groups().values() for name, p in tensors.items()}
+
+
 def make_optimizer(lococo: LoCoCo, args: argparse.Namespace) -> torch.optim.AdamW:
     """AdamW without weight decay, one learning rate for the compressors and one for the rest; see `set_rates`."""
     groups = [{"params": list(tensors.values()), "initial_lr": args.conv_lr if group == "compressors" else args.lr}
@@ -142,27 +159,28 @@ def backward_through(lococo: LoCoCo, tokens: Tensor, scored: int, bptt: int = 1)
 
 
 def gradients_of_step(lococo: LoCoCo, data: Sequences, args: argparse.Namespace, step: int, stop: list,
-                      done: Callable[[int], None] = lambda tokens: None) -> tuple[float, bool]:  # fmt: skip
-    """Gradients of a step's mean loss over all processes' sequences: (the summed loss, whether to stop instead).
+                      done: Callable[[int], None]) -> tuple[float, bool]:  # fmt: skip
+    """Gradients of the mean loss of a step: (the loss summed over all processes, whether one was asked to stop).
 
-    Each process takes every so-manieth of the args.batch sequences, args.micro_batch of them at a time.
+    The args.batch sequences are dealt out to the processes, which read args.micro_batch of them at a time; done(n)
+    is told of every n tokens. What is in `stop` ends it after the segments that are under way (with --shard after
+    the step, as nobody can gather a block alone).
     """
     rank, number = processes()
     scored, total = args.batch * (args.seq - 1), 0.0
     own = range(step * args.batch + rank, (step + 1) * args.batch, number)
     for n in range(0, len(own), args.micro_batch):
+        if stop and not args.shard:
+            break
         tokens = torch.from_numpy(np.stack([data[i] for i in own[n : n + args.micro_batch]])).to(args.device)
         with precision(args):
             for i, loss in enumerate(backward_through(lococo, tokens, scored, args.bptt)):
                 total += loss
                 piece = lococo.settings.segment * args.bptt
                 done(len(tokens) * min(piece, args.seq - 1 - i * piece))
-                if stop:
+                if stop and not args.shard:
                     break
-        if stop:
-            break
-    total, stops = exchange([p for tensors in lococo.groups().values() for p in tensors.values()],
-                            [total, float(len(stop))])  # fmt: skip
+    total, stops = exchange(list(named_parameters(lococo).values()), [total, float(len(stop))])
     return total, stops > 0
 
 
@@ -274,10 +292,6 @@ def restore_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, corpus: Corp
     return about["step"]
 
 
-def named_parameters(lococo: LoCoCo) -> dict[str, nn.Parameter]:
-    return {name: p for tensors in lococo.groups().values() for name, p in tensors.items()}
-
-
 def recorded(args: argparse.Namespace) -> dict:
     """The flags, as a state file has them: what a resumed run takes from there."""
 
@@ -330,6 +344,7 @@ def parse() -> argparse.Namespace:
     add("--micro-batch", type=int, help="sequences in memory at once")
     add("--bptt", type=int, help="segments that the gradient reaches back over; memory grows as much")
     add("--recompute", action="store_true", help="activation checkpointing: less memory, more time")
+    add("--shard", action="store_true", help="under torchrun: frozen weights in parts, for models larger than a GPU")
     add("--save-every", type=int, default=10, metavar="STEPS", help="of the state that --resume goes on from")
     add("--resume", type=Path, metavar="RUN", help="go on with a run that was stopped, with the flags that it has")
     args = parser.parse_args()
@@ -393,10 +408,15 @@ def main() -> None:
     args = parse()
     settings = settings_of(args)
     join(args)
-    first = processes()[0] == 0
+    rank, number = processes()
+    if args.shard and (number == 1 or args.batch % (number * args.micro_batch)):  # all gather blocks at the same moment
+        raise UserError(f"--shard: --batch {args.batch} must be a multiple of --micro-batch {args.micro_batch} times "
+                        f"the processes, of which torchrun started {number}")  # fmt: skip
     if not args.resume:
         args.out = from_first(lambda: run_directory(args, settings))
-    model, tokenizer = load_base(args)
+    model, tokenizer = load_base(args, "cpu" if args.shard else None)
+    if args.shard:
+        shard(model, args)
     print(f"run {os.path.relpath(args.out)}")
     print(f"model {args.model or 'tiny/'}: {sum(p.numel() for p in model.parameters()):,} parameters, "
           f"context {model.config.context}, {args.dtype} on {args.device}; recipe {args.recipe}")  # fmt: skip
@@ -432,13 +452,13 @@ def main() -> None:
     state, log = args.out / "state.safetensors", args.out / "log.jsonl"
     if args.resume:
         begin = restore_state(lococo, optimizer, corpus, args)
-        if first and log.exists():  # steps after the state will be done again
+        if rank == 0 and log.exists():  # steps after the state will be done again
             os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[:begin])))
     else:
         scores[f"{settings.method} before training"] = score(lococo)
 
     def keep(steps: int) -> None:
-        if first:
+        if rank == 0:
             save_state(lococo, optimizer, corpus, state, step=steps, scores=scores, flags=recorded(args))
 
     if not args.resume:
@@ -446,11 +466,11 @@ def main() -> None:
         keep(0)
     stopped = train(lococo, data, args, optimizer, begin, keep)
     if stopped:
-        if first:
+        if rank == 0:
             print(f"stopped; to go on: python train.py --resume {os.path.relpath(args.out)}", file=sys.stderr)
         leave()
         sys.exit(128 + stopped)
-    if first:
+    if rank == 0:
         lococo.save(args.out / "adapter.safetensors")
         state.unlink()
     if heldout:

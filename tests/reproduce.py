@@ -120,7 +120,8 @@ class Cell(NamedTuple):
             lococo = LoCoCo(model, train.settings_of(args))
             lococo.start_training()
             data = train.Sequences(corpus, corpus.part("training"), args.seq, args.seed)
-            train.train(lococo, data, args, train.make_optimizer(lococo, args))
+            if train.train(lococo, data, args, train.make_optimizer(lococo, args)):
+                raise KeyboardInterrupt
             lococo.save(folder / "adapter.safetensors")
             lococo.remove()
             method = lambda length: LoCoCo.load(folder, model)  # noqa: E731

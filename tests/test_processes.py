@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from eval_ppl import HERE
 
@@ -26,7 +27,12 @@ def note(parameters, most):
         os.kill(os.getpid(), signal.SIGKILL)
     return clip(parameters, most)
 
-torch.nn.utils.clip_grad_norm_ = note
+def weigh(model, args, shard=train.shard):
+    shard(model, args)
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.layers.parameters()]
+    Path("local").write_text(str(sum(p.numel() for p in local)))
+
+torch.nn.utils.clip_grad_norm_, train.shard = note, weigh
 torch.set_num_threads(1)
 program = {{"train.py": train, "eval_ppl.py": eval_ppl}}[sys.argv[1]]
 sys.argv = sys.argv[1:]
@@ -75,6 +81,25 @@ def test_processes_share_out_a_step_and_an_evaluation(start):
     one, two = (json.loads(Path(f"table{number}").read_text()) for number in (1, 2))
     assert one["by_position"] == two["by_position"]
     assert [row["perplexity"] for row in one["rows"]] == [row["perplexity"] for row in two["rows"]]
+
+
+def test_a_model_in_parts_trains_as_a_whole_one(start):
+    """Half of the weights of the blocks, but for the norms, in each of two processes; the same run and file."""
+    words = "train.py --data text --mem 16 --segment 16 --seq 64 --batch 4 --micro-batch 2 --steps 3 --device cpu --out"
+    losses, tensors, metadata = [], [], []
+    for number, flags in ((1, "run1 --recompute"), (2, "run2 --recompute --shard")):
+        done = start(number, f"{words} {flags}")
+        assert done.returncode == 0, done.stderr
+        losses.append([json.loads(line)["loss"] for line in Path(f"run{number}/log.jsonl").read_text().splitlines()])
+        with safe_open(f"run{number}/adapter.safetensors", "pt") as file:
+            tensors.append({name: file.get_tensor(name) for name in file.keys()})
+            metadata.append({**json.loads(file.metadata()["lococo"]), "sha256": ""})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and metadata[0] == metadata[1]
+    assert {n: t.shape for n, t in tensors[0].items()} == {n: t.shape for n, t in tensors[1].items()}
+    norms, blocks = 8 * 128, 1_315_968 - 2 * 2048 * 128 - 128  # of the embedded model
+    assert int(Path("local").read_text()) == norms + (blocks - norms) // 2
+    done = start(2, f"{words.replace('--batch 4', '--batch 6')} run3 --shard")
+    assert "--shard: --batch 6 must be a multiple of --micro-batch 2 times the processes" in done.stderr
 
 
 def test_a_process_that_dies_ends_all_of_them_with_an_error(start):

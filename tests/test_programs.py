@@ -431,6 +431,7 @@ BAD = [
     (eval_ppl, ["--passkey", "--lengths", "16"], "--passkey needs texts of 64 tokens"),
     (train, ["--filters", "3"], "--filters 3: each fills equally many of the 16 slots"),
     (eval_ppl, ["--model", "nowhere"], "--model nowhere"),
+    (train, ["--shard"], "--shard: --batch 2 must be a multiple of"),
     (train, ["--save-every", "0"], "--save-every 0: at least 1"),
     (train, ["--resume", "nowhere"], "--resume nowhere: there is no state.safetensors"),
     (train, ["--resume", "text"], "--resume text: there is no state.safetensors"),
