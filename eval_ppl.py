@@ -204,6 +204,14 @@ class Corpus:
         tables.append(np.stack([np.full(len(starts), len(self.ids)), starts, ends, sums], axis=1).astype(np.int64))
         self.ids.append(ids)
 
+    def checksum(self) -> int:
+        """Of all tokens and of where documents begin and end."""
+        sum_ = zlib.crc32(self.documents.tobytes())
+        for ids in self.ids:
+            for n in range(0, len(ids), CHUNK):
+                sum_ = zlib.crc32(ids[n : n + CHUNK], sum_)
+        return sum_
+
     def part(self, name: str, at_least: int = 2) -> np.ndarray:
         """The documents of one of PARTS that have at least so many tokens, BOS included."""
         d = self.documents
@@ -268,7 +276,8 @@ def exit_on_user_error(main: Callable[[], None]) -> None:
         sys.exit(1)
     except (UserError, OSError) as error:
         reason = error if isinstance(error, UserError) else f"{error.filename}: {error.strerror}"
-        print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # of the processes of a machine one says it
+            print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr)
@@ -284,10 +293,15 @@ def join(args: argparse.Namespace) -> None:
     """Under torchrun: meet the other processes, take one GPU each, leave what is printed to the first."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    on_gpu = args.device in (None, "cuda") and torch.cuda.is_available()
+    if args.device not in (None, "cuda", "cpu"):
+        raise UserError(f"--device {args.device}: under torchrun each process takes a device of its own; cuda or cpu")
+    on_gpu, own = args.device != "cpu" and torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
+    if on_gpu and own >= torch.cuda.device_count():
+        raise UserError(f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']}: a process needs a GPU, there are "
+                        f"{torch.cuda.device_count()}")  # fmt: skip
     if on_gpu:
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(args.device)
+        args.device = f"cuda:{own}"
+        torch.cuda.set_device(own)
     # The first process may tokenize for hours; one that dies is noticed by torchrun, not by waiting.
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(days=1))
     if processes()[0] > 0:
@@ -302,14 +316,20 @@ def leave() -> None:
 
 
 def from_first(make: Callable) -> Any:
-    """What `make` returns, called in the first process before the others."""
+    """What `make` returns, called in the first process before the others; its UserError is everybody's."""
     rank, number = processes()
-    if rank > 0:
-        dist.barrier()
-    made = make()
-    if rank == 0 and number > 1:
-        dist.barrier()
-    return made
+    if number == 1:
+        return make()
+    made, error = None, [None]
+    if rank == 0:
+        try:
+            made = make()
+        except UserError as found:
+            error = [found]
+    dist.broadcast_object_list(error)
+    if error[0]:
+        raise error[0]
+    return made if rank == 0 else make()
 
 
 def load_base(args: argparse.Namespace, place: str | None = None) -> tuple[Llama, Tokenizer]:

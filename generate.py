@@ -91,21 +91,23 @@ def save_memory(file: Path, lococo: LoCoCo, memory: Memory) -> None:
                seen=memory.seen)  # fmt: skip
 
 
-def load_memory(file: Path, model: Llama, adapter: str | Path | None) -> tuple[LoCoCo, Memory]:
+def load_memory(file: Path, model: Llama, args: argparse.Namespace) -> tuple[LoCoCo, Memory]:
     """A memory of `save_memory`, on the model and with the adapter that it was made with."""
     tensors, about = read_file(file, "memory")
-    if (about["adapter"] is None) != (adapter is None):
-        raise UserError(f"{file}: made with{'out' if adapter else ''} an adapter; "
-                        f"{'leave out' if adapter else 'give it as'} --adapter")  # fmt: skip
-    lococo = LoCoCo.load(adapter, model) if adapter else LoCoCo(model, Settings(**about["settings"]))
+    if about["adapter"] is None and args.adapter:
+        raise UserError(f"{file}: made without an adapter; leave out --adapter")
+    if about["adapter"] and args.model and not args.adapter:
+        raise UserError(f"{file}: made with an adapter; give it as --adapter")
+    lococo = LoCoCo.load(args.adapter or TINY, model) if about["adapter"] else LoCoCo(
+        model, Settings(**about["settings"]))  # fmt: skip
     if (lococo.base, lococo.adapter) != (about["base"], about["adapter"]):
         raise UserError(f"{file}: made with another {'model' if lococo.base != about['base'] else 'adapter'}")
-    if tensors["keys.0"].dtype != model.norm.weight.dtype:
+    if tensors["keys.0"].dtype != args.dtype:
         raise UserError(f"{file}: made with --dtype {tensors['keys.0'].dtype}".replace("torch.", ""))
-    memory, device = lococo.cache(), model.norm.weight.device
+    memory = lococo.cache()
     for name, tensor in tensors.items():
         kind, layer = name.split(".")
-        getattr(memory, kind)[int(layer)] = tensor.to(device)
+        getattr(memory, kind)[int(layer)] = tensor.to(args.device)
     memory.seen = about["seen"]
     return lococo, memory
 
@@ -128,6 +130,8 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--load-memory {args.load_memory}: no such file")
     if args.save_memory and (args.save_memory.is_dir() or not args.save_memory.parent.is_dir()):
         raise UserError(f"--save-memory {args.save_memory}: not a file in a directory that exists")
+    if args.save_memory and args.save_memory.exists():
+        read_file(args.save_memory, "memory")  # nothing else is written over
 
 
 def main() -> None:
@@ -150,10 +154,9 @@ def main() -> None:
     model, tokenizer = load_base(args)
     prompts = [tokenizer.encode(text, bos=n == 0 and not args.load_memory) for n, text in enumerate(texts)]
     count = sum(map(len, prompts))
-    untrained_memory = args.load_memory and read_file(args.load_memory, "memory")[1]["adapter"] is None
-    adapter = args.adapter or (None if args.model or args.method or untrained_memory else TINY)
+    adapter = args.adapter or (None if args.model or args.method else TINY)
     if args.load_memory:
-        lococo, cache = load_memory(args.load_memory, model, adapter)
+        lococo, cache = load_memory(args.load_memory, model, args)
     elif args.method:
         lococo = LoCoCo(model, untrained(args, args.method, count + args.max_new_tokens))
         cache = lococo.cache()
@@ -170,7 +173,8 @@ def main() -> None:
         length = round(model.config.context * model.config.rope_scale)  # interpolation stretches it
     else:
         s = lococo.settings
-        segment, length, trained = s.segment, s.length, "the adapter was trained"
+        segment, length = s.segment, s.length
+        trained = "the adapter was trained" if lococo.adapter else "the memory was made for positions"
         slots = "no limit" if s.mem is None else f"{s.mem} slots"
     if args.save_memory and not isinstance(cache, Memory):
         raise UserError(f"--save-memory {args.save_memory}: a cache that keeps everything is no memory of M slots")

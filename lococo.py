@@ -544,7 +544,7 @@ def write_file(file: Path, kind: str, tensors: dict[str, Tensor], **about) -> No
     data = memoryview(save(tensors, metadata={"format": "pt", "lococo": about}))
     size = 8 + int.from_bytes(data[:8], "little")  # of the header
     head = bytes(data[:size]).replace(ZEROS, hashlib.sha256(data).hexdigest().encode(), 1)
-    part = file.with_suffix(".part")
+    part = file.with_name(f"{file.name}.part")
     try:
         with open(part, "wb") as out:
             out.write(head)

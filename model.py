@@ -316,19 +316,22 @@ class Llama(nn.Module):
             raise UserError(f"{path}: the configuration says {config.n_layers} layers, the files {len(unread)} tensors")
         with torch.device("meta"):  # shapes only: nothing is initialised that will be overwritten
             model = Llama(config)
-        size, held = sum(p.numel() for p in model.parameters()), sum(file.stat().st_size for file in path.iterdir())
+        size, held = sum(p.numel() for p in model.parameters()), sum(
+            file.stat().st_size for file in path.iterdir() if file.is_file())  # fmt: skip
         if size > held:  # before any memory is asked for
             raise UserError(f"{path}: the configuration says {size:,} parameters, the files have {held:,} bytes in all")
         for name, p in list(model.named_parameters()):
-            loaded = torch.empty(p.shape, dtype=dtype, device=device)
+            module, _, leaf = name.rpartition(".")
+            empty = torch.empty(p.shape, dtype=dtype, device=device)
+            setattr(model.get_submodule(module), leaf, nn.Parameter(empty))
+        if config.tied:  # the file has one of the two
+            model.output.weight = model.tok_embeddings.weight
+        for name, p in model.named_parameters():
             tensor = read(name)
             if tensor.shape != p.shape or not tensor.is_floating_point():
                 raise UserError(f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)}, the configuration says "
                                 f"{tuple(p.shape)}; a file is missing or belongs to another model")  # fmt: skip
-            module, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(module), leaf, nn.Parameter(loaded.copy_(tensor)))
-        if config.tied:  # the file has one of the two
-            model.output.weight = model.tok_embeddings.weight
+            p.data.copy_(tensor)
         if unread:
             raise UserError(f"{path}: unexpected tensor {min(unread)!r}, {len(unread)} in all: not a plain Llama-2")
         return model

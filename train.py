@@ -8,6 +8,7 @@
 """
 
 import argparse
+import fcntl
 import itertools
 import json
 import math
@@ -15,10 +16,9 @@ import os
 import signal
 import sys
 import time
-import zlib
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, TextIO
 
 import numpy as np
 import torch
@@ -164,13 +164,15 @@ def gradients_of_step(lococo: LoCoCo, data: Sequences, args: argparse.Namespace,
 
     The args.batch sequences are dealt out to the processes, which read args.micro_batch of them at a time; done(n)
     is told of every n tokens. What is in `stop` ends it after the segments that are under way (with --shard after
-    the step, as nobody can gather a block alone).
+    args.micro_batch sequences, by agreement, as nobody can gather a block alone).
     """
     rank, number = processes()
-    scored, total = args.batch * (args.seq - 1), 0.0
+    scored, total, halt = args.batch * (args.seq - 1), 0.0, [] if args.shard else stop
     own = range(step * args.batch + rank, (step + 1) * args.batch, number)
     for n in range(0, len(own), args.micro_batch):
-        if stop and not args.shard:
+        if args.shard:
+            halt = exchange([], [float(len(stop))], args)[0]
+        if halt:
             break
         tokens = torch.from_numpy(np.stack([data[i] for i in own[n : n + args.micro_batch]])).to(args.device)
         with precision(args):
@@ -178,18 +180,18 @@ def gradients_of_step(lococo: LoCoCo, data: Sequences, args: argparse.Namespace,
                 total += loss
                 piece = lococo.settings.segment * args.bptt
                 done(len(tokens) * min(piece, args.seq - 1 - i * piece))
-                if stop and not args.shard:
+                if halt:
                     break
-    total, stops = exchange(list(named_parameters(lococo).values()), [total, float(len(stop))])
+    total, stops = exchange(list(named_parameters(lococo).values()), [total, float(len(stop))], args)
     return total, stops > 0
 
 
-def exchange(parameters: list[nn.Parameter], numbers: list[float]) -> list[float]:
+def exchange(parameters: list[nn.Parameter], numbers: list[float], args: argparse.Namespace) -> list[float]:
     """Add up gradients, and some numbers, over all processes in one go."""
     if processes()[1] == 1:
         return numbers
     pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    pieces.append(torch.tensor(numbers, device=pieces[0].device))
+    pieces.append(torch.tensor(numbers, device=args.device))
     flat = torch.cat([piece.flatten() for piece in pieces])
     dist.all_reduce(flat)
     *gradients, numbers = flat.split([piece.numel() for piece in pieces])
@@ -262,7 +264,7 @@ def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace, optimizer: 
 # --- The state of a run --------------------------------------------------------------------------------------
 
 
-def save_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, corpus: Corpus, file: Path, **about) -> None:
+def save_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, file: Path, **about) -> None:
     """All that the rest of a training depends on: what trains, AdamW's moments, the random state, and `about`.
 
     The data's order needs no state: `Sequences` knows the sequence of any step.
@@ -270,55 +272,73 @@ def save_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, corpus: Corpus,
     tensors = {"random": torch.get_rng_state()}
     for name, p in named_parameters(lococo).items():
         tensors |= {f"{key}.{name}": t for key, t in {"value": p, **optimizer.state[p]}.items()}
-    write_file(file, "state", tensors, base=lococo.base, text=zlib.crc32(corpus.documents.tobytes()), **about)
+    write_file(file, "state", tensors, base=lococo.base, **about)
 
 
 @torch.no_grad()
-def restore_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, corpus: Corpus, args: argparse.Namespace) -> int:
+def restore_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, text: int, args: argparse.Namespace) -> int:
     """Put the state that --resume has read in place; returns the steps done."""
     tensors, about = args.state
     if about["base"] != lococo.base:
         raise UserError(f"--resume {args.resume}: the model {args.model or 'tiny/'} has changed since")
-    if about["text"] != zlib.crc32(corpus.documents.tobytes()):
+    if about["text"] != text:
         raise UserError(f"--resume {args.resume}: the text to train on has changed since")
     torch.set_rng_state(tensors["random"])
     for name, p in named_parameters(lococo).items():
-        for key in [key for key in ("value", "step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors]:
-            tensor = tensors[f"{key}.{name}"].clone()  # not the file's own memory
-            if key == "value":
-                p.copy_(tensor)
-            else:
-                optimizer.state[p][key] = tensor if key == "step" else tensor.to(p.device)
+        p.copy_(tensors[f"value.{name}"])
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            if f"{key}.{name}" in tensors:  # none before the first step
+                place = "cpu" if key == "step" else p.device
+                optimizer.state[p][key] = tensors[f"{key}.{name}"].to(place, copy=True)
     return about["step"]
 
 
+MAY_CHANGE = ("save_every", "micro_batch", "recompute", "shard")  # from what a resumed run had, if given
+OF_A_START = ("out", "resume", "state", "device")  # not recorded
+
+
 def recorded(args: argparse.Namespace) -> dict:
-    """The flags, as a state file has them: what a resumed run takes from there."""
+    """The flags as a state file has them, which a resumed run takes from there; paths from the root."""
 
     def plain(value):
         if isinstance(value, list):
             return [plain(item) for item in value]
+        value = value.resolve() if isinstance(value, Path) else value
         return str(value).removeprefix("torch.") if isinstance(value, (Path, torch.dtype)) else value
 
-    return {name: plain(value) for name, value in vars(args).items()
-            if name not in ("out", "resume", "state", "device", "save_every")}  # fmt: skip
+    return {name: plain(value) for name, value in vars(args).items() if name not in OF_A_START}
 
 
 def resumed(args: argparse.Namespace, parser: Parser) -> argparse.Namespace:
-    """The flags of the run that --resume names; others may be given only if they are the same."""
+    """The flags of the run that --resume names; others may be given if they are the same, or MAY_CHANGE."""
     file = args.resume / "state.safetensors"
     if not file.is_file() and (args.resume / "adapter.safetensors").is_file():
         raise UserError(f"--resume {args.resume}: this run is finished, its adapter is there")
     if not file.is_file():
         raise UserError(f"--resume {args.resume}: there is no state.safetensors of a run")
-    args.state = read_file(file, "state")
-    given = {**recorded(args), "out": args.out}
-    for name, value in {**args.state[1]["flags"], "out": args.resume}.items():
-        if given[name] not in (parser.get_default(name), value):
+    if args.out not in (None, args.resume):
+        raise UserError(f"--out {args.out}: --resume goes on in {args.resume}; leave it out")
+    args.state, args.out, given = read_file(file, "state"), args.resume, recorded(args)
+    for name, value in args.state[1]["flags"].items():
+        if given[name] in (parser.get_default(name), value):
+            setattr(args, name, value)
+        elif name not in MAY_CHANGE:
             raise UserError(f"--{name.replace('_', '-')} {given[name]}: the run to resume has {value}; leave it out")
-        setattr(args, name, value)
     args.model, args.data = args.model and Path(args.model), [Path(path) for path in args.data]
     return args
+
+
+def reserve(out: Path, fresh: bool) -> TextIO:
+    """The log of a run, open; no other process can have the run as long as it is."""
+    out.mkdir(parents=True, exist_ok=True)
+    log = open(out / "log.jsonl", "a")
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{out}: another process is at work on this run") from None
+    if fresh:  # nobody was faster
+        refuse_taken(out)
+    return log
 
 
 def parse() -> argparse.Namespace:
@@ -376,9 +396,14 @@ def run_directory(args: argparse.Namespace, settings: Settings) -> Path:
     name = HERE / "runs" / f"{settings.method}-mem{settings.mem or 'all'}-seq{args.seq}"
     numbered = (name.with_name(f"{name.name}-{i}") for i in itertools.count(2))
     out = args.out or (next(d for d in numbered if not d.exists()) if name.exists() else name)
-    if out.exists() and (not out.is_dir() or any(file.suffix != ".part" for file in out.iterdir())):
-        raise UserError(f"--out {out} holds another run; give a new directory")
+    refuse_taken(out)
     return out
+
+
+def refuse_taken(out: Path) -> None:
+    """More than an empty log and a state that was never finished is there."""
+    if out.exists() and (not out.is_dir() or any(f.suffix != ".part" and f.stat().st_size for f in out.iterdir())):
+        raise UserError(f"--out {out} holds another run; give a new directory")
 
 
 def print_groups(lococo: LoCoCo, args: argparse.Namespace) -> None:
@@ -405,14 +430,22 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def main() -> None:
-    args = parse()
+    with ExitStack() as held:  # the lock of a run, given back however it ends
+        run(parse(), held)
+
+
+def run(args: argparse.Namespace, held: ExitStack) -> None:
     settings = settings_of(args)
     join(args)
     rank, number = processes()
-    if args.shard and (number == 1 or args.batch % (number * args.micro_batch)):  # all gather blocks at the same moment
+    if args.shard and number == 1:
+        raise UserError("--shard: there is one process; start several with torchrun")
+    if args.shard and args.batch % (number * args.micro_batch):  # all gather blocks at the same moment
         raise UserError(f"--shard: --batch {args.batch} must be a multiple of --micro-batch {args.micro_batch} times "
-                        f"the processes, of which torchrun started {number}")  # fmt: skip
-    if not args.resume:
+                        f"the {number} processes")  # fmt: skip
+    if args.resume:
+        from_first(lambda: held.enter_context(reserve(args.out, fresh=False)) if rank == 0 else None)
+    else:
         args.out = from_first(lambda: run_directory(args, settings))
     model, tokenizer = load_base(args, "cpu" if args.shard else None)
     if args.shard:
@@ -450,8 +483,9 @@ def main() -> None:
     print_groups(lococo, args)
     optimizer, begin = make_optimizer(lococo, args), 0
     state, log = args.out / "state.safetensors", args.out / "log.jsonl"
+    text = corpus.checksum()
     if args.resume:
-        begin = restore_state(lococo, optimizer, corpus, args)
+        begin = restore_state(lococo, optimizer, text, args)
         if rank == 0 and log.exists():  # steps after the state will be done again
             os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[:begin])))
     else:
@@ -459,15 +493,16 @@ def main() -> None:
 
     def keep(steps: int) -> None:
         if rank == 0:
-            save_state(lococo, optimizer, corpus, state, step=steps, scores=scores, flags=recorded(args))
+            save_state(lococo, optimizer, state, step=steps, scores=scores, flags=recorded(args), text=text)
 
     if not args.resume:
-        args.out.mkdir(parents=True, exist_ok=True)
+        from_first(lambda: held.enter_context(reserve(args.out, fresh=True)) if rank == 0 else None)
         keep(0)
     stopped = train(lococo, data, args, optimizer, begin, keep)
     if stopped:
         if rank == 0:
-            print(f"stopped; to go on: python train.py --resume {os.path.relpath(args.out)}", file=sys.stderr)
+            launch = "python" if number == 1 else f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
+            print(f"stopped; to go on: {launch} train.py --resume {os.path.relpath(args.out)}", file=sys.stderr)
         leave()
         sys.exit(128 + stopped)
     if rank == 0:

@@ -1,5 +1,6 @@
 """A run that is stopped, killed, starved of disk or fed with not-a-numbers goes on, or ends in a sentence."""
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -199,20 +200,40 @@ def test_resuming_takes_the_flags_of_the_run_and_refuses_others(run, stopped, tm
     for words, sentence in (("--steps 10", "--steps 10: the run to resume has 9"),
                             ("--mem 32", "--mem 32: the run to resume has 16"),
                             ("--method h2o", "--method h2o: the run to resume has lococo"),
-                            ("--data other", "--data ['other']: the run to resume has ['text']"),
-                            ("--out elsewhere", "--out elsewhere: the run to resume has run")):  # fmt: skip
+                            ("--data other", f"--data ['{tmp_path}/other']: the run to resume has ['{tmp_path}/text']"),
+                            ("--out elsewhere", "--out elsewhere: --resume goes on in run")):  # fmt: skip
         code, err = run(f"--resume run {words}")
         assert code == 2 and sentence in err, err
     assert run("--resume nowhere") == (2, "train.py: --resume nowhere: there is no state.safetensors of a run\n")
-    (tmp_path / "text" / "0.py").write_text("changed = True\n")
+    other = (tmp_path / "text" / "0.py").read_text().replace("+ 7", "+ 8")  # as many tokens
+    (tmp_path / "text" / "0.py").write_text(other)
     assert "the text to train on has changed" in run("--resume run")[1]
 
 
-def test_a_resumed_run_may_be_told_what_it_knows_already_and_ends(run, stopped):
-    assert run(f"--resume run --steps 9 --mem 16 --data text {RUN.split('--out')[0]}")[0] == 0
+def test_a_resumed_run_may_be_told_what_it_knows_already_and_ends(run, stopped, tmp_path, monkeypatch):
+    assert read_file(Path("run/state.safetensors"), "state")[1]["flags"]["save_every"] == 1
+    assert run(f"--steps 9 --micro-batch 2 --recompute --save-every 3 {RUN.split('--micro')[0]} --resume run")[0] == 0
     code, err = run("--resume run")
     assert code == 2 and "--resume run: this run is finished" in err
     assert len(Path("run/log.jsonl").read_text().splitlines()) == 9
+
+
+def test_a_run_is_resumed_from_any_directory(run, stopped, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert run("--resume ../run")[0] == 0
+
+
+def test_a_run_belongs_to_one_process(run, stopped):
+    with open("run/log.jsonl") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        code, err = run("--resume run")
+        assert code == 2 and "run: another process is at work on this run" in err
+    Path("taken").mkdir()
+    with open("taken/log.jsonl", "w") as log:  # as of a run that has begun since this one looked
+        fcntl.flock(log, fcntl.LOCK_EX)
+        code, err = run(RUN.replace("--out run", "--out taken"))
+        assert code == 2 and "taken: another process is at work on this run" in err
 
 
 def test_a_damaged_state_is_refused(run, stopped):
