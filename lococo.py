@@ -189,6 +189,15 @@ class Compressor(nn.Module):
         pieces = self.slots // logits.shape[3]
         if pieces > 1:
             piece = torch.arange(S, device=k.device) * pieces // S  # the piece that an entry belongs to
+            kind, _, fresh = os.environ.get("TRIAL", "now:0").partition(":")
+            fresh, old = int(fresh), self.old
+            if old and kind == "half":
+                piece[:old] = torch.arange(old) * (pieces - fresh) // old
+                piece[old:] = pieces - fresh + torch.arange(S - old) * fresh // (S - old)
+            if old and kind == "fifo":
+                piece[:fresh] = -1
+                piece[fresh:old] = torch.arange(old - fresh)
+                piece[old:] = pieces - fresh + torch.arange(S - old) * fresh // (S - old)
             other = piece != torch.arange(pieces, device=k.device)[:, None]
             logits = logits.masked_fill(other[:, None], -torch.inf)  # (B, G, pieces, filters, S)
         w = logits.flatten(2, 3).softmax(dim=-1)
@@ -273,8 +282,11 @@ class Memory(KVCache):
             k_kept, k_recent = self.turn(k_kept, first - was_kept), self.turn(k_recent, last - was_recent)
             k_rest = self.turn(k_rest, -was_rest) if s.merged else k_rest
         if s.merged:
+            done = self.__dict__.setdefault("done", set())
+            self.compressors[layer].old = s.merged if layer in done else 0
+            done.add(layer)
             # The backward pass runs the convolution again instead of keeping its steps, each as large as W.
-            compressor = partial(checkpoint, self.compressors[layer], use_reentrant=False, preserve_rng_state=False)
+            compressor = self.compressors[layer]
             w = compressor(k_rest, v_rest, score).type_as(v)  # (B, G, merged, rest)
         else:
             w = v.new_zeros(*v.shape[:2], 0, parts[1])
