@@ -307,9 +307,9 @@ def start_up() -> dict:
 
 def show(title: str, head: list[str], lines: list[list[str]]) -> None:
     first = max(len(line[0]) for line in lines)
-    print(f"\n{title}\n{'':{first}}" + "".join(f"{h:>12}" for h in head))
+    print(f"\n{title}\n{'':{first}}" + "".join(f"{h:>13}" for h in head))
     for name, *cells in lines:
-        print(f"{name:{first}}" + "".join(f"{cell:>12}" for cell in cells))
+        print(f"{name:{first}}" + "".join(f"{cell:>13}" for cell in cells))
 
 
 def print_tables(rows: list[dict], rate: float, args: argparse.Namespace) -> None:
