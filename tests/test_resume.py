@@ -24,7 +24,7 @@ from lococo import read_file, segment_losses
 
 RUN = "--data text --mem 16 --seq 64 --segment 16 --batch 2 --micro-batch 1 --device cpu --save-every 1 --out run"
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["train"])  # so that a start does not take seconds
+PROCESSES.set_forkserver_preload(["train", "torch._dynamo"])  # what else takes seconds to start
 
 
 @pytest.fixture(autouse=True)
