@@ -240,7 +240,7 @@ COUNTS = {  # flags: what a method by its name leaves open
     "recent": (int, "slots that keep the last tokens"),
     "score": (str, f"of attention received: one of {', '.join(SCORES)}"),
     "positions": (str, f"one of {', '.join(POSITIONS)}"),
-    "segment": (int, "tokens T that enter together"),
+    "segment": (int, "tokens T that enter together (default: as mem)"),
 }
 
 
@@ -368,7 +368,8 @@ def refuse_counts(args: argparse.Namespace) -> None:
 
 def untrained(args: argparse.Namespace, method: str, length: int) -> Settings:
     """A method that needs no training, for `length` tokens, as the flags of `Parser.add_counts` say."""
-    mem, segment = (512 if n is None else n for n in (args.mem, args.segment))
+    mem = 512 if args.mem is None else args.mem
+    segment = mem if args.segment is None else args.segment
     settings = Settings.of(method, mem, segment, max(length, segment), args.sinks, args.heavy, args.recent,
                            args.positions, score=args.score or "sum", lora_rank=0)  # fmt: skip
     if settings.merged:

@@ -131,7 +131,7 @@ def check(args: argparse.Namespace) -> None:
     if args.save_memory and (args.save_memory.is_dir() or not args.save_memory.parent.is_dir()):
         raise UserError(f"--save-memory {args.save_memory}: not a file in a directory that exists")
     if args.save_memory and args.save_memory.exists():
-        read_file(args.save_memory, "memory")  # nothing else is written over
+        raise UserError(f"--save-memory {args.save_memory}: that file is there already; remove it or give another name")
 
 
 def main() -> None:

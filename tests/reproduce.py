@@ -72,6 +72,7 @@ VARIANTS = {  # the recipe with something changed, at twice the context
     "124 merged, nothing recent": ("--recent", "0"),
     "16 heavy, 16 merged, 92 recent": ("--heavy", "16", "--recent", "92"),
     "the same, score per query": ("--heavy", "16", "--recent", "92", "--score", "mean"),
+    "the same, the last segment's score": ("--heavy", "16", "--recent", "92", "--score", "last"),
     "original positions": LAST,
     "kernel 3": ("--kernel", "3"),
     "kernel 11": ("--kernel", "11"),

@@ -347,8 +347,8 @@ def test_a_saved_memory_is_bound_to_its_model_and_adapter(run, tmp_path):
         (["--load-memory", "h2o.st", "--method", "h2o"], "does not go with --method"),
         (["--load-memory", "h2o.st", "--mem", "8"], "--mem 8 goes with --method"),
         (["--save-memory", "nowhere/x"], "--save-memory nowhere/x: not a file in a directory that exists"),
-        (["--save-memory", "text/0.py"], "text/0.py: not a file of this program"),
-        (["--save-memory", "run/adapter.safetensors"], "of kind adapter, not memory"),
+        (["--save-memory", "text/0.py"], "--save-memory text/0.py: that file is there already"),
+        (["--save-memory", "tiny.st"], "--save-memory tiny.st: that file is there already"),
         (["--save-memory", "x", "--full"], "a cache that keeps everything is no memory"),
     ):
         code, out, err = run(generate, *ask, *words)
