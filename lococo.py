@@ -1,7 +1,7 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a small convolution (arXiv 2406.05317).
 
 In the paper's order: what a memory keeps (the table of methods), the compressor (section 3.2), the memory,
-the segment loop (section 3.3), position interpolation, LoRA, what trains, and the adapter file.
+the segment loop (section 3.3), position interpolation, LoRA, what trains, and the files that are written.
 Letters as in model.py. Left out on purpose: everything distributed.
 
 Where the paper and its own code (VITA-Group/LoCoCo) differ, this follows the paper: weights are ReLU / sum (equation

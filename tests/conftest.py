@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import eval_ppl
 from eval_ppl import TINY
 from model import Llama, LlamaConfig, Tokenizer
 
@@ -21,6 +22,17 @@ def model(config) -> Llama:
         for p in model.parameters():
             p.normal_(std=0.3) if p.dim() > 1 else p.uniform_(0.5, 1.5)
     return model
+
+
+@pytest.fixture
+def own_folders(tmp_path, monkeypatch):
+    """An empty directory to work in, with text/ in it, and a cache of tokenized text of its own."""
+    monkeypatch.setattr(eval_ppl, "CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(60):  # enough names that every part has some
+        (folder / f"{i}.py").write_text("".join(f"def f{i}_{j}(x):\n    return x + {j}\n" for j in range(20)))
 
 
 @pytest.fixture(scope="session")

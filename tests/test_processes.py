@@ -41,13 +41,9 @@ for model in models:
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
+def start(own_folders):
     """Run a program in so many processes."""
-    monkeypatch.chdir(tmp_path)
     Path("process.py").write_text(PROCESS)
-    Path("text").mkdir()
-    for i in range(60):
-        Path(f"text/{i}.py").write_text("".join(f"def f{i}_{j}(x):\n    return x + {j}\n" for j in range(20)))
 
     def call(number: int, words: str, **environment):
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number)]

@@ -28,14 +28,7 @@ from train import RECIPES, backward_through, make_optimizer, set_rates
 RUN = ["--mem", "16", "--seq", "96", "--segment", "16", "--steps", "2", "--batch", "2", "--micro-batch", "1"]
 
 
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path, monkeypatch):
-    monkeypatch.setattr(eval_ppl, "CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(60):  # enough names that every part has some
-        (folder / f"{i}.py").write_text("".join(f"def f{i}_{j}(x):\n    return x + {j}\n" for j in range(20)))
+pytestmark = pytest.mark.usefixtures("own_folders")
 
 
 @pytest.fixture

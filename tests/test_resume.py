@@ -27,14 +27,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["train", "torch._dynamo"])  # what else takes seconds to start
 
 
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path, monkeypatch):
-    monkeypatch.setattr(eval_ppl, "CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(60):
-        (folder / f"{i}.py").write_text("".join(f"def f{i}_{j}(x):\n    return x + {j}\n" for j in range(20)))
+pytestmark = pytest.mark.usefixtures("own_folders")
 
 
 def work(folder: Path, words: str, die: str) -> None:
