@@ -115,6 +115,15 @@ class ShiftedGroups(KVCache):
         return torch.cat(halves, dim=1)
 
 
+def check_shard(args: argparse.Namespace, number: int) -> None:
+    """Blocks are gathered by all processes at the same moment, so that all must have as many sequences."""
+    if number == 1:
+        raise UserError("--shard: there is one process; start several with torchrun")
+    if args.batch % (number * args.micro_batch):
+        raise UserError(f"--shard: --batch {args.batch} must be a multiple of --micro-batch {args.micro_batch} times "
+                        f"the {number} processes")  # fmt: skip
+
+
 def shard(model: Llama, args: argparse.Namespace) -> None:
     """Each process keeps a part of every block's frozen weights and gathers a block only while it runs (FSDP2).
 
@@ -429,6 +438,19 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return settings
 
 
+def score_window(model: Llama, settings: Settings, args: argparse.Namespace,
+                 score: Callable[[LoCoCo], float]) -> dict[str, float]:  # fmt: skip
+    """{what it is: perplexity} of a window of as many slots on the untouched base."""
+    equal = settings.mem or args.mem
+    window = LoCoCo(model, Settings.of("streaming", equal, args.segment, args.seq, min(4, equal - 1), lora_rank=0))
+    factor = model.config.rope_scale  # more than 1 if M + T exceeds the pretrained context
+    kept = f"{window.settings.sinks} sinks + {window.settings.recent} recent, by slot"
+    kept += f", RoPE factor {factor:g}" if factor > 1 else ""
+    scores = {f"untouched base, window of equal memory ({kept})": score(window)}
+    window.remove()
+    return scores
+
+
 def main() -> None:
     with ExitStack() as held:  # the lock of a run, given back however it ends
         run(parse(), held)
@@ -438,11 +460,8 @@ def run(args: argparse.Namespace, held: ExitStack) -> None:
     settings = settings_of(args)
     join(args)
     rank, number = processes()
-    if args.shard and number == 1:
-        raise UserError("--shard: there is one process; start several with torchrun")
-    if args.shard and args.batch % (number * args.micro_batch):  # all gather blocks at the same moment
-        raise UserError(f"--shard: --batch {args.batch} must be a multiple of --micro-batch {args.micro_batch} times "
-                        f"the {number} processes")  # fmt: skip
+    if args.shard:
+        check_shard(args, number)
     if args.resume:
         from_first(lambda: held.enter_context(reserve(args.out, fresh=False)) if rank == 0 else None)
     else:
@@ -466,14 +485,7 @@ def run(args: argparse.Namespace, held: ExitStack) -> None:
         with precision(args):
             return perplexity(model, lococo.cache, heldout, args.segment) if heldout else float("nan")
 
-    equal = settings.mem or args.mem
-    window = LoCoCo(model, Settings.of("streaming", equal, args.segment, args.seq, min(4, equal - 1), lora_rank=0))
-    factor = model.config.rope_scale  # more than 1 if M + T exceeds the pretrained context
-    kept = f"{window.settings.sinks} sinks + {window.settings.recent} recent, by slot"
-    kept += f", RoPE factor {factor:g}" if factor > 1 else ""
-    scores = args.state[1]["scores"] if args.resume else {
-        f"untouched base, window of equal memory ({kept})": score(window)}  # fmt: skip
-    window.remove()
+    scores = args.state[1]["scores"] if args.resume else score_window(model, settings, args, score)
     lococo = LoCoCo(model, settings)
     lococo.start_training()
     model.recompute = args.recompute
@@ -482,11 +494,11 @@ def run(args: argparse.Namespace, held: ExitStack) -> None:
           f"positions {settings.positions}, RoPE factor {model.config.rope_scale:g}")  # fmt: skip
     print_groups(lococo, args)
     optimizer, begin = make_optimizer(lococo, args), 0
-    state, log = args.out / "state.safetensors", args.out / "log.jsonl"
-    text = corpus.checksum()
+    state, text = args.out / "state.safetensors", corpus.checksum()
     if args.resume:
         begin = restore_state(lococo, optimizer, text, args)
-        if rank == 0 and log.exists():  # steps after the state will be done again
+        if rank == 0:  # steps after the state will be done again
+            log = args.out / "log.jsonl"
             os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[:begin])))
     else:
         scores[f"{settings.method} before training"] = score(lococo)
