@@ -219,12 +219,12 @@ def test_a_run_is_resumed_from_any_directory(run, stopped, tmp_path, monkeypatch
 
 def test_a_run_belongs_to_one_process(run, stopped):
     with open("run/log.jsonl") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)
+        fcntl.flock(log, fcntl.LOCK_SH)  # which a shared lock of the run would bear
         code, err = run("--resume run")
         assert code == 2 and "run: another process is at work on this run" in err
     Path("taken").mkdir()
     with open("taken/log.jsonl", "w") as log:  # as of a run that has begun since this one looked
-        fcntl.flock(log, fcntl.LOCK_EX)
+        fcntl.flock(log, fcntl.LOCK_SH)  # which a shared lock of the run would bear
         code, err = run(RUN.replace("--out run", "--out taken"))
         assert code == 2 and "taken: another process is at work on this run" in err
 
