@@ -120,11 +120,18 @@ def test_compressor_equals_a_loop_over_the_papers_equations(kernel, filters, dep
             assert torch.allclose(w[b, g].double(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("filters, groups", [(1, 1), (33, 1), (16, 16)])
-def test_convolution_over_channels_last_equals_conv1d(filters, groups):
-    conv = torch.nn.Conv1d(16, filters, 5, padding=2, groups=groups)
-    x = torch.randn(3, 30, 16)
-    assert torch.allclose(convolve(conv, x), conv(x.transpose(1, 2)).transpose(1, 2), atol=1e-5)
+@pytest.mark.parametrize("kernel", [1, 3, 21])
+@pytest.mark.parametrize("entries", [1, 30, 121])
+@pytest.mark.parametrize("filters, groups", [(1, 1), (2, 1), (9, 1), (40, 1), (16, 16)])
+def test_every_way_to_convolve_equals_conv1d(filters, groups, entries, kernel):
+    """Sums along diagonals (few filters), an image of one row, five products as Toom and Cook have them (many filters)."""
+    conv = torch.nn.Conv1d(16, filters, kernel, padding=kernel // 2, groups=groups)
+    x = torch.randn(3, entries, 16)
+    expected = conv.double()(x.double().transpose(1, 2)).float()
+    conv.float()
+    with torch.no_grad():
+        assert torch.allclose(convolve(conv, x), expected, atol=1e-5)
+    assert torch.allclose(convolve(conv, x), expected, atol=1e-5)
 
 
 def test_a_slot_with_no_positive_logit_is_a_mean_and_not_nan():

@@ -75,11 +75,11 @@ def test_killed_at_any_moment_and_resumed_ends_with_the_same_adapter(tmp_path):
         process.join(60 if die else dice.uniform(0.3, 0.9))
         process.kill()
         process.join()
-        if process.exitcode == -signal.SIGKILL:
-            deaths[die or "by the clock"] += 1
-        else:
-            assert process.exitcode == 0, Path("output").read_text()[-2000:]
+        if Path("run/adapter.safetensors").is_file() and not Path("run/state.safetensors").is_file():
             shutil.rmtree("run")  # it was done already: begin again
+        else:
+            assert process.exitcode == -signal.SIGKILL, Path("output").read_text()[-2000:]
+            deaths[die or "by the clock"] += 1
     assert sum(deaths.values()) >= 18 and min(deaths.values()) >= 4, deaths
     assert finish(tmp_path, "--resume run" if Path("run/state.safetensors").is_file() else words) == 0
     assert same_adapters("run", "whole")
