@@ -5,6 +5,7 @@
     python generate.py --prompt file.txt --model Llama-2-7b-hf    # no adapter: the plain model, full cache
     python generate.py --prompt book.txt --save-memory book.safetensors      # read it once ...
     python generate.py --load-memory book.safetensors --prompt question.txt  # ... and ask as often as you like
+    python generate.py --prompt file.txt --show-memory            # what the slots hold
 
 The prompt is read segment by segment; before a segment that would not fit into M + T entries, what is held is
 compressed into M slots; while decoding, when a whole segment has gathered; and at the end of each of several
@@ -12,7 +13,9 @@ prompts, so that a saved memory is M slots. The text goes to standard output, th
 """
 
 import argparse
+import json
 import sys
+import textwrap
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -112,6 +115,93 @@ def load_memory(file: Path, model: Llama, args: argparse.Namespace) -> tuple[LoC
     return lococo, memory
 
 
+# --- What the slots hold -------------------------------------------------------------------------------------
+
+
+class Trace(Memory):
+    """A memory that also follows, for one layer and key/value head, of which tokens its entries are made.
+
+    `shares` (S, N) is what W has made of one-hot rows, so a row is the mixture of the N tokens of `tokens` that an
+    entry is. A token of which no entry has a thousandth is dropped from both: it is gone.
+    """
+
+    def __init__(self, lococo: LoCoCo, layer: int, head: int):
+        super().__init__(lococo.model.config, lococo.settings, lococo.compressors)
+        self.layer, self.head = layer, head
+        self.shares, self.tokens = torch.zeros(0, 0), torch.zeros(0, dtype=torch.long)
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        everything = super().update(layer, k, v)
+        if layer == self.layer:
+            T = k.shape[2]
+            self.shares = torch.block_diag(self.shares, torch.eye(T))
+            self.tokens = torch.cat((self.tokens, torch.arange(self.seen - T, self.seen)))
+        return everything
+
+    def follow(self, layer: int, place: Tensor, w: Tensor) -> None:
+        super().follow(layer, place, w)
+        if layer == self.layer:
+            place = place if place.dim() == 1 else place[:1, self.head, None]
+            shares = self.carry(self.shares[None, None], place.cpu(), w[:1, self.head, None].cpu())[0, 0]
+            alive = shares.amax(dim=0) >= 0.001
+            self.shares, self.tokens = shares[:, alive], self.tokens[alive]
+
+
+def describe_slots(trace: Trace, ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Lines of at most 80 columns: what each slot holds, in order; ids are the tokens that were read."""
+    s, held = trace.settings, trace.shares.shape[0]
+    yield (f"layer {trace.layer}, key/value head {trace.head}: {held} entries after {len(ids):,} tokens, "
+           f"{max(held - s.mem, 0)} not yet compressed")  # fmt: skip
+    if held == len(ids):
+        yield f"nothing is compressed before there are more than {s.mem + s.segment} tokens: all are kept"
+        return
+    start = 0
+    for kind in ("sinks", "heavy", "merged", "recent"):
+        if not (count := getattr(s, kind)):
+            continue
+        yield f"slots {start}-{start + count - 1}, {kind}: shares of tokens, and their positions" if kind == "merged" \
+            else f"slots {start}-{start + count - 1}, {kind}: kept"
+        kept = []  # positions of the tokens that neighbouring slots hold, unmixed
+        for slot in range(start, start + count):
+            share, where = trace.shares[slot].sort(descending=True)
+            if kind != "merged" and share[0] > 0.999:
+                kept.append(int(trace.tokens[where[0]]))
+                continue
+            yield from describe_kept(kept, ids, tokenizer)
+            kept = []
+            yield f"{slot:>4}" + "".join(
+                f" {'█' * round(4 * w):·<4} {w:.2f} {quoted(tokenizer.piece(ids[n]), 7):<7} {n:<6}"
+                for w, n in zip(share[:3].tolist(), trace.tokens[where[:3]].tolist()) if w >= 0.01)  # fmt: skip
+        yield from describe_kept(kept, ids, tokenizer)
+        start += count
+    most = trace.shares[: s.mem].amax(dim=0)
+    kept, mixed = int((most > 0.999).sum()), int(((most <= 0.999) & (most >= 0.01)).sum())
+    past = len(ids) - (held - s.mem)
+    yield f"of {past:,} tokens {kept:,} are as they were, {mixed:,} part of a mixture, {past - kept - mixed:,} gone"
+
+
+def describe_kept(positions: list[int], ids: list[int], tokenizer: Tokenizer) -> list[str]:
+    """Lines about tokens that are kept as they are, neighbours together: positions and text."""
+    runs = []
+    for n in positions:
+        if runs and runs[-1][-1] == n - 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    parts = [(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}")
+             + " " + quoted("".join(tokenizer.piece(ids[n]) for n in run), 60) for run in runs]  # fmt: skip
+    return textwrap.wrap(", ".join(parts), 80, initial_indent=" " * 5, subsequent_indent=" " * 5)
+
+
+def quoted(text: str, most: int) -> str:
+    """In quotation marks and one line, with its middle left out if it is long."""
+    text = json.dumps(text, ensure_ascii=False)
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most + most // 2 :]}"
+
+
+# --- The program ---------------------------------------------------------------------------------------------
+
+
 def check(args: argparse.Namespace) -> None:
     for name, value, fits, range_ in (
         ("max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1, "at least 1"),
@@ -126,6 +216,10 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--method {args.method} does not go with --adapter or --full")
     if args.load_memory and (args.method or args.full):
         raise UserError(f"--load-memory {args.load_memory} does not go with --method or --full: it has its own method")
+    if args.show_memory is not None and len(args.show_memory) not in (0, 2):
+        raise UserError(f"--show-memory {' '.join(map(str, args.show_memory))}: give a layer and a head, or neither")
+    if args.show_memory is not None and args.load_memory:
+        raise UserError("--show-memory does not go with --load-memory: its file does not say which tokens were read")
     if args.load_memory and not args.load_memory.is_file():
         raise UserError(f"--load-memory {args.load_memory}: no such file")
     if args.save_memory and (args.save_memory.is_dir() or not args.save_memory.parent.is_dir()):
@@ -134,7 +228,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--save-memory {args.save_memory}: that file is there already; remove it or give another name")
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--prompt", required=True, nargs="+", metavar="FILE", help="text files, read in turn; - for standard input")
@@ -144,71 +238,105 @@ def main() -> None:
     parser.add_counts()
     add("--save-memory", type=Path, metavar="FILE", help="write the memory after the prompt there and end")
     add("--load-memory", type=Path, metavar="FILE", help="begin with such a memory, not with an empty one")
+    add("--show-memory", type=int, nargs="*", metavar="N",
+        help="print what the slots hold after the prompt and end; LAYER HEAD (default: 0 0)")  # fmt: skip
     add("--max-new-tokens", type=int, default=200)
     add("--temperature", type=float, default=0.8, help="0 is greedy")
     add("--top-p", type=float, default=0.95)
     add("--num-samples", type=int, default=1)
     args = parser.parse_args()
     check(args)
+    return args
+
+
+def begin(args: argparse.Namespace, model: Llama, count: int) -> tuple[LoCoCo | None, KVCache]:
+    """The method, and its cache as it is before the prompt of so many tokens."""
+    adapter = args.adapter or (None if args.model or args.method else TINY)
+    if args.load_memory:
+        return load_memory(args.load_memory, model, args)
+    if args.method:
+        lococo = LoCoCo(model, untrained(args, args.method, count + args.max_new_tokens))
+    else:
+        lococo = LoCoCo.load(adapter, model) if adapter else None
+    full = lococo is None or args.full or lococo.settings.mem is None
+    if full and (args.save_memory or args.show_memory is not None):
+        flag = f"--save-memory {args.save_memory}" if args.save_memory else "--show-memory"
+        raise UserError(f"{flag}: a cache that keeps everything is no memory of M slots")
+    if args.show_memory is None:
+        return lococo, KVCache(model.config.n_layers) if lococo is None or args.full else lococo.cache()
+    layer, head = args.show_memory or (0, 0)
+    if not (0 <= layer < model.config.n_layers and 0 <= head < model.config.n_kv_heads):
+        raise UserError(f"--show-memory {layer} {head}: layers are 0 to {model.config.n_layers - 1}, "
+                        f"key/value heads 0 to {model.config.n_kv_heads - 1}")  # fmt: skip
+    return lococo, Trace(lococo, layer, head)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    args = parse()
     texts = [read_prompt(name) for name in args.prompt]
     model, tokenizer = load_base(args)
     prompts = [tokenizer.encode(text, bos=n == 0 and not args.load_memory) for n, text in enumerate(texts)]
     count = sum(map(len, prompts))
-    adapter = args.adapter or (None if args.model or args.method else TINY)
-    if args.load_memory:
-        lococo, cache = load_memory(args.load_memory, model, args)
-    elif args.method:
-        lococo = LoCoCo(model, untrained(args, args.method, count + args.max_new_tokens))
-        cache = lococo.cache()
-    else:
-        lococo = LoCoCo.load(adapter, model) if adapter else None
-        cache = KVCache(model.config.n_layers) if lococo is None or args.full else lococo.cache()
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
+    lococo, cache = begin(args, model, count)
     if lococo is None or args.full:
         say(f"full cache ({'--full' if args.full else 'no adapter'}): every key and value is kept")
-        segment, slots, trained = 512, "no limit", "the model was pretrained"
+        segment, trained = 512, "the model was pretrained"
         length = round(model.config.context * model.config.rope_scale)  # interpolation stretches it
     else:
-        s = lococo.settings
-        segment, length = s.segment, s.length
+        segment, length = lococo.settings.segment, lococo.settings.length
         trained = "the adapter was trained" if lococo.adapter else "the memory was made for positions"
-        slots = "no limit" if s.mem is None else f"{s.mem} slots"
-    if args.save_memory and not isinstance(cache, Memory):
-        raise UserError(f"--save-memory {args.save_memory}: a cache that keeps everything is no memory of M slots")
-    before = cache.seen
-    if before + count > length:
-        remembered = f" after the {before:,} remembered" if before else ""
+    if cache.seen + count > length:
+        remembered = f" after the {cache.seen:,} remembered" if cache.seen else ""
         say(f"warning: the prompt has {count:,} tokens{remembered}, {trained} on {length:,}: expect worse text")
 
     begun = time.time()
     with precision(args):
-        for n, prompt in enumerate(prompts, 1):
-            logits = prefill(model, torch.tensor([prompt], device=args.device), cache, segment)
-            if isinstance(cache, Memory) and (n < len(prompts) or args.save_memory):
-                cache.settle()
-        logits[0, 0].item()  # a GPU has finished the prompt when this returns
-        filled, written, branch = time.time(), 0, cache
+        logits = read(model, cache, prompts, segment, args)
+        filled, written = time.time(), 0
         if args.save_memory:
             save_memory(args.save_memory, lococo, cache)
-        for number in range(0 if args.save_memory else args.num_samples):
-            if args.num_samples > 1:
-                say(f"--- sample {number + 1}")
-            branch, text = cache.fork(), TextStream(tokenizer, prompt)  # the prompt is read once
-            for token in decode(model, tokenizer, logits, branch, args.max_new_tokens, args.temperature, args.top_p,
-                                args.seed + number):  # fmt: skip
-                print(text.add(token), end="", flush=True)
-                written += 1
-            print(text.rest().rstrip("\ufffd"), flush=True)  # the limit may fall inside a character
+        if args.show_memory is not None:
+            print(*describe_slots(cache, sum(prompts, []), tokenizer), sep="\n")
+        if not args.save_memory and args.show_memory is None:
+            cache, written = write(model, tokenizer, logits, cache, prompts[-1], args)
     done = time.time()
-    full = branch.nbytes // branch.held * branch.seen
+    slots = f"{cache.settings.mem} slots" if isinstance(cache, Memory) else "no limit"
+    full = cache.nbytes // cache.held * cache.seen
     say(f"prompt           {count:,} tokens in {sum(-(-len(p) // segment) for p in prompts)} segments of {segment}")
-    say(f"memory           {slots}; {branch.held:,} entries held after {branch.seen:,} tokens")
-    say(f"key/value cache  {branch.nbytes:,} bytes; the full cache would hold {full:,}")
+    say(f"memory           {slots}; {cache.held:,} entries held after {cache.seen:,} tokens")
+    say(f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {full:,}")
     decoded = f", decode {written / (done - filled):,.0f}" if written else ""
     say(f"tokens/s         prefill {count / (filled - begun):,.0f}{decoded}")
+
+
+def read(model: Llama, cache: KVCache, prompts: list[list[int]], segment: int, args: argparse.Namespace) -> Tensor:
+    """All prompts into the cache; logits (1, V) of what comes next."""
+    for n, prompt in enumerate(prompts, 1):
+        logits = prefill(model, torch.tensor([prompt], device=args.device), cache, segment)
+        if isinstance(cache, Memory) and (n < len(prompts) or args.save_memory):
+            cache.settle()
+    logits[0, 0].item()  # a GPU has finished the prompt when this returns
+    return logits
+
+
+def write(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache, prompt: list[int],
+          args: argparse.Namespace) -> tuple[KVCache, int]:  # fmt: skip
+    """Print the samples, each from a copy of the cache; the last copy, and how many tokens there were in all."""
+    written = 0
+    for number in range(args.num_samples):
+        if args.num_samples > 1:
+            say(f"--- sample {number + 1}")
+        branch, text = cache.fork(), TextStream(tokenizer, prompt)  # the prompt is read once
+        for token in decode(model, tokenizer, logits, branch, args.max_new_tokens, args.temperature, args.top_p,
+                            args.seed + number):  # fmt: skip
+            print(text.add(token), end="", flush=True)
+            written += 1
+        print(text.rest().rstrip("\ufffd"), flush=True)  # the limit may fall inside a character
+    return branch, written
 
 
 if __name__ == "__main__":

@@ -97,22 +97,10 @@ class Settings:
         """
         if method not in METHODS:
             raise UserError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
+        if mem < 1:
+            raise UserError(f"--mem {mem}: at least 1 is needed")
         row = METHODS[method]
-        positions = positions or row.positions
-        for name, value, known in (("positions", positions, POSITIONS), ("normalise", normalise, NORMALISE),
-                                   ("score", score, SCORES)):  # fmt: skip
-            if value not in known:
-                raise UserError(f"unknown {name} {value!r}; there are {', '.join(known)}")
-        for name, value, least in (("mem", mem, 1), ("segment", segment, 1), ("seq", length, 2), ("sinks", sinks, 0),
-                                   ("heavy", heavy, 0), ("recent", recent, 0), ("lora-rank", lora_rank, 0),
-                                   ("filters", filters, 0)):  # fmt: skip
-            if value is not None and value < least:
-                raise UserError(f"--{name} {value}: at least {least} is needed")
-        if length < segment:
-            raise UserError(f"--seq {length} is shorter than one segment; --segment is {segment}")
-        if kernel < 1 or kernel % 2 == 0:
-            raise UserError(f"--kernel {kernel}: an odd size is needed, so that it is centred on an entry")
-        after = (positions, length if row.groups else segment, length, kernel)
+        after = (positions or row.positions, length if row.groups else segment, length, kernel)
         kind = (normalise, blend, score, lora_rank)
         if row.sinks == ALL:
             if sinks or heavy or recent:
@@ -129,12 +117,26 @@ class Settings:
             raise UserError(f"--sinks {sinks}, --heavy {heavy}, --recent {recent} do not fit into --mem {mem}{left}")
         merged = room if row.merge else 0
         filters = (filters or merged) if row.merge else 0
-        if merged and merged % filters:
-            raise UserError(f"--filters {filters}: each fills equally many of the {merged} slots that are merged")
         mem = sinks + heavy + merged + recent
-        if mem == 0:
-            raise UserError(f"--method {method} with --sinks 0, --heavy 0 and --recent 0 keeps nothing")
         return Settings(method, mem, sinks, heavy, merged, recent, *after, filters, depthwise, *kind)
+
+    def __post_init__(self):
+        for name, known in (("positions", POSITIONS), ("normalise", NORMALISE), ("score", SCORES)):
+            if getattr(self, name) not in known:
+                raise UserError(f"unknown {name} {getattr(self, name)!r}; there are {', '.join(known)}")
+        for name, value, least in (("segment", self.segment, 1), ("seq", self.length, 2), ("sinks", self.sinks, 0),
+                                   ("heavy", self.heavy, 0), ("recent", self.recent, 0), ("filters", self.filters, 0),
+                                   ("lora-rank", self.lora_rank, 0)):  # fmt: skip
+            if value < least:
+                raise UserError(f"--{name} {value}: at least {least} is needed")
+        if self.length < self.segment:
+            raise UserError(f"--seq {self.length} is shorter than one segment; --segment is {self.segment}")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise UserError(f"--kernel {self.kernel}: an odd size is needed, so that it is centred on an entry")
+        if self.merged and self.merged % self.filters:
+            raise UserError(f"--filters {self.filters}: each fills equally many of the {self.merged} slots")
+        if self.mem == 0:
+            raise UserError(f"--method {self.method} with --sinks 0, --heavy 0 and --recent 0 keeps nothing")
 
     @property
     def scored(self) -> bool:
@@ -309,9 +311,9 @@ class Memory(KVCache):
         place = torch.arange(S, device=k.device)  # where the entries of [sinks, heavy | rest | recent] are now
         if s.scored:
             place = self.heavy_first(layer)
-            k, v, scores = (take(x, place) for x in (k, v, self.scores[layer]))
+            k, v = take(k, place), take(v, place)
             if s.blend is not None:
-                score = ranking(scores, s.score)[:, :, parts[0] : S - s.recent]
+                score = ranking(take(self.scores[layer], place), s.score)[:, :, parts[0] : S - s.recent]
         slot = torch.arange(s.mem, device=k.device)
         first, new, last = slot.split((parts[0], s.merged, s.recent))
         k_kept, k_rest, k_recent = k.split(parts, dim=2)
@@ -326,11 +328,21 @@ class Memory(KVCache):
             k_new, v_new, w = k_rest[:, :, :0], v_rest[:, :, :0], v.new_zeros(*v.shape[:2], 0, parts[1])
         if s.positions == "slots" and s.merged:
             k_new = self.turn(k_new, new)
-        if s.scored:
-            kept, rest, recent = scores.split(parts, dim=2)
-            with torch.autocast(k.device.type, enabled=False):
-                self.scores[layer] = torch.cat((kept, w.float() @ rest, recent), dim=2)
+        self.follow(layer, place, w)
         return torch.cat((k_kept, k_new, k_recent), dim=2), torch.cat((v_kept, v_new, v_recent), dim=2)
+
+    def follow(self, layer: int, place: Tensor, w: Tensor) -> None:
+        """What is known of the entries goes the way of their keys and values."""
+        if self.settings.scored:
+            self.scores[layer] = self.carry(self.scores[layer], place, w)
+
+    def carry(self, x: Tensor, place: Tensor, w: Tensor) -> Tensor:
+        """Whatever belongs to the entries, (B, G, S, N) -> (B, G, M, N): W x, as K' = W K."""
+        s, S = self.settings, x.shape[2]
+        x = take(x, place.expand(x.shape[:3]))
+        kept, rest, recent = x.split((s.sinks + s.heavy, S - s.sinks - s.heavy - s.recent, s.recent), dim=2)
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.cat((kept, w.float() @ rest, recent), dim=2)
 
     def heavy_first(self, layer: int) -> Tensor:
         """Indices (B, G, S) of [sinks and heavy | rest | recent], each in time order."""

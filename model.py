@@ -514,3 +514,9 @@ class Tokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self.sp.decode(ids)
+
+    def piece(self, token: int) -> str:
+        """What one token stands for, its first space included; a byte that is part of a character as <0xE2>."""
+        piece = self.sp.id_to_piece(token)
+        byte = int(piece[3:5], 16) if self.sp.is_byte(token) else 128
+        return chr(byte) if byte < 128 else piece.replace("\u2581", " ")
