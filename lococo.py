@@ -224,35 +224,10 @@ def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
         return sums[:, :, 0] + conv.bias[:, None]
     x = x.transpose(1, 2)
     if filters > 32 * conv.groups:
-        quick = x.is_cpu and x.dtype == torch.float32 and not torch.is_grad_enabled()
-        return toom_cook(conv, x) if quick else conv(x)
-    # As over an image of one row, whose channels may lie last.
+        return conv(x)
+    # As over an image of one row, whose channels may lie last as they do in x: conv(x) would copy.
     y = F.conv2d(x[:, :, None], conv.weight[:, :, None], conv.bias, padding=(0, pad), groups=conv.groups)
     return y[:, :, 0]
-
-
-def toom_cook(conv: nn.Conv1d, x: Tensor) -> Tensor:
-    """conv(x), (N, C, S) -> (N, filters, S), with 5/9 of its multiplications: nothing of LoCoCo, skip it at first.
-
-    Deal entries and taps out in threes: x_i has the entries i, i + 3, i + 6, ... (so x_3 is x_0, one further), and h_j
-    the taps. Output y_i = h_0 * x_i + h_1 * x_(i+1) + h_2 * x_(i+2), i = 0, 1, 2: nine convolutions, each over a third
-    of the entries with a third of the taps. As Toom multiplies numbers of three digits by five products and not by
-    nine, five are enough: y = A [(G h) * (B x)], Winograd's F(3, 3) (arXiv 1509.09308) at the points 0, 1, -1, 2 and
-    infinity. It is off by 1e-6 of the largest output, for which float32 has digits to spare. Its backward pass would
-    keep more than W, so training does without.
-    """
-    A = x.new_tensor([[1, 1, 1, 1, 0], [0, 1, -1, 2, 0], [0, 1, 1, 4, 1]])
-    G = x.new_tensor([[3, 0, 0], [3, 3, 3], [1, -1, 1], [1, 2, 4], [0, 0, 6]]) / 6
-    B = x.new_tensor([[2, -1, -2, 1, 0], [0, 2, 1, -1, 0], [0, -2, 3, -1, 0], [0, -1, 0, 1, 0], [0, 2, -1, -2, 1]])
-    (N, C, S), (filters, _, kernel), pad = x.shape, conv.weight.shape, conv.padding[0]
-    taps, entries = -(-kernel // 3), 8 * -(-S // 24)  # of a third, rounded up: whole vectors of 8 are quicker
-    h = F.pad(conv.weight, (0, 3 * taps - kernel)).view(filters, C, taps, 3).permute(3, 0, 1, 2)
-    h = (G @ h.reshape(3, -1)).view(5 * filters, C, taps)
-    x = F.pad(x.transpose(1, 2), (0, 0, pad, 3 * (entries + taps) - S - pad)).view(N, entries + taps, 3, C)
-    x = B @ torch.cat((x[:, :-1], x[:, 1:, :2]), dim=2)  # (N, entries + taps - 1, 5, C)
-    y = F.conv1d(x.permute(0, 2, 3, 1).flatten(1, 2), h, groups=5)  # (N, 5 filters, entries)
-    y = (A @ y.view(N, 5, -1)).view(N, 3, filters, entries).permute(0, 2, 3, 1).flatten(2)[..., :S]
-    return y + conv.bias[:, None]
 
 
 # --- Memory --------------------------------------------------------------------------------------------------

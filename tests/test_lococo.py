@@ -124,7 +124,7 @@ def test_compressor_equals_a_loop_over_the_papers_equations(kernel, filters, dep
 @pytest.mark.parametrize("entries", [1, 30, 121])
 @pytest.mark.parametrize("filters, groups", [(1, 1), (2, 1), (9, 1), (40, 1), (16, 16)])
 def test_every_way_to_convolve_equals_conv1d(filters, groups, entries, kernel):
-    """Sums along diagonals (few filters), an image of one row, the five products of Toom and Cook (many filters)."""
+    """Sums along diagonals (few filters), an image of one row, and conv1d itself (many filters)."""
     conv = torch.nn.Conv1d(16, filters, kernel, padding=kernel // 2, groups=groups)
     x = torch.randn(3, entries, 16)
     expected = conv.double()(x.double().transpose(1, 2)).float()
