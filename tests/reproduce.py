@@ -6,7 +6,7 @@
 
 Every cell trains as `train.py` does, with the same data, steps and seed, and is scored as by `eval_ppl.py` on the
 held-out part; two at a time, one core each. What is finished is found in runs/reproduce/ and not done again. After
-every cell tests/reproduce.json and, between their marks, the README's tables are written anew, with the rows there are.
+every cell tests/reproduce.json and, between their marks, the tables of tests/results.md are written anew, with the rows there are.
 """
 
 import argparse
@@ -217,7 +217,7 @@ def write(scales: list[int], seeds: list[int], steps: int) -> None:
     if any(row for _, (row,) in longer):
         lines += ["", f"**Longer training**: {LONGER} times the steps, at {2 * CONTEXT:,} tokens, seed {seeds[0]}."]
         lines += table(["method"], LENGTHS, longer)
-    readme = HOME / "README.md"
+    readme = HOME / "tests" / "results.md"
     before, rest = readme.read_text().split(MARKS[0])
     readme.write_text("\n".join([before + MARKS[0], *lines, MARKS[1]]) + rest.split(MARKS[1])[1])
     (HOME / "tests" / "reproduce.json").write_text(json.dumps({"about": about, "cells": record}, indent=1) + "\n")

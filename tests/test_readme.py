@@ -1,0 +1,163 @@
+"""What the README says exists, and every command in it runs as printed, with small stand-ins for models and texts."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from test_model import write_hugging_face, write_meta
+
+import eval_ppl
+import generate
+import train
+from eval_ppl import HERE, TINY, exit_on_user_error
+from lococo import LoCoCo, Settings
+from model import Llama, LlamaConfig
+
+README = (HERE / "README.md").read_text()
+BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.M | re.S)
+COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()
+            if re.match(r"(python|torchrun|pip) ", line)]  # fmt: skip
+PROGRAMS = {"train.py": train, "generate.py": generate, "eval_ppl.py": eval_ppl}
+
+
+def resolve(name: str):
+    module, *path = name.split(".")
+    thing = import_module(module)
+    for part in path:
+        thing = getattr(thing, part)
+    return thing
+
+
+def test_the_table_from_paper_to_code_names_what_exists():
+    table = README.split("| paper | here |")[1].split("\n\n")[0]
+    names = re.findall(r"`([\w.]+)`", table)
+    assert len(names) > 20
+    for name in names:
+        resolve(name)
+    for equation in ("equations 1, 2", "equations 3 to 5", "equation 6", "equation 7", "equation 8", "algorithm 1",
+                     "algorithm 2", "section 3.2", "section 3.3", "section 4.1"):  # fmt: skip
+        assert equation in table, equation
+
+
+def test_links_lead_somewhere():
+    for file in ("README.md", "tests/results.md"):
+        text, place = (HERE / file).read_text(), (HERE / file).parent
+        for label, target in re.findall(r"\[([^\]\n]*)\]\(([^)]+)\)", text):
+            if target.startswith("http"):
+                continue
+            assert (place / target).is_file(), target
+            if target.endswith(".py"):
+                for name in re.findall(r"`([\w.]+)`", label):
+                    resolve(f"{Path(target).stem}.{name}")
+
+
+def test_lines_that_exercises_change_are_there():
+    exercises = README.split("## Exercises")[1].split("\n## ")[0]
+    lines = re.findall(r"\(([\w.]+)\): `([^`]+)`", exercises)
+    assert len(lines) >= 6
+    for name, line in lines:
+        module = name.split(".")[0]
+        assert line in (HERE / f"{module}.py").read_text(), line
+        resolve(name)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    """A directory as a reader's: the repository with a much smaller model, a library, Llamas, books and a run."""
+    home = tmp_path_factory.mktemp("house")
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(dim=32, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=96, vocab_size=2048, context=1024))
+    for folder in ("tiny", "Llama-2-7b-hf", "Llama-2-7b"):
+        (write_meta(home / folder, model, 1) if folder == "Llama-2-7b" else write_hugging_face(home / folder, model))
+        shutil.copy(TINY / "tokenizer.model", home / folder)
+    LoCoCo(model, Settings.of("lococo", 128, 128, 2048, sinks=4, recent=108)).save(home / "tiny/adapter.safetensors")
+    (home / "tests").mkdir()
+    for file in ("requirements.txt", "tests/conftest.py"):
+        shutil.copy(HERE / file, home / file)
+    text = "".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(900))  # more than 8,192 tokens
+    for folder in ("library", "RedPajama"):
+        (home / folder).mkdir()
+        for n in range(40):
+            (home / folder / f"{n}.txt").write_text(text * (5 if folder == "RedPajama" and n % 8 == 0 else 1))
+    for name in ("book.txt", "question.txt"):
+        (home / name).write_text(text[:3000])
+    return home
+
+
+def test_every_command_runs_as_printed(house, monkeypatch, capsys):
+    """In the order of the page, in one process; one training step for the recipes' many. What is not Python's to run
+    here, or has a test of its own, must at least know its flags."""
+    monkeypatch.chdir(house)
+    monkeypatch.setattr(eval_ppl, "CACHE", house / "cache")
+    monkeypatch.setattr(eval_ppl, "default_files", lambda: sorted((house / "library").iterdir()))
+    monkeypatch.setattr(train, "HERE", house)
+    monkeypatch.setattr(train, "EVALUATED", 1)
+    for module in PROGRAMS.values():
+        monkeypatch.setattr(module, "TINY", house / "tiny", raising=False)
+    for name in ("steps", "batch", "micro_batch"):
+        monkeypatch.setitem(train.RECIPES, name, (1, 1))
+    done = []
+    for command in COMMANDS:
+        words = shlex.split(command)
+        if words[0] == "python" and words[1] in PROGRAMS:
+            if "--resume" in words:  # as if it had been stopped before its last step
+                shutil.copy(house / "state", house / words[-1] / "state.safetensors")
+            if words[1:3] == ["eval_ppl.py", "tiny"]:
+                words += ["--documents", "1"]
+            monkeypatch.setattr(sys, "argv", words[1:])
+            with monkeypatch.context() as patch:
+                if words[1] == "train.py":
+                    keep_the_state(patch, house / "state")
+                exit_on_user_error(PROGRAMS[words[1]].main)
+            done.append(words[1])
+        elif words[0] == "torchrun":
+            assert words[1:3] == ["--nproc_per_node=4", "train.py"]
+            monkeypatch.setattr(sys, "argv", words[2:])
+            train.parse()
+        elif words[:2] == ["python", "-m"] or words[0] == "pip":
+            assert command in (HERE / ".ci/run").read_text().replace("venv/bin/", ""), command
+        else:
+            shown = subprocess.run([sys.executable, HERE / words[1], "--help"], capture_output=True, text=True)
+            assert shown.returncode == 0 or "pip install matplotlib" in shown.stderr, command
+            assert all(word in shown.stdout for word in words if word.startswith("--"))
+    assert {program: done.count(program) for program in PROGRAMS} == {"train.py": 5, "generate.py": 7, "eval_ppl.py": 3}
+    assert "held-out perplexity at 32768 tokens" in capsys.readouterr().out
+
+
+def keep_the_state(patch, file: Path) -> None:
+    """A run removes its state when it is done; the README's --resume wants one."""
+    inner = Path.unlink
+
+    def unlink(path, *args, **kwargs):
+        if path.name == "state.safetensors" and path.is_file():
+            shutil.copy(path, file)
+        inner(path, *args, **kwargs)
+
+    patch.setattr(Path, "unlink", unlink)
+
+
+def test_the_problem_as_one_number():
+    assert 2 * 32 * 4096 * 32768 * 2 == 17_179_869_184 and "**17.2 GB**" in README
+    assert 2 * 32 * 4096 * 512 * 2 == 268_435_456 and "512 of them 0.27 GB" in README
+
+
+def test_the_readmes_results_are_those_that_were_measured():
+    cells = json.loads((HERE / "tests/reproduce.json").read_text())["cells"]
+    table = README.split("| full attention |")[1].split("\n\n")[0]
+    shown = [float(x) for x in re.findall(r"\b2\.\d{4}\b", table)]
+    measured = {round(torch.tensor([cells[f"{name}-2048-m128-t128-s{seed}-100"]["perplexity"]["2048"]
+                                    for seed in seeds]).double().log().mean().item(), 4)
+                for name, seeds in (
+                    ("methodfull-positionsoriginal", range(3)), ("methodh2o-positionsslots", range(3)),
+                    ("methodlococo", range(3)), ("methodstreaming", range(3)), ("methodlococo", [0]),
+                    ("methodlococo-filters0", [0]), ("methodlococo-filters0-depthwise", [0]),
+                    ("methodlococo+h2o-positionsslots-filters0-normalisesum", [0]),
+                    ("methodstreaming-sinks8-recent0", [0]))}  # fmt: skip
+    assert set(shown) == measured
