@@ -492,7 +492,7 @@ def passkey(model: Llama, new_cache: Callable[[], KVCache], segment: int, tokeni
 # --- The table -----------------------------------------------------------------------------------------------
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="run directories of train.py (default: the embedded adapter)")
@@ -508,26 +508,36 @@ def main() -> None:
         help="also the share of numbers found that were hidden at these depths, 0 to 1 (default: 0, 0.25 ... 1)")
     add("--json", type=Path, metavar="FILE", help="write the table and its protocol there too")
     args = parser.parse_args()
+    if args.passkey == []:
+        args.passkey = [0.0, 0.25, 0.5, 0.75, 1.0]
+    args.part = args.part or ("all" if args.data else "held-out")
+    args.runs = args.runs or ([] if args.model or args.method else [TINY])
+    check(args)
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """What can be told before the work begins."""
     for name, value, least in (("lengths", min(args.lengths), 2), ("documents", args.documents, 1),
                                ("micro-batch", args.micro_batch, 1)):  # fmt: skip
         if value < least:
             raise UserError(f"--{name} {value}: at least {least} is needed")
-    if args.passkey == []:
-        args.passkey = [0.0, 0.25, 0.5, 0.75, 1.0]
     for depth in args.passkey or []:
         if not 0 <= depth <= 1:
             raise UserError(f"--passkey {depth}: a depth is from 0 (the beginning) to 1 (the end)")
     if args.passkey and max(args.lengths) < 64:
         raise UserError(f"--passkey needs texts of 64 tokens, --lengths {max(args.lengths)} is less")
-    args.part = args.part or ("all" if args.data else "held-out")
-    runs = args.runs or ([] if args.model or args.method else [TINY])
     refuse_counts(args)
     for method in args.method:
         untrained(args, method, max(args.lengths))
-    for run in runs:
-        read_file(adapter_file(run), "adapter")  # a wrong path is told before the work begins
+    for run in args.runs:
+        read_file(adapter_file(run), "adapter")
     if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
         raise UserError(f"--json {args.json}: not a file in a directory that exists")
+
+
+def main() -> None:
+    args = parse()
     join(args)
     model, tokenizer = load_base(args)
     corpus = from_first(lambda: Corpus(args.data, tokenizer))
@@ -539,38 +549,40 @@ def main() -> None:
     methods = {"base, full cache": lambda length: None}
     for name in args.method:  # positions are interpolated for each length anew
         methods[f"{name}, untouched base"] = lambda length, name=name: LoCoCo(model, untrained(args, name, length))
-    for run in runs:
+    for run in args.runs:
         methods["tiny/" if run is TINY else str(run)] = lambda length, run=run: LoCoCo.load(run, model)
     rows = []
     for name, method in methods.items():
         with precision(args):  # autocast remembers weights in low precision: a new one for each method
             rows.append({"name": name, **evaluate(model, method, batches)})
     print_table(rows, batches, args.part)
-    last = max(batches)
-    where = by_position(rows, torch.cat([b.cpu() for b in batches[last]])) if args.by_position else None
-    if where:
+    last, where, found = max(batches), None, {}
+    if args.by_position:
+        where = by_position(rows, torch.cat([b.cpu() for b in batches[last]]))
         print_columns(f"nats per token at {last} tokens, by position and by when the same {RUN} tokens were last seen",
                       where)  # fmt: skip
-    found = {}
     if args.passkey:
         for name, method in methods.items():
             with dropped_in(model, method(last)) as (new_cache, segment, _), precision(args):
                 found[name] = {f"{depth:g}": passkey(model, new_cache, segment, tokenizer, batches[last], depth,
                                                        args.seed) for depth in args.passkey}  # fmt: skip
         print_columns(f"share of passkeys found in {last} tokens, by depth", found)
-    for row in rows:
-        del row["losses"]
     if args.json and processes()[0] == 0:
-        protocol = {
-            "model": str(args.model or "tiny/"), "part": args.part,
-            "data": [str(path) for path in args.data] or "Python's standard library",
-            "documents": {length: sum(map(len, b)) for length, b in batches.items()},
-            "scored_tokens": {length: sum(t[:, 1:].numel() for t in b) for length, b in batches.items()},
-            "bos": True, "dtype": str(args.dtype), "device": args.device,
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        }  # fmt: skip
-        content = {"rows": rows, "by_position": where, "passkey": found, "protocol": protocol}
-        args.json.write_text(json.dumps(content, indent=2) + "\n")
+        write_json(args, batches, {"rows": rows, "by_position": where, "passkey": found})
+
+
+def write_json(args: argparse.Namespace, batches: dict[int, list[Tensor]], content: dict) -> None:
+    for row in content["rows"]:
+        del row["losses"]
+    content["protocol"] = {
+        "model": str(args.model or "tiny/"), "part": args.part,
+        "data": [str(path) for path in args.data] or "Python's standard library",
+        "documents": {length: sum(map(len, b)) for length, b in batches.items()},
+        "scored_tokens": {length: sum(t[:, 1:].numel() for t in b) for length, b in batches.items()},
+        "bos": True, "dtype": str(args.dtype), "device": args.device,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }  # fmt: skip
+    args.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def print_table(rows: list[dict], batches: dict[int, list[Tensor]], part: str) -> None:

@@ -169,8 +169,8 @@ def describe_slots(trace: Trace, ids: list[int], tokenizer: Tokenizer) -> Iterat
                 continue
             yield from describe_kept(kept, ids, tokenizer)
             kept = []
-            yield f"{slot:>4}" + "".join(
-                f" {'█' * round(4 * w):·<4} {w:.2f} {quoted(tokenizer.piece(ids[n]), 7):<7} {n:<6}"
+            yield f"{slot:>4}" + "  ".join(
+                f" {'█' * round(4 * w):·<4} {w:.2f} {quoted(tokenizer.piece(ids[n]), 7):<7} {n}"
                 for w, n in zip(share[:3].tolist(), trace.tokens[where[:3]].tolist()) if w >= 0.01)  # fmt: skip
         yield from describe_kept(kept, ids, tokenizer)
         start += count

@@ -31,7 +31,7 @@ from eval_ppl import (
     processes, scored_batches,
 )  # fmt: skip
 from lococo import METHODS, NORMALISE, LoCoCo, Settings, read_file, segment_losses, write_file
-from model import KVCache, Llama, UserError, attend
+from model import KVCache, Llama, Tokenizer, UserError, attend
 
 # --- Sequences -----------------------------------------------------------------------------------------------
 
@@ -416,6 +416,11 @@ def refuse_taken(out: Path) -> None:
 
 
 def print_groups(lococo: LoCoCo, args: argparse.Namespace) -> None:
+    """The method and what trains."""
+    s = lococo.settings
+    counts = [f"{n} {kind}" for kind in ("sinks", "heavy", "merged", "recent") if (n := getattr(s, kind))]
+    print(f"method {s.method}: {' + '.join(counts) + ' slots' if counts else 'every entry kept'}, "
+          f"positions {s.positions}, RoPE factor {lococo.model.config.rope_scale:g}")  # fmt: skip
     rows = [("what trains", "tensors", "parameters", "learning rate")]
     for group, tensors in lococo.groups().items():
         rate = args.conv_lr if group == "compressors" else args.lr
@@ -456,6 +461,30 @@ def main() -> None:
         run(parse(), held)
 
 
+def texts(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Corpus, Sequences, list[Tensor]]:
+    """The corpus, what is trained on, and batches of held-out documents to score."""
+    corpus = from_first(lambda: Corpus(args.data, tokenizer))
+    # A corpus so small that its names put all of it into the held-out part is trained on and not scored.
+    part = "training" if len(corpus.part("training")) else "all"
+    data = Sequences(corpus, corpus.part(part), args.seq, args.seed)
+    heldout = [] if part == "all" else scored_batches(
+        corpus, "held-out", args.seq, args.device, EVALUATED, args.micro_batch)  # fmt: skip
+    print(f"text: {data.per_pass * args.seq / 1e6:.1f} M tokens to train on, "
+          f"{sum(map(len, heldout))} held-out documents of {args.seq} tokens")  # fmt: skip
+    return corpus, data, heldout
+
+
+def open_base(args: argparse.Namespace) -> tuple[Llama, Tokenizer]:
+    """The model, in parts if --shard asks for it, and its tokenizer."""
+    model, tokenizer = load_base(args, "cpu" if args.shard else None)
+    if args.shard:
+        shard(model, args)
+    print(f"run {os.path.relpath(args.out)}")
+    print(f"model {args.model or 'tiny/'}: {sum(p.numel() for p in model.parameters()):,} parameters, "
+          f"context {model.config.context}, {args.dtype} on {args.device}; recipe {args.recipe}")  # fmt: skip
+    return model, tokenizer
+
+
 def run(args: argparse.Namespace, held: ExitStack) -> None:
     settings = settings_of(args)
     join(args)
@@ -466,20 +495,8 @@ def run(args: argparse.Namespace, held: ExitStack) -> None:
         from_first(lambda: held.enter_context(reserve(args.out, fresh=False)) if rank == 0 else None)
     else:
         args.out = from_first(lambda: run_directory(args, settings))
-    model, tokenizer = load_base(args, "cpu" if args.shard else None)
-    if args.shard:
-        shard(model, args)
-    print(f"run {os.path.relpath(args.out)}")
-    print(f"model {args.model or 'tiny/'}: {sum(p.numel() for p in model.parameters()):,} parameters, "
-          f"context {model.config.context}, {args.dtype} on {args.device}; recipe {args.recipe}")  # fmt: skip
-    corpus = from_first(lambda: Corpus(args.data, tokenizer))
-    # A corpus so small that its names put all of it into the held-out part is trained on and not scored.
-    part = "training" if len(corpus.part("training")) else "all"
-    data = Sequences(corpus, corpus.part(part), args.seq, args.seed)
-    heldout = [] if part == "all" else scored_batches(
-        corpus, "held-out", args.seq, args.device, EVALUATED, args.micro_batch)  # fmt: skip
-    print(f"text: {data.per_pass * args.seq / 1e6:.1f} M tokens to train on, "
-          f"{sum(map(len, heldout))} held-out documents of {args.seq} tokens")  # fmt: skip
+    model, tokenizer = open_base(args)
+    corpus, data, heldout = texts(args, tokenizer)
 
     def score(lococo: LoCoCo) -> float:
         with precision(args):
@@ -489,12 +506,14 @@ def run(args: argparse.Namespace, held: ExitStack) -> None:
     lococo = LoCoCo(model, settings)
     lococo.start_training()
     model.recompute = args.recompute
-    counts = [f"{n} {kind}" for kind in ("sinks", "heavy", "merged", "recent") if (n := getattr(settings, kind))]
-    print(f"method {settings.method}: {' + '.join(counts) + ' slots' if counts else 'every entry kept'}, "
-          f"positions {settings.positions}, RoPE factor {model.config.rope_scale:g}")  # fmt: skip
     print_groups(lococo, args)
     optimizer, begin = make_optimizer(lococo, args), 0
     state, text = args.out / "state.safetensors", corpus.checksum()
+
+    def keep(steps: int) -> None:
+        if rank == 0:
+            save_state(lococo, optimizer, state, step=steps, scores=scores, flags=recorded(args), text=text)
+
     if args.resume:
         begin = restore_state(lococo, optimizer, text, args)
         if rank == 0:  # steps after the state will be done again
@@ -502,19 +521,10 @@ def run(args: argparse.Namespace, held: ExitStack) -> None:
             os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[:begin])))
     else:
         scores[f"{settings.method} before training"] = score(lococo)
-
-    def keep(steps: int) -> None:
-        if rank == 0:
-            save_state(lococo, optimizer, state, step=steps, scores=scores, flags=recorded(args), text=text)
-
-    if not args.resume:
         from_first(lambda: held.enter_context(reserve(args.out, fresh=True)) if rank == 0 else None)
         keep(0)
-    stopped = train(lococo, data, args, optimizer, begin, keep)
-    if stopped:
-        if rank == 0:
-            launch = "python" if number == 1 else f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
-            print(f"stopped; to go on: {launch} train.py --resume {os.path.relpath(args.out)}", file=sys.stderr)
+    if stopped := train(lococo, data, args, optimizer, begin, keep):
+        say_how_to_go_on(args)
         leave()
         sys.exit(128 + stopped)
     if rank == 0:
@@ -528,6 +538,13 @@ def run(args: argparse.Namespace, held: ExitStack) -> None:
     else:
         print(f"no perplexity: no held-out document has {args.seq} tokens")
     print(f"adapter: {os.path.relpath(args.out / 'adapter.safetensors')}")
+
+
+def say_how_to_go_on(args: argparse.Namespace) -> None:
+    rank, number = processes()
+    if rank == 0:
+        launch = "python" if number == 1 else f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
+        print(f"stopped; to go on: {launch} train.py --resume {os.path.relpath(args.out)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

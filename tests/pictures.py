@@ -129,8 +129,9 @@ def perplexity() -> None:
     for n, (name, cell) in enumerate(rows.items()):
         values = [cells[cell.folder(STEPS).name]["perplexity"][str(length)] for length in LENGTHS]
         bold = name.startswith(("full", "window", "H2O", "LoCoCo, the recipe"))
-        axes.plot(LENGTHS, values, "o-" if bold else ".--", color=(COLOURS + ["#444444"])[n],
-                  linewidth=2 if bold else 1, label=name, zorder=2 + bold)  # fmt: skip
+        width = 5 if name.startswith("window") else 1.8 if bold else 1  # the recipe's line lies on the window's
+        axes.plot(LENGTHS, values, "-" if bold else ".--", color=(COLOURS + ["#444444"])[n], linewidth=width,
+                  label=name, zorder=2 + bold)  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(LENGTHS, [f"{n:,}" for n in LENGTHS])
@@ -157,7 +158,7 @@ def position(curves: dict[str, list[float]]) -> None:
 
 
 def mixing_weights(w: list, entries: list[str]) -> None:
-    figure, panels = pyplot.subplots(len(w), 1, figsize=(9, 2.4 * len(w)), sharex=True)
+    figure, panels = pyplot.subplots(len(w), 1, figsize=(9, 3.1 * len(w)), sharex=True)
     old = sum(name.startswith("slot") for name in entries)
     for layer, (axes, matrix) in enumerate(zip(panels, map(torch.tensor, w))):
         picture = axes.imshow(matrix, aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
@@ -165,13 +166,13 @@ def mixing_weights(w: list, entries: list[str]) -> None:
         axes.set_yticks(range(0, len(matrix), 5), [f"slot {4 + n}" for n in range(0, len(matrix), 5)], fontsize=7)
         right = axes.secondary_yaxis("right")
         right.set_yticks(range(len(matrix)), [f"{s:.2f} {entries[n]}" for s, n in zip(share.tolist(), entry.tolist())],
-                         fontsize=6, family="monospace")  # fmt: skip
+                         fontsize=6.5, family="monospace")  # fmt: skip
         right.tick_params(length=0)
         axes.axvline(old - 0.5, color="#d55e00", linewidth=1)
         axes.set_title(f"layer {layer}, head 0", fontsize=8, loc="left", pad=3)
     panels[-1].set_xlabel(f"entries that are merged: the {old} old slots, then the {len(entries) - old} oldest tokens; "
                           "right: the largest weight of each slot and whose it is")  # fmt: skip
-    figure.colorbar(picture, ax=panels, location="top", shrink=0.3, aspect=30, pad=0.03, label="weight in W")
+    figure.colorbar(picture, ax=panels, location="top", shrink=0.3, aspect=30, pad=0.025, label="weight in W")
     save(figure, "mixing")
 
 

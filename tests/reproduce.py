@@ -6,7 +6,8 @@
 
 Every cell trains as `train.py` does, with the same data, steps and seed, and is scored as by `eval_ppl.py` on the
 held-out part; two at a time, one core each. What is finished is found in runs/reproduce/ and not done again. After
-every cell tests/reproduce.json and, between their marks, the tables of tests/results.md are written anew, with the rows there are.
+every cell tests/reproduce.json and, between their marks, the tables of tests/results.md are written anew, with the
+rows that there are.
 """
 
 import argparse
