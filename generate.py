@@ -41,7 +41,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
 @torch.no_grad()
 def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache, most: int, temperature: float,
            top_p: float, seed: int) -> Iterator[int]:  # fmt: skip
-    """Token ids that follow the prompt in the cache, whose last logits are given, until EOS or `most`."""
+    """Token ids that follow the prompt in the cache, whose last logits are given, until EOS or `most` (algorithm 2)."""
     generator = torch.Generator(logits.device).manual_seed(seed)
     for n in range(most):
         # A padded vocabulary has ids that no text corresponds to: never drawn.

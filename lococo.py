@@ -191,7 +191,7 @@ class Compressor(nn.Module):
         return *(w @ x).chunk(2, dim=-1), w.detach()
 
     def weights(self, logits: Tensor, score: Tensor | None) -> Tensor:
-        """Logits (B, G, filters, S) -> mixing weights W (B, G, slots, S); every row sums to 1.
+        """Logits (B, G, filters, S) -> mixing weights W (B, G, slots, S); every row sums to 1 (equation 8).
 
         With a blend (the official code's, not in the paper) W is mixed with one-hot rows that keep the entries
         of the highest score (B, G, S), by a learnt gate: 0 would be plain eviction.
@@ -230,6 +230,38 @@ def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
     return y[:, :, 0]
 
 
+# --- Attention received, by which heavy entries are chosen (H2O, arXiv 2306.14048) ----------------------------
+
+
+def take(x: Tensor, place: Tensor) -> Tensor:
+    """Entries (B, G, S, D) at indices (B, G, N) -> (B, G, N, D)."""
+    return x.gather(2, place[..., None].expand(*place.shape, x.shape[-1]))
+
+
+@torch.no_grad()
+def attention_received(q: Tensor, k: Tensor, piece: int = 128) -> Tensor:
+    """The attention of the last T of S entries, summed over them: q (B, H, T, D), k (B, G, S, D) -> (B, G, S, 2).
+
+    The last axis: attention that an entry received, and the number of queries that could see it. Query heads that
+    share a key/value head are averaged (H2O has no such heads). Float32, a piece of T at a time.
+    """
+    (B, H, T, D), (_, G, S, _) = q.shape, k.shape
+    q, k = q.float().view(B, G, H // G, T, D), k.float()[:, :, None].transpose(-1, -2) / D**0.5
+    received = torch.zeros(B, G, S, device=k.device)
+    with torch.autocast(q.device.type, enabled=False):
+        for t in range(0, T, piece):
+            logits = q[:, :, :, t : t + piece] @ k  # (B, G, H/G, piece, S)
+            future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=k.device).triu(S - T + t + 1)
+            received += logits.masked_fill(future, -torch.inf).softmax(dim=-1).sum(dim=-2).mean(dim=2)
+    queries = (S - torch.arange(S, device=k.device)).clamp(max=T).expand_as(received)
+    return torch.stack((received, queries), dim=-1)
+
+
+def ranking(scores: Tensor, kind: str) -> Tensor:
+    """Scores (B, G, S, 2) -> what heavy entries are chosen by, (B, G, S); a plain sum favours old entries."""
+    return scores[..., 0] / scores[..., 1] if kind == "mean" else scores[..., 0].clone()
+
+
 # --- Memory --------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +292,7 @@ class Memory(KVCache):
         return self.settings.mem + self.settings.segment
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """[memory | segment], which the segment attends to; what was held has become M slots if there was no room."""
         if self.make_room:
             self.write(layer, 0, *self.compress(layer, self.keys[layer], self.values[layer]))
         return super().update(layer, k, v)
@@ -338,40 +371,11 @@ class Memory(KVCache):
         return other
 
 
-def take(x: Tensor, place: Tensor) -> Tensor:
-    """Entries (B, G, S, D) at indices (B, G, N) -> (B, G, N, D)."""
-    return x.gather(2, place[..., None].expand(*place.shape, x.shape[-1]))
-
-
-@torch.no_grad()
-def attention_received(q: Tensor, k: Tensor, piece: int = 128) -> Tensor:
-    """The attention of the last T of S entries, summed over them: q (B, H, T, D), k (B, G, S, D) -> (B, G, S, 2).
-
-    The last axis: attention that an entry received, and the number of queries that could see it. Query heads that
-    share a key/value head are averaged (H2O, arXiv 2306.14048, has no such heads). Float32, a piece of T at a time.
-    """
-    (B, H, T, D), (_, G, S, _) = q.shape, k.shape
-    q, k = q.float().view(B, G, H // G, T, D), k.float()[:, :, None].transpose(-1, -2) / D**0.5
-    received = torch.zeros(B, G, S, device=k.device)
-    with torch.autocast(q.device.type, enabled=False):
-        for t in range(0, T, piece):
-            logits = q[:, :, :, t : t + piece] @ k  # (B, G, H/G, piece, S)
-            future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=k.device).triu(S - T + t + 1)
-            received += logits.masked_fill(future, -torch.inf).softmax(dim=-1).sum(dim=-2).mean(dim=2)
-    queries = (S - torch.arange(S, device=k.device)).clamp(max=T).expand_as(received)
-    return torch.stack((received, queries), dim=-1)
-
-
-def ranking(scores: Tensor, kind: str) -> Tensor:
-    """Scores (B, G, S, 2) -> what heavy entries are chosen by, (B, G, S); a plain sum favours old entries."""
-    return scores[..., 0] / scores[..., 1] if kind == "mean" else scores[..., 0].clone()
-
-
 # --- Segment loop (section 3.3) ------------------------------------------------------------------------------
 
 
 def segment_losses(model: Llama, tokens: Tensor, cache: KVCache, segment: int, bptt: int = 1) -> Iterator[Tensor]:
-    """Negative log-likelihood in nats of each token of (B, L) after the first: (B, <= bptt * segment) at a time.
+    """Nats of each token of (B, L) after the first: (B, <= bptt * segment) at a time (algorithm 1).
 
     The target of a segment's last token is the first one of the next, so nothing is lost at the seams. Call
     backward on a piece before asking for the next: its graph reaches back over its own segments only (the paper: one).
@@ -385,7 +389,7 @@ def segment_losses(model: Llama, tokens: Tensor, cache: KVCache, segment: int, b
 
 @torch.no_grad()
 def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tensor:
-    """Read tokens (B, L) into the cache segment by segment; float32 logits (B, V) of what comes next."""
+    """Read tokens (B, L) into the cache segment by segment; float32 logits (B, V) of what comes next (algorithm 2)."""
     for x in tokens.split(segment, dim=1):
         h = model.hidden(x, cache)
     return model.output(h[:, -1]).float()
@@ -488,7 +492,7 @@ class LoCoCo:
         return Memory(self.model.config, self.settings, self.compressors)
 
     def groups(self) -> dict[str, dict[str, nn.Parameter]]:
-        """What trains and what an adapter file holds: group -> name -> parameter.
+        """What trains and what an adapter file holds: group -> name -> parameter (section 4.1).
 
         Without LoRA (the paper's inference mode) these are the compressors alone: the base stays as it is.
         """
