@@ -188,7 +188,8 @@ class Compressor(nn.Module):
             y = convolve(conv, y.transpose(1, 2))
         logits = y.float().contiguous().view(*x.shape[:2], -1, x.shape[2])
         w = self.weights(logits, score).type_as(x)
-        return *(w @ x).chunk(2, dim=-1), w.detach()
+        k, v = x.chunk(2, dim=-1)
+        return w @ k, w @ v, w.detach()
 
     def weights(self, logits: Tensor, score: Tensor | None) -> Tensor:
         """Logits (B, G, filters, S) -> mixing weights W (B, G, slots, S); every row sums to 1 (equation 8).
@@ -450,12 +451,16 @@ def remove_lora(model: Llama, merge: bool) -> None:
 # --- All together --------------------------------------------------------------------------------------------
 
 
+def whole(t: Tensor) -> Tensor:
+    """A tensor that may be in parts, one in each process (train.py --shard): all of them must ask for it."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
 def fingerprint(model: Llama) -> str:
     """A name for a base model: its configuration and 64 values of each tensor, whatever dtype it is loaded in."""
     digest = hashlib.sha256(repr(model.config).encode())
     for name, p in model.named_parameters():
-        p = p.full_tensor() if hasattr(p, "full_tensor") else p  # it may be in parts, see train.py
-        sample = p.detach().flatten()[:: max(1, p.numel() // 64)][:64].to("cpu", torch.bfloat16)
+        sample = whole(p.detach()).flatten()[:: max(1, p.numel() // 64)][:64].to("cpu", torch.bfloat16)
         digest.update(f"{name} {tuple(p.shape)}".encode() + sample.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -520,10 +525,11 @@ class LoCoCo:
         self.model.config = self.base_config
         return self.model
 
-    def save(self, file: Path) -> None:
-        """The tensors of `groups` as an adapter file."""
-        tensors = {n: p for group in self.groups().values() for n, p in group.items()}
-        write_file(file, "adapter", tensors, settings=asdict(self.settings), base=self.base)
+    def save(self, file: Path | None) -> None:
+        """The tensors of `groups` as an adapter file; None for a process that only adds its parts."""
+        tensors = {n: whole(p.detach()) for group in self.groups().values() for n, p in group.items()}
+        if file:
+            write_file(file, "adapter", tensors, settings=asdict(self.settings), base=self.base)
 
     @staticmethod
     def load(path: str | Path, model: Llama, **expected) -> "LoCoCo":

@@ -30,8 +30,8 @@ from eval_ppl import (
     HERE, TINY, Corpus, Parser, exit_on_user_error, from_first, join, leave, load_base, perplexity, precision,
     processes, scored_batches,
 )  # fmt: skip
-from lococo import METHODS, NORMALISE, LoCoCo, Settings, read_file, segment_losses, write_file
-from model import KVCache, Llama, Tokenizer, UserError, attend
+from lococo import METHODS, NORMALISE, LoCoCo, Settings, read_file, segment_losses, whole, write_file
+from model import KVCache, Tokenizer, UserError, attend
 
 # --- Sequences -----------------------------------------------------------------------------------------------
 
@@ -124,17 +124,28 @@ def check_shard(args: argparse.Namespace, number: int) -> None:
                         f"the {number} processes")  # fmt: skip
 
 
-def shard(model: Llama, args: argparse.Namespace) -> None:
-    """Each process keeps a part of every block's frozen weights and gathers a block only while it runs (FSDP2).
-
-    What trains stays whole in each process, so gradients, optimizer and files are as without it.
-    """
+def shard(lococo: LoCoCo, args: argparse.Namespace) -> None:
+    """Each process keeps a part of every tensor, frozen or trained, and gathers a block only while it runs (FSDP2)."""
     from torch.distributed.fsdp import fully_shard  # here, as it takes a second to import
 
-    for block in model.layers:
-        fully_shard(block, reshard_after_forward=True,
-                    ignored_params={block.attention_norm.weight, block.ffn_norm.weight})  # fmt: skip
-    model.to(args.device)
+    mesh = dist.init_device_mesh(torch.device(args.device).type, (processes()[1],))
+    for module in (*lococo.compressors, *lococo.model.layers, lococo.model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # the parameters are always the parts then
+
+
+def like(t: Tensor, p: Tensor) -> Tensor:
+    """A copy of t where p is, and in parts if p is."""
+    if not hasattr(p, "full_tensor"):
+        return t.to(p.device, copy=True)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(t.to(p.device), p.device_mesh, p.placements)
+
+
+def add_up(lococo: LoCoCo, now: bool) -> None:
+    """Whether the next backward pass of a model in parts adds up the gradients of all since the last that did."""
+    for module in (*lococo.compressors, lococo.model):
+        module.set_requires_gradient_sync(now)
 
 
 def named_parameters(lococo: LoCoCo) -> dict[str, nn.Parameter]:
@@ -177,21 +188,28 @@ def gradients_of_step(lococo: LoCoCo, data: Sequences, args: argparse.Namespace,
     """
     rank, number = processes()
     scored, total, halt = args.batch * (args.seq - 1), 0.0, [] if args.shard else stop
+    if args.shard:  # which takes the mean over processes
+        scored /= number
     own = range(step * args.batch + rank, (step + 1) * args.batch, number)
+    piece = lococo.settings.segment * args.bptt  # tokens of a backward pass
     for n in range(0, len(own), args.micro_batch):
         if args.shard:
             halt = exchange([], [float(len(stop))], args)[0]
         if halt:
             break
         tokens = torch.from_numpy(np.stack([data[i] for i in own[n : n + args.micro_batch]])).to(args.device)
+        starts = range(0, args.seq - 1, piece)
         with precision(args):
-            for i, loss in enumerate(backward_through(lococo, tokens, scored, args.bptt)):
-                total += loss
-                piece = lococo.settings.segment * args.bptt
-                done(len(tokens) * min(piece, args.seq - 1 - i * piece))
+            losses = backward_through(lococo, tokens, scored, args.bptt)
+            for start in starts:
+                if args.shard:
+                    add_up(lococo, n + args.micro_batch >= len(own) and start == starts[-1])
+                total += next(losses)
+                done(len(tokens) * min(piece, args.seq - 1 - start))
                 if halt:
                     break
-    total, stops = exchange(list(named_parameters(lococo).values()), [total, float(len(stop))], args)
+    parameters = [] if args.shard else list(named_parameters(lococo).values())
+    total, stops = exchange(parameters, [total, float(len(stop))], args)
     return total, stops > 0
 
 
@@ -251,7 +269,7 @@ def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace, optimizer: 
                 optimizer.zero_grad()
                 keep(step)
                 return stop[0] if stop else signal.SIGTERM  # another process was asked
-            norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            norm = whole(torch.nn.utils.clip_grad_norm_(parameters, 1.0))
             fine = math.isfinite(total) and bool(norm.isfinite())
             if fine:
                 optimizer.step()
@@ -273,15 +291,16 @@ def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace, optimizer: 
 # --- The state of a run --------------------------------------------------------------------------------------
 
 
-def save_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, file: Path, **about) -> None:
+def save_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, file: Path | None, **about) -> None:
     """All that the rest of a training depends on: what trains, AdamW's moments, the random state, and `about`.
 
-    The data's order needs no state: `Sequences` knows the sequence of any step.
+    The data's order needs no state: `Sequences` knows the sequence of any step. No file: see `LoCoCo.save`.
     """
     tensors = {"random": torch.get_rng_state()}
     for name, p in named_parameters(lococo).items():
-        tensors |= {f"{key}.{name}": t for key, t in {"value": p, **optimizer.state[p]}.items()}
-    write_file(file, "state", tensors, base=lococo.base, **about)
+        tensors |= {f"{key}.{name}": whole(t.detach()) for key, t in {"value": p, **optimizer.state[p]}.items()}
+    if file:
+        write_file(file, "state", tensors, base=lococo.base, **about)
 
 
 @torch.no_grad()
@@ -294,11 +313,11 @@ def restore_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, text: int, a
         raise UserError(f"--resume {args.resume}: the text to train on has changed since")
     torch.set_rng_state(tensors["random"])
     for name, p in named_parameters(lococo).items():
-        p.copy_(tensors[f"value.{name}"])
+        p.copy_(like(tensors[f"value.{name}"], p))
         for key in ("step", "exp_avg", "exp_avg_sq"):
             if f"{key}.{name}" in tensors:  # none before the first step
-                place = "cpu" if key == "step" else p.device
-                optimizer.state[p][key] = tensors[f"{key}.{name}"].to(place, copy=True)
+                t = tensors[f"{key}.{name}"]
+                optimizer.state[p][key] = t if key == "step" else like(t, p)
     return about["step"]
 
 
@@ -373,7 +392,7 @@ def parse() -> argparse.Namespace:
     add("--micro-batch", type=int, help="sequences in memory at once")
     add("--bptt", type=int, help="segments that the gradient reaches back over; memory grows as much")
     add("--recompute", action="store_true", help="activation checkpointing: less memory, more time")
-    add("--shard", action="store_true", help="under torchrun: frozen weights in parts, for models larger than a GPU")
+    add("--shard", action="store_true", help="under torchrun: weights in parts, for models larger than a GPU")
     add("--save-every", type=int, default=10, metavar="STEPS", help="of the state that --resume goes on from")
     add("--resume", type=Path, metavar="RUN", help="go on with a run that was stopped, with the flags that it has")
     args = parser.parse_args()
@@ -443,16 +462,16 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return settings
 
 
-def score_window(model: Llama, settings: Settings, args: argparse.Namespace,
-                 score: Callable[[LoCoCo], float]) -> dict[str, float]:  # fmt: skip
-    """{what it is: perplexity} of a window of as many slots on the untouched base."""
-    equal = settings.mem or args.mem
+def score_window(lococo: LoCoCo, args: argparse.Namespace, score: Callable[[LoCoCo], float]) -> dict[str, float]:
+    """{what it is: perplexity} of a window of as many slots on the base, which untrained LoRA leaves as it is."""
+    model, config, equal = lococo.model, lococo.model.config, lococo.settings.mem or args.mem
+    model.config = lococo.base_config
     window = LoCoCo(model, Settings.of("streaming", equal, args.segment, args.seq, min(4, equal - 1), lora_rank=0))
     factor = model.config.rope_scale  # more than 1 if M + T exceeds the pretrained context
     kept = f"{window.settings.sinks} sinks + {window.settings.recent} recent, by slot"
     kept += f", RoPE factor {factor:g}" if factor > 1 else ""
     scores = {f"untouched base, window of equal memory ({kept})": score(window)}
-    window.remove()
+    model.config = config
     return scores
 
 
@@ -474,15 +493,18 @@ def texts(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Corpus, Seque
     return corpus, data, heldout
 
 
-def open_base(args: argparse.Namespace) -> tuple[Llama, Tokenizer]:
-    """The model, in parts if --shard asks for it, and its tokenizer."""
+def start(args: argparse.Namespace, settings: Settings) -> tuple[LoCoCo, Tokenizer]:
+    """The model with the method in it, ready to be trained; in parts if --shard asks for it."""
     model, tokenizer = load_base(args, "cpu" if args.shard else None)
-    if args.shard:
-        shard(model, args)
     print(f"run {os.path.relpath(args.out)}")
     print(f"model {args.model or 'tiny/'}: {sum(p.numel() for p in model.parameters()):,} parameters, "
           f"context {model.config.context}, {args.dtype} on {args.device}; recipe {args.recipe}")  # fmt: skip
-    return model, tokenizer
+    model.recompute = args.recompute
+    lococo = LoCoCo(model, settings)
+    lococo.start_training()
+    if args.shard:
+        shard(lococo, args)
+    return lococo, tokenizer
 
 
 def run(args: argparse.Namespace, held: ExitStack) -> None:
@@ -495,24 +517,22 @@ def run(args: argparse.Namespace, held: ExitStack) -> None:
         from_first(lambda: held.enter_context(reserve(args.out, fresh=False)) if rank == 0 else None)
     else:
         args.out = from_first(lambda: run_directory(args, settings))
-    model, tokenizer = open_base(args)
+    lococo, tokenizer = start(args, settings)
     corpus, data, heldout = texts(args, tokenizer)
 
-    def score(lococo: LoCoCo) -> float:
+    def score(method: LoCoCo) -> float:
         with precision(args):
-            return perplexity(model, lococo.cache, heldout, args.segment) if heldout else float("nan")
+            return perplexity(method.model, method.cache, heldout, args.segment) if heldout else float("nan")
 
-    scores = args.state[1]["scores"] if args.resume else score_window(model, settings, args, score)
-    lococo = LoCoCo(model, settings)
-    lococo.start_training()
-    model.recompute = args.recompute
+    scores = args.state[1]["scores"] if args.resume else score_window(lococo, args, score)
     print_groups(lococo, args)
     optimizer, begin = make_optimizer(lococo, args), 0
     state, text = args.out / "state.safetensors", corpus.checksum()
 
     def keep(steps: int) -> None:
-        if rank == 0:
-            save_state(lococo, optimizer, state, step=steps, scores=scores, flags=recorded(args), text=text)
+        if rank == 0 or args.shard:
+            save_state(lococo, optimizer, state if rank == 0 else None, step=steps, scores=scores,
+                       flags=recorded(args), text=text)  # fmt: skip
 
     if args.resume:
         begin = restore_state(lococo, optimizer, text, args)
@@ -527,8 +547,9 @@ def run(args: argparse.Namespace, held: ExitStack) -> None:
         say_how_to_go_on(args)
         leave()
         sys.exit(128 + stopped)
+    if rank == 0 or args.shard:
+        lococo.save(args.out / "adapter.safetensors" if rank == 0 else None)
     if rank == 0:
-        lococo.save(args.out / "adapter.safetensors")
         state.unlink()
     if heldout:
         scores[f"{settings.method} after training"] = score(lococo)

@@ -18,25 +18,25 @@ PROCESS = f"""
 import os, signal, sys
 sys.path.insert(0, {str(HERE)!r})
 from pathlib import Path
-import torch, eval_ppl, train
+import torch, eval_ppl, lococo, train
 eval_ppl.CACHE, clip, steps = Path("cache"), torch.nn.utils.clip_grad_norm_, []
 
 def note(parameters, most):
-    steps.append(torch.cat([p.grad.flatten() for p in parameters]))
+    steps.append(torch.cat([lococo.whole(p.grad).flatten() for p in parameters]))
     torch.save(steps, f"gradients-{{os.environ.get('RANK', 0)}}.pt")
     if len(steps) == 2 and os.environ.get("RANK") == os.environ.get("DIES", "none"):
         os.kill(os.getpid(), getattr(signal, os.environ["OF"]))
     return clip(parameters, most)
 
 models, shard = [], train.shard
-torch.nn.utils.clip_grad_norm_, train.shard = note, lambda model, args: models.append(model) or shard(model, args)
+torch.nn.utils.clip_grad_norm_, train.shard = note, lambda whole, args: models.append(whole) or shard(whole, args)
 torch.set_num_threads(1)
 program = {{"train.py": train, "eval_ppl.py": eval_ppl}}[sys.argv[1]]
 sys.argv = sys.argv[1:]
 eval_ppl.exit_on_user_error(program.main)
-for model in models:
-    frozen = [p for p in model.layers.parameters() if not p.requires_grad]
-    Path("local").write_text(str(sum(getattr(p, "to_local", lambda: p)().numel() for p in frozen)))
+for whole in models:
+    parts = [p for module in (whole.model, whole.compressors) for p in module.parameters()]
+    Path("local" + os.environ["RANK"]).write_text(str(sum(p.to_local().numel() for p in parts)))
 """
 
 
@@ -80,12 +80,15 @@ def test_processes_share_out_a_step_and_an_evaluation(start):
 
 
 def test_a_model_in_parts_trains_as_a_whole_one(start):
-    """Half of the blocks' frozen weights in each of two processes, asked to stop on the way: the same run and file."""
-    words = "train.py --data text --mem 16 --segment 16 --seq 64 --batch 4 --micro-batch 2 --steps 4 --device cpu --out"
-    assert start(1, f"{words} run1 --recompute").returncode == 0
-    done = start(2, f"{words} run2 --recompute --shard", DIES="1", OF="SIGTERM")
-    assert done.returncode != 0 and "torchrun --nproc_per_node=2 train.py --resume run2" in done.stderr
+    """Half of every tensor in each of two processes, asked to stop on the way: the same gradients, run and file."""
+    words = "train.py --data text --mem 16 --segment 16 --seq 64 --batch 4 --micro-batch 1 --bptt 2 --steps 4"
+    words += " --device cpu"
+    assert start(1, f"{words} --out run1 --recompute").returncode == 0
+    expected = torch.load("gradients-0.pt")[0]
+    done = start(2, f"{words} --out run2 --recompute --shard", DIES="1", OF="SIGTERM")
+    assert done.returncode != 0 and "torchrun --nproc_per_node=2 train.py --resume run2" in done.stderr, done.stderr
     assert read_file(Path("run2/state.safetensors"), "state")[1]["step"] == 2
+    assert torch.allclose(torch.load("gradients-1.pt")[0], expected, atol=1e-6)
     done = start(2, "train.py --device cpu --resume run2")
     assert done.returncode == 0, done.stderr
     losses, tensors, metadata = [], [], []
@@ -98,11 +101,12 @@ def test_a_model_in_parts_trains_as_a_whole_one(start):
     assert tensors[0].keys() == tensors[1].keys()
     for name, t in tensors[0].items():  # a bias is the same for a whole softmax: its gradient is rounding
         assert torch.allclose(t, tensors[1][name], atol=1e-3) or name.endswith("convs.0.bias"), name
-    norms, blocks = 8 * 128, 1_315_968 - 2 * 2048 * 128 - 128  # of the embedded model
-    assert int(Path("local").read_text()) == (blocks - norms) // 2
-    done = start(2, f"{words.replace('--batch 4', '--batch 6')} run3 --shard")
-    assert "--shard: --batch 6 must be a multiple of --micro-batch 2 times the 2 processes" in done.stderr
-    done = start(2, f"{words} run1")
+    trained = sum(t.numel() for t in tensors[0].values()) - 2048 * 128 - 9 * 128
+    parts = [int(Path(f"local{rank}").read_text()) for rank in (0, 1)]
+    assert sum(parts) == 1_315_968 + trained and abs(parts[0] - parts[1]) < 0.01 * sum(parts)
+    done = start(2, f"{words} --out run3 --shard --batch 3")
+    assert "--shard: --batch 3 must be a multiple of --micro-batch 1 times the 2 processes" in done.stderr
+    done = start(2, f"{words} --out run1")
     assert done.stderr.count("train.py: --out run1 holds another run") == 1 and "RuntimeError" not in done.stderr
 
 
