@@ -568,13 +568,12 @@ def main() -> None:
                                                        args.seed) for depth in args.passkey}  # fmt: skip
         print_columns(f"share of passkeys found in {last} tokens, by depth", found)
     if args.json and processes()[0] == 0:
-        write_json(args, batches, {"rows": rows, "by_position": where, "passkey": found})
+        write_json(args, batches, rows, {"by_position": where, "passkey": found})
 
 
-def write_json(args: argparse.Namespace, batches: dict[int, list[Tensor]], content: dict) -> None:
-    for row in content["rows"]:
-        del row["losses"]
-    content["protocol"] = {
+def write_json(args: argparse.Namespace, batches: dict[int, list[Tensor]], rows: list[dict], tables: dict) -> None:
+    rows = [{key: value for key, value in row.items() if key != "losses"} for row in rows]
+    protocol = {
         "model": str(args.model or "tiny/"), "part": args.part,
         "data": [str(path) for path in args.data] or "Python's standard library",
         "documents": {length: sum(map(len, b)) for length, b in batches.items()},
@@ -582,7 +581,7 @@ def write_json(args: argparse.Namespace, batches: dict[int, list[Tensor]], conte
         "bos": True, "dtype": str(args.dtype), "device": args.device,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }  # fmt: skip
-    args.json.write_text(json.dumps(content, indent=2) + "\n")
+    args.json.write_text(json.dumps({"rows": rows, **tables, "protocol": protocol}, indent=2) + "\n")
 
 
 def print_table(rows: list[dict], batches: dict[int, list[Tensor]], part: str) -> None:

@@ -13,11 +13,10 @@ prompts, so that a saved memory is M slots. The text goes to standard output, th
 """
 
 import argparse
-import json
 import sys
-import textwrap
 import time
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Iterator
 
@@ -122,7 +121,7 @@ class Trace(Memory):
     """A memory that also follows, for one layer and key/value head, of which tokens its entries are made.
 
     `shares` (S, N) is what W has made of one-hot rows, so a row is the mixture of the N tokens of `tokens` that an
-    entry is. A token of which no entry has a thousandth is dropped from both: it is gone.
+    entry is. A token of which no entry has a millionth is dropped from both.
     """
 
     def __init__(self, lococo: LoCoCo, layer: int, head: int):
@@ -143,14 +142,17 @@ class Trace(Memory):
         if layer == self.layer:
             place = place if place.dim() == 1 else place[:1, self.head, None]
             shares = self.carry(self.shares[None, None], place.cpu(), w[:1, self.head, None].cpu())[0, 0]
-            alive = shares.amax(dim=0) >= 0.001
+            alive = shares.amax(dim=0) >= 1e-6
             self.shares, self.tokens = shares[:, alive], self.tokens[alive]
+
+
+KEPT, GONE = 0.999, 0.01  # share of a slot from which on it is one token; of all slots, below which nothing is left
 
 
 def describe_slots(trace: Trace, ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Lines of at most 80 columns: what each slot holds, in order; ids are the tokens that were read."""
     s, held = trace.settings, trace.shares.shape[0]
-    yield (f"layer {trace.layer}, key/value head {trace.head}: {held} entries after {len(ids):,} tokens, "
+    yield (f"layer {trace.layer}, head {trace.head}: {held:,} entries after {len(ids):,} tokens, "
            f"{max(held - s.mem, 0)} not yet compressed")  # fmt: skip
     if held == len(ids):
         yield f"nothing is compressed before there are more than {s.mem + s.segment} tokens: all are kept"
@@ -159,28 +161,37 @@ def describe_slots(trace: Trace, ids: list[int], tokenizer: Tokenizer) -> Iterat
     for kind in ("sinks", "heavy", "merged", "recent"):
         if not (count := getattr(s, kind)):
             continue
-        yield f"slots {start}-{start + count - 1}, {kind}: shares of tokens, and their positions" if kind == "merged" \
-            else f"slots {start}-{start + count - 1}, {kind}: kept"
-        kept = []  # positions of the tokens that neighbouring slots hold, unmixed
+        yield f"slots {start}-{start + count - 1}, {kind}" + (": share, token, position" if kind == "merged" else "")
+        alone = []  # positions of the tokens that neighbouring slots hold, unmixed
         for slot in range(start, start + count):
-            share, where = trace.shares[slot].sort(descending=True)
-            if kind != "merged" and share[0] > 0.999:
-                kept.append(int(trace.tokens[where[0]]))
+            share, where = trace.shares[slot].max(dim=0)
+            if kind != "merged" and share > KEPT:
+                alone.append(int(trace.tokens[where]))
                 continue
-            yield from describe_kept(kept, ids, tokenizer)
-            kept = []
-            yield f"{slot:>4}" + "  ".join(
-                f" {'█' * round(4 * w):·<4} {w:.2f} {quoted(tokenizer.piece(ids[n]), 7):<7} {n}"
-                for w, n in zip(share[:3].tolist(), trace.tokens[where[:3]].tolist()) if w >= 0.01)  # fmt: skip
-        yield from describe_kept(kept, ids, tokenizer)
+            yield from describe_kept(alone, ids, tokenizer)
+            alone = []
+            yield describe_mixture(trace, slot, ids, tokenizer)
+        yield from describe_kept(alone, ids, tokenizer)
         start += count
-    most = trace.shares[: s.mem].amax(dim=0)
-    kept, mixed = int((most > 0.999).sum()), int(((most <= 0.999) & (most >= 0.01)).sum())
-    past = len(ids) - (held - s.mem)
-    yield f"of {past:,} tokens {kept:,} are as they were, {mixed:,} part of a mixture, {past - kept - mixed:,} gone"
+    slots, past = trace.shares[: s.mem], len(ids) - max(held - s.mem, 0)
+    kept = (slots > KEPT).any(dim=0)
+    mixed = (slots.sum(dim=0) >= GONE) & ~kept
+    kept, mixed = int(kept.sum()), int(mixed.sum())
+    yield f"of {past:,} tokens {kept:,} are whole, {mixed:,} part of a mixture, {past - kept - mixed:,} gone"
 
 
-def describe_kept(positions: list[int], ids: list[int], tokenizer: Tokenizer) -> list[str]:
+def describe_mixture(trace: Trace, slot: int, ids: list[int], tokenizer: Tokenizer) -> str:
+    """A slot's two largest shares, and how much the others have."""
+    share, where = trace.shares[slot].sort(descending=True)
+    line = f"{slot:>4}"
+    for w, n in zip(share[:2].tolist(), trace.tokens[where[:2]].tolist()):
+        if w >= 0.005:
+            line += f" {'█' * round(4 * w):·<4} {w:.2f} {quoted(tokenizer.piece(ids[n]), 9):<9} {n:<6}"
+    others = 1 - float(share[:2].sum())
+    return (line + f" others {others:.2f}" if others >= 0.005 else line).rstrip()
+
+
+def describe_kept(positions: list[int], ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Lines about tokens that are kept as they are, neighbours together: positions and text."""
     runs = []
     for n in positions:
@@ -188,15 +199,27 @@ def describe_kept(positions: list[int], ids: list[int], tokenizer: Tokenizer) ->
             runs[-1].append(n)
         else:
             runs.append([n])
-    parts = [(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}")
-             + " " + quoted("".join(tokenizer.piece(ids[n]) for n in run), 60) for run in runs]  # fmt: skip
-    return textwrap.wrap(", ".join(parts), 80, initial_indent=" " * 5, subsequent_indent=" " * 5)
+    line = ""
+    for run in runs:
+        where = f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}"
+        part = f"{where} {quoted(''.join(tokenizer.piece(ids[n]) for n in run), 55)}"
+        if line and len(line) + 2 + len(part) > 80:
+            yield line + ","
+            line = ""
+        line = f"{line}, {part}" if line else f"     {part}"
+    if line:
+        yield line
 
 
 def quoted(text: str, most: int) -> str:
-    """In quotation marks and one line, with its middle left out if it is long."""
-    text = json.dumps(text, ensure_ascii=False)
-    return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most + most // 2 :]}"
+    """In quotation marks and one line of at most so many characters: if it is longer, its middle is left out."""
+    shown = [c if c.isprintable() else ascii(c)[1:-1] for c in text]
+    if sum(map(len, shown)) <= most - 2:
+        return f'"{"".join(shown)}"'
+    front, back = list(accumulate(shown)), list(accumulate(reversed(shown), lambda text, c: c + text))
+    half = (most - 3) // 2
+    front, back = (max((text for text in texts if len(text) <= half), key=len, default="") for texts in (front, back))
+    return f'"{front}…{back}"'
 
 
 # --- The program ---------------------------------------------------------------------------------------------

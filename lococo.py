@@ -97,8 +97,9 @@ class Settings:
         """
         if method not in METHODS:
             raise UserError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
-        if mem < 1:
-            raise UserError(f"--mem {mem}: at least 1 is needed")
+        for name, value, least in (("mem", mem, 1), ("filters", filters or 0, 0)):
+            if value < least:
+                raise UserError(f"--{name} {value}: at least {least} is needed")
         row = METHODS[method]
         after = (positions or row.positions, length if row.groups else segment, length, kernel)
         kind = (normalise, blend, score, lora_rank)
@@ -125,7 +126,7 @@ class Settings:
             if getattr(self, name) not in known:
                 raise UserError(f"unknown {name} {getattr(self, name)!r}; there are {', '.join(known)}")
         for name, value, least in (("segment", self.segment, 1), ("seq", self.length, 2), ("sinks", self.sinks, 0),
-                                   ("heavy", self.heavy, 0), ("recent", self.recent, 0), ("filters", self.filters, 0),
+                                   ("heavy", self.heavy, 0), ("recent", self.recent, 0),
                                    ("lora-rank", self.lora_rank, 0)):  # fmt: skip
             if value < least:
                 raise UserError(f"--{name} {value}: at least {least} is needed")

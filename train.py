@@ -318,6 +318,9 @@ def restore_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, text: int, a
             if f"{key}.{name}" in tensors:  # none before the first step
                 t = tensors[f"{key}.{name}"]
                 optimizer.state[p][key] = t if key == "step" else like(t, p)
+    if processes()[0] == 0:  # steps after the state will be done again
+        log = args.out / "log.jsonl"
+        os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[: about["step"]])))
     return about["step"]
 
 
@@ -536,9 +539,6 @@ def run(args: argparse.Namespace, held: ExitStack) -> None:
 
     if args.resume:
         begin = restore_state(lococo, optimizer, text, args)
-        if rank == 0:  # steps after the state will be done again
-            log = args.out / "log.jsonl"
-            os.truncate(log, sum(map(len, log.read_bytes().splitlines(keepends=True)[:begin])))
     else:
         scores[f"{settings.method} before training"] = score(lococo)
         from_first(lambda: held.enter_context(reserve(args.out, fresh=True)) if rank == 0 else None)
@@ -551,13 +551,17 @@ def run(args: argparse.Namespace, held: ExitStack) -> None:
         lococo.save(args.out / "adapter.safetensors" if rank == 0 else None)
     if rank == 0:
         state.unlink()
-    if heldout:
-        scores[f"{settings.method} after training"] = score(lococo)
+    scores[f"{settings.method} after training"] = score(lococo)
+    print_scores(scores if heldout else {}, args)
+
+
+def print_scores(scores: dict[str, float], args: argparse.Namespace) -> None:
+    if scores:
         print(f"held-out perplexity at {args.seq} tokens")
-        for name, value in scores.items():
-            print(f"  {name:72} {value:>8.3f}")
     else:
         print(f"no perplexity: no held-out document has {args.seq} tokens")
+    for name, value in scores.items():
+        print(f"  {name:72} {value:>8.3f}")
     print(f"adapter: {os.path.relpath(args.out / 'adapter.safetensors')}")
 
 

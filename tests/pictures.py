@@ -16,6 +16,7 @@ import platform
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,14 +26,14 @@ try:
     import matplotlib
     from matplotlib import pyplot
 except ImportError:
-    sys.exit("tests/pictures.py draws with matplotlib, which is not here: pip install matplotlib")
+    pyplot = None
 
 HOME = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(HOME), str(HOME / "tests")]
 from eval_ppl import TINY, Corpus, evaluate, load_base, scored_batches  # noqa: E402
 from lococo import LoCoCo, Memory, Settings, prefill  # noqa: E402
 from model import Llama, Tokenizer  # noqa: E402
-from reproduce import CONTEXT, LENGTHS, METHODS, UNTOUCHED, Cell  # noqa: E402
+from reproduce import CONTEXT, DOCUMENTS, LENGTHS, METHODS, UNTOUCHED, Cell  # noqa: E402
 from train import backward_through  # noqa: E402
 
 ASSETS, STEPS, DEVICE = HOME / "assets", 100, "cpu"
@@ -58,37 +59,42 @@ def by_position(model: Llama, corpus: Corpus, bin: int = 256) -> dict[str, list[
 
 
 class Watched(Memory):
-    """A memory that remembers the W of the last compression in every layer."""
+    """A memory that remembers the W of the last compression in every layer, of its first head."""
+
+    def __init__(self, lococo: LoCoCo):
+        super().__init__(lococo.model.config, lococo.settings, lococo.compressors)
+        self.w: list[Tensor | None] = [None] * lococo.model.config.n_layers
 
     def follow(self, layer: int, place: Tensor, w: Tensor) -> None:
         super().follow(layer, place, w)
-        self.__dict__.setdefault("w", {})[layer] = w[0, 0]
+        self.w[layer] = w[0, 0]
 
 
-def mixing(model: Llama, tokenizer: Tokenizer, corpus: Corpus) -> dict:
-    """W (merged slots, entries) of each layer's first head, and names of the entries."""
-    document = scored_batches(corpus, "held-out", 2048, DEVICE, 1, 1)[0]
+def mixing(model: Llama, tokenizer: Tokenizer, document: Tensor) -> dict:
+    """W (merged slots, entries) of each layer's first head after (1, L) tokens, and names of the entries."""
     lococo = LoCoCo.load(TINY, model)
-    s, memory = lococo.settings, Watched(model.config, lococo.settings, lococo.compressors)
+    s, memory = lococo.settings, Watched(lococo)
     prefill(model, document, memory, s.segment)
     lococo.remove()
     last = document.shape[1] - s.segment  # what enters after the last compression
     tokens = document[0, last - s.recent - s.segment : last - s.recent].tolist()
     names = [f"slot {s.sinks + n}" for n in range(s.merged)] + [json.dumps(tokenizer.piece(t), ensure_ascii=False)
                                                                   for t in tokens]  # fmt: skip
-    return {"w": [[[round(x, 3) for x in row] for row in w.tolist()] for w in memory.w.values()], "entries": names}
+    return {"w": [[[round(x, 3) for x in row] for row in w.tolist()] for w in memory.w], "entries": names}
 
 
 def cost(model: Llama) -> dict[str, dict[str, list[float]]]:
     """Bytes of the cache of a sequence and seconds of a training step over it, without the optimizer; one thread."""
     lengths, result = [512, 1024, 2048, 4096, 8192], {}
     torch.set_num_threads(1)
-    recipe = dict(sinks=4, recent=108, filters=1, normalise="softmax", positions="slots")
-    for name, method, changes in (("full cache, whole sequence", "full", {}), ("LoCoCo, 128 slots", "lococo", recipe)):
+    lococo = LoCoCo.load(TINY, model)
+    recipe = lococo.settings
+    lococo.remove()
+    for name, method in (("full cache, whole sequence", "full"), ("LoCoCo, 128 slots", "lococo")):
         rows = {"lengths": lengths, "bytes": [], "seconds": []}
         for L in lengths:
-            segment = L if method == "full" else 128
-            lococo = LoCoCo(model, Settings.of(method, 128, segment, L, **changes))
+            settings = Settings.of("full", recipe.mem, L, L) if method == "full" else replace(recipe, length=L)
+            lococo = LoCoCo(model, settings)
             lococo.start_training()
             tokens, times = torch.randint(3, model.config.vocab_size, (1, L)), []
             for _ in range(4):
@@ -98,7 +104,7 @@ def cost(model: Llama) -> dict[str, dict[str, list[float]]]:
                 times.append(time.perf_counter() - begun)
             rows["seconds"].append(statistics.median(times[1:]))
             cache = lococo.cache()
-            prefill(model, tokens, cache, segment)
+            prefill(model, tokens, cache, settings.segment)
             rows["bytes"].append(cache.nbytes)
             lococo.remove()
             model.zero_grad()
@@ -110,8 +116,11 @@ def measure() -> None:
     args = argparse.Namespace(device=DEVICE, dtype=None, model=None, seed=0)
     model, tokenizer = load_base(args)
     corpus = Corpus([], tokenizer)
-    measured = {"mixing": mixing(model, tokenizer, corpus), "position": by_position(model, corpus), "cost": cost(model),
-                "about": f"{platform.machine()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"}  # fmt: skip
+    document = scored_batches(corpus, "held-out", 2048, DEVICE, 1, 1)[0]
+    measured = {
+        "mixing": mixing(model, tokenizer, document), "position": by_position(model, corpus), "cost": cost(model),
+        "about": f"{platform.machine()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
+    }  # fmt: skip
     (ASSETS / "measured.json").write_text(json.dumps(measured) + "\n")
 
 
@@ -137,7 +146,7 @@ def perplexity() -> None:
     axes.set_xticks(LENGTHS, [f"{n:,}" for n in LENGTHS])
     axes.set_yticks([8, 10, 12, 14, 16, 18, 20], labels=["8", "10", "12", "14", "16", "18", "20"])
     axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-    axes.set_xlabel("context length in tokens (each with its own 24 documents)")
+    axes.set_xlabel(f"context length in tokens (each with its own {DOCUMENTS} documents)")
     axes.set_ylabel("held-out perplexity")
     axes.set_title("128 slots, trained at 2,048 tokens from a base of 1,024", loc="left")
     axes.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
@@ -152,7 +161,7 @@ def position(curves: dict[str, list[float]]) -> None:
     axes.text(1060, axes.get_ylim()[1], "pretrained context", va="top", fontsize=8, color="#555555")
     axes.set_xlabel("position in the document, in tokens")
     axes.set_ylabel("nats per token")
-    axes.set_title("34 held-out documents of 8,192 tokens, means of 256 positions", loc="left")
+    axes.set_title("held-out documents of 8,192 tokens, means of 256 positions", loc="left")
     axes.legend(fontsize=8, frameon=False)
     save(figure, "position")
 
@@ -163,7 +172,7 @@ def mixing_weights(w: list, entries: list[str]) -> None:
     for layer, (axes, matrix) in enumerate(zip(panels, map(torch.tensor, w))):
         picture = axes.imshow(matrix, aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         share, entry = matrix.max(dim=1)
-        axes.set_yticks(range(0, len(matrix), 5), [f"slot {4 + n}" for n in range(0, len(matrix), 5)], fontsize=7)
+        axes.set_yticks(range(0, len(matrix), 5), entries[: len(matrix) : 5], fontsize=7)
         right = axes.secondary_yaxis("right")
         right.set_yticks(range(len(matrix)), [f"{s:.2f} {entries[n]}" for s, n in zip(share.tolist(), entry.tolist())],
                          fontsize=6.5, family="monospace")  # fmt: skip
@@ -191,7 +200,7 @@ def costs(rows: dict) -> None:
     save(figure, "cost")
 
 
-def save(figure: pyplot.Figure, name: str) -> None:
+def save(figure: "pyplot.Figure", name: str) -> None:
     """On white, which is legible on a dark page too."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
@@ -202,7 +211,10 @@ def save(figure: pyplot.Figure, name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", action="store_true", help="only draw: assets/measured.json is there")
-    if not parser.parse_args().draw:
+    args = parser.parse_args()
+    if pyplot is None:
+        sys.exit("tests/pictures.py draws with matplotlib, which is not here: pip install matplotlib")
+    if not args.draw:
         measure()
     matplotlib.use("Agg")
     measured = json.loads((ASSETS / "measured.json").read_text())

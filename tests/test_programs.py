@@ -375,7 +375,7 @@ def test_text_that_ends_inside_a_character_is_shown_at_the_end(tokenizer):
 
 def test_show_memory_prints_the_slots_and_no_text(run):
     code, out, err = run(generate, "--prompt", *["text/0.py"] * 3, "--show-memory", 3, 1)
-    assert code == 0 and out.startswith("layer 3, key/value head 1: ") and "slots 4-19, merged" in out
+    assert code == 0 and out.startswith("layer 3, head 1: ") and "slots 4-19, merged" in out
     assert "decode" not in err and "128 slots" in err
     code, out, err = run(generate, "--prompt", "text/0.py", "--show-memory", "--method", "h2o", "--mem", 400)
     assert code == 0 and "nothing is compressed before there are more than" in out
@@ -473,6 +473,7 @@ BAD = [
     (generate, ["--prompt", "text/0.py", "--method", "streaming", "--mem", "4", "--sinks", "9"], "--sinks 9"),
     (generate, ["--prompt", "text/0.py", "--load-memory", "nowhere"], "--load-memory nowhere: no such file"),
     (generate, ["--prompt", "text/0.py", "--load-memory", "latin.txt"], "latin.txt: not a file of this program"),
+    (train, ["--method", "streaming", "--filters", "-3"], "--filters -3: at least 0"),
     (generate, ["--prompt", "text/0.py", "--show-memory", "4", "0"], "--show-memory 4 0: layers are 0 to 3"),
     (generate, ["--prompt", "text/0.py", "--show-memory", "0", "-1"], "--show-memory 0 -1: layers are 0 to 3"),
     (generate, ["--prompt", "text/0.py", "--show-memory", "1"], "--show-memory 1: give a layer and a head, or neither"),
