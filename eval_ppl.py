@@ -455,8 +455,9 @@ def by_position(rows: list[dict], tokens: Tensor) -> dict[str, dict[str, float]]
     L, reach = tokens.shape[1], max((row["slots"] + row["segment"] for row in rows if row["slots"]), default=512)
     position, ago = torch.arange(1, L), torch.stack([last_seen(document) for document in tokens])
     edges = [0, *(n for n in (256, 512, 1024, 2048, 4096, 8192, 16384) if n < L), L]
-    masks = {f"to {b}": ((a <= position) & (position < b)).expand_as(ago) for a, b in zip(edges, edges[1:])}
-    masks |= {"new": ago == 0, f"to {reach} ago": (0 < ago) & (ago <= reach), f"> {reach} ago": ago > reach}
+    masks = {f"position to {b}": ((a <= position) & (position < b)).expand_as(ago) for a, b in zip(edges, edges[1:])}
+    masks |= {"seen never": ago == 0, f"seen to {reach} ago": (0 < ago) & (ago <= reach),
+              f"seen > {reach} ago": ago > reach}  # fmt: skip
     masks = {name: mask for name, mask in masks.items() if mask.any()}
     return {"share of tokens": {name: float(mask.double().mean()) for name, mask in masks.items()}} | {
         row["name"]: {name: float(row["losses"][mask].double().mean()) for name, mask in masks.items()}
@@ -597,10 +598,11 @@ def print_table(rows: list[dict], batches: dict[int, list[Tensor]], part: str) -
 
 
 def print_columns(title: str, rows: dict[str, dict[str, float]]) -> None:
-    width = max(map(len, rows))
-    print(f"\n{title}\n{'':{width}}" + "".join(f"{column:>12}" for column in next(iter(rows.values()))))
-    for name, row in rows.items():
-        print(f"{name:{width}}" + "".join(f"{value:>12.3f}" for value in row.values()))
+    """A column for each row: there are more numbers than methods."""
+    first = max(map(len, next(iter(rows.values()))))
+    print(f"\n{title}\n{'':{first}}" + "".join(f"  {name:>8}" for name in rows))
+    for key in next(iter(rows.values())):
+        print(f"{key:{first}}" + "".join(f"  {row[key]:>{max(len(name), 8)}.3f}" for name, row in rows.items()))
 
 
 if __name__ == "__main__":

@@ -151,13 +151,13 @@ KEPT, GONE = 0.999, 0.01  # share of a slot from which on it is one token; of al
 
 def describe_slots(trace: Trace, ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Lines of at most 80 columns: what each slot holds, in order; ids are the tokens that were read."""
-    s, held = trace.settings, trace.shares.shape[0]
-    yield (f"layer {trace.layer}, head {trace.head}: {held:,} entries after {len(ids):,} tokens, "
-           f"{max(held - s.mem, 0)} not yet compressed")  # fmt: skip
+    s, held, start = trace.settings, trace.shares.shape[0], 0
+    title = f"layer {trace.layer}, head {trace.head}: {held:,} entries after {len(ids):,} tokens"
     if held == len(ids):
+        yield title
         yield f"nothing is compressed before there are more than {s.mem + s.segment} tokens: all are kept"
         return
-    start = 0
+    yield f"{title}, {max(held - s.mem, 0)} not yet compressed"
     for kind in ("sinks", "heavy", "merged", "recent"):
         if not (count := getattr(s, kind)):
             continue
@@ -336,6 +336,7 @@ def main() -> None:
     say(f"tokens/s         prefill {count / (filled - begun):,.0f}{decoded}")
 
 
+@torch.no_grad()
 def read(model: Llama, cache: KVCache, prompts: list[list[int]], segment: int, args: argparse.Namespace) -> Tensor:
     """All prompts into the cache; logits (1, V) of what comes next."""
     for n, prompt in enumerate(prompts, 1):

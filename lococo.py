@@ -4,9 +4,9 @@ In the paper's order: what a memory keeps (the table of methods), the compressor
 the segment loop (section 3.3), position interpolation, LoRA, what trains, and the files that are written.
 Letters as in model.py. Left out on purpose: everything distributed.
 
-Where the paper and its own code (VITA-Group/LoCoCo) differ, this follows the paper: weights are ReLU / sum (equation
-8), there is no learnt blend with kept tokens, and the first segment's keys and values keep their gradient. The code's
-softmax of the ReLU, its blend and its scores are settings, and so is what neither has and measured better (README.md).
+Where the paper and its own code (VITA-Group/LoCoCo) differ, this follows the paper unless it is told otherwise: weights
+are ReLU / sum (equation 8), without a learnt blend, and the first segment's keys and values keep their gradient. The
+code's softmax of the ReLU, its blend and its scores can be set, and so can what measured better here (README.md).
 Compression is lazy, as in the code; unlike there, decoding compresses only when a whole segment has gathered: at
 every token it would cost many times the model.
 """
@@ -101,12 +101,13 @@ class Settings:
             if value < least:
                 raise UserError(f"--{name} {value}: at least {least} is needed")
         row = METHODS[method]
-        after = (positions or row.positions, length if row.groups else segment, length, kernel)
-        kind = (normalise, blend, score, lora_rank)
+        common = dict(method=method, positions=positions or row.positions, segment=length if row.groups else segment,
+                      length=length, kernel=kernel, depthwise=depthwise, normalise=normalise, blend=blend, score=score,
+                      lora_rank=lora_rank)  # fmt: skip
         if row.sinks == ALL:
             if sinks or heavy or recent:
                 raise UserError(f"--method {method} keeps everything: --sinks, --heavy, --recent do not go with it")
-            return Settings(method, None, 0, 0, 0, 0, *after, 0, depthwise, *kind)
+            return Settings(mem=None, sinks=0, heavy=0, merged=0, recent=0, filters=0, **common)
         sinks = row.sinks if sinks is None else sinks
         heavy = row.heavy if heavy is None else heavy
         heavy = mem // 2 if heavy == HALF else heavy
@@ -119,7 +120,7 @@ class Settings:
         merged = room if row.merge else 0
         filters = (filters or merged) if row.merge else 0
         mem = sinks + heavy + merged + recent
-        return Settings(method, mem, sinks, heavy, merged, recent, *after, filters, depthwise, *kind)
+        return Settings(mem=mem, sinks=sinks, heavy=heavy, merged=merged, recent=recent, filters=filters, **common)
 
     def __post_init__(self):
         for name, known in (("positions", POSITIONS), ("normalise", NORMALISE), ("score", SCORES)):
@@ -203,7 +204,8 @@ class Compressor(nn.Module):
             logits = logits.relu()  # zeros keep a weight of exp(0) in the official code
         if self.normalise == "sum":
             logits = logits + 1e-9  # all logits 0: a plain mean
-        pieces, logits = self.slots // logits.shape[2], logits[:, :, None]
+        pieces = self.slots // logits.shape[2]
+        logits = logits[:, :, None]  # (B, G, 1, filters, S)
         if pieces > 1:
             piece = torch.arange(S, device=logits.device) * pieces // S  # the piece that an entry belongs to
             other = piece != torch.arange(pieces, device=logits.device)[:, None]
@@ -218,16 +220,18 @@ class Compressor(nn.Module):
 
 
 def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
-    """conv over entries x (N, S, C) -> (N, filters, S), in the quickest way that we know."""
+    """conv over entries x (N, S, C) -> (N, filters, S), in the quickest way that we measured on a CPU."""
     (filters, channels, kernel), pad = conv.weight.shape, conv.padding[0]
-    if filters * kernel <= channels:  # every entry times every tap first, no more numbers than x has
+    if filters * kernel <= channels:
+        # Every entry times every tap, no more numbers than x has; an output is the sum of one product of each tap, of
+        # entries one further each: a diagonal, which is what `fold` adds up.
         products = F.linear(x, conv.weight.flip(2).transpose(1, 2).flatten(0, 1)).transpose(1, 2)
-        sums = F.fold(products.float(), (1, x.shape[1]), (1, kernel), padding=(0, pad))  # along the diagonals
+        sums = F.fold(products.float(), (1, x.shape[1]), (1, kernel), padding=(0, pad))
         return sums[:, :, 0] + conv.bias[:, None]
     x = x.transpose(1, 2)
-    if filters > 32 * conv.groups:
+    if filters > 32 * conv.groups:  # so much to do that the copy of x, channels first, is worth it
         return conv(x)
-    # As over an image of one row, whose channels may lie last as they do in x: conv(x) would copy.
+    # Over an image of one row, whose channels may lie last as they do in x: no copy.
     y = F.conv2d(x[:, :, None], conv.weight[:, :, None], conv.bias, padding=(0, pad), groups=conv.groups)
     return y[:, :, 0]
 
@@ -241,18 +245,18 @@ def take(x: Tensor, place: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def attention_received(q: Tensor, k: Tensor, piece: int = 128) -> Tensor:
+def attention_received(q: Tensor, k: Tensor, queries_at_once: int = 128) -> Tensor:
     """The attention of the last T of S entries, summed over them: q (B, H, T, D), k (B, G, S, D) -> (B, G, S, 2).
 
     The last axis: attention that an entry received, and the number of queries that could see it. Query heads that
-    share a key/value head are averaged (H2O has no such heads). Float32, a piece of T at a time.
+    share a key/value head are averaged (H2O has no such heads). Float32, some of the T at a time.
     """
     (B, H, T, D), (_, G, S, _) = q.shape, k.shape
     q, k = q.float().view(B, G, H // G, T, D), k.float()[:, :, None].transpose(-1, -2) / D**0.5
     received = torch.zeros(B, G, S, device=k.device)
     with torch.autocast(q.device.type, enabled=False):
-        for t in range(0, T, piece):
-            logits = q[:, :, :, t : t + piece] @ k  # (B, G, H/G, piece, S)
+        for t in range(0, T, queries_at_once):
+            logits = q[:, :, :, t : t + queries_at_once] @ k  # (B, G, H/G, queries, S)
             future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=k.device).triu(S - T + t + 1)
             received += logits.masked_fill(future, -torch.inf).softmax(dim=-1).sum(dim=-2).mean(dim=2)
     queries = (S - torch.arange(S, device=k.device)).clamp(max=T).expand_as(received)

@@ -142,7 +142,7 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in self.keys + self.values if t is not None)
 
     def begin(self, T: int) -> int:
-        """Called once before the layers see T new tokens; returns the position of the first of them."""
+        """T new tokens are about to enter: called once, before any layer's `update`; the position of the first."""
         self.seen += T
         return self.seen - T
 
@@ -172,7 +172,7 @@ class KVCache:
                 buffer[0, :, :, :start] = self.keys[layer][:, :, :start]
                 buffer[1, :, :, :start] = self.values[layer][:, :, :start]
         buffer[0, :, :, start:end], buffer[1, :, :, start:end] = k, v
-        self.keys[layer], self.values[layer] = buffer[:, :, :, :end]
+        self.keys[layer], self.values[layer] = buffer[:, :, :, :end]  # two along its first axis
         return self.keys[layer], self.values[layer]
 
     def room(self, entries: int) -> int:

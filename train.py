@@ -258,7 +258,8 @@ def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace, optimizer: 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     share, scored, failed = -(-args.batch // number) * number, args.batch * (args.seq - 1), 0
     bar = tqdm(total=args.steps * share * (args.seq - 1), initial=begin * share * (args.seq - 1), desc="training",
-               unit=" tokens", unit_scale=True, disable=rank > 0)  # fmt: skip
+               unit=" tokens", unit_scale=True, disable=rank > 0,
+               mininterval=0.1 if sys.stderr.isatty() else 10)  # fmt: skip
     log_file = args.out / "log.jsonl" if rank == 0 else os.devnull
     with bar, stopping() as stop, open(log_file, "a") as log:
         for step in range(begin, args.steps):

@@ -155,8 +155,9 @@ def perplexity() -> None:
 
 def position(curves: dict[str, list[float]]) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 4))
-    for (name, values), colour in zip(curves.items(), (COLOURS[0], COLOURS[1], COLOURS[3])):
-        axes.plot([128 + 256 * n for n in range(len(values))], values, color=colour, linewidth=1.8, label=name)
+    for (name, values), colour in zip(curves.items(), (COLOURS[0], COLOURS[6], COLOURS[3])):
+        width = 4.5 if name.startswith("window") else 1.5  # the next line lies on it
+        axes.plot([128 + 256 * n for n in range(len(values))], values, color=colour, linewidth=width, label=name)
     axes.axvline(1024, color="#999999", linewidth=1, linestyle=":")
     axes.text(1060, axes.get_ylim()[1], "pretrained context", va="top", fontsize=8, color="#555555")
     axes.set_xlabel("position in the document, in tokens")
@@ -192,10 +193,10 @@ def costs(rows: dict) -> None:
         for (name, row), colour in zip(rows.items(), (COLOURS[0], COLOURS[3])):
             axes.plot(row["lengths"], [factor * value for value in row[key]], "o-", color=colour, label=name)
         axes.set_xlabel("sequence length in tokens")
-        axes.set_xticks(rows["LoCoCo, 128 slots"]["lengths"][1:], [f"{n:,}" for n in row["lengths"][1:]], fontsize=7)
+        axes.set_xticks(row["lengths"], [f"{n:,}" if n > 512 else "" for n in row["lengths"]], fontsize=7)
         axes.set_ylabel(unit)
         axes.set_ylim(bottom=0)
-    panels[0].legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, frameon=False)
     panels[0].set_title("embedded model, one thread", loc="left", fontsize=10)
     save(figure, "cost")
 

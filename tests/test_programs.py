@@ -210,15 +210,15 @@ def test_last_seen_equals_a_search_backwards():
 def test_loss_by_position_adds_up_to_the_perplexity(run):
     words = ["--method", "streaming", "--mem", 16, "--segment", 16, "--data", "text", "--lengths", 300]
     code, out, err = run(eval_ppl, *words, "--by-position", "--json", "table.json")
-    assert code == 0 and "> 32 ago" in out, err
+    assert code == 0 and "seen > 32 ago" in out, err
     table = json.load(open("table.json"))
     share = table["by_position"].pop("share of tokens")
     for row in table["rows"]:
         nats = table["by_position"][row["name"]]
-        for columns in (("to 256", "to 300"), ("new", "to 32 ago", "> 32 ago")):
+        for columns in (("position to 256", "position to 300"), ("seen never", "seen to 32 ago", "seen > 32 ago")):
             assert sum(share[c] for c in columns) == pytest.approx(1)
             assert math.exp(sum(share[c] * nats[c] for c in columns)) == pytest.approx(row["perplexity"]["300"])
-    assert share["to 256"] == 255 / 299
+    assert share["position to 256"] == 255 / 299
 
 
 class Oracle:
