@@ -1,5 +1,6 @@
 """torchrun, on one machine: whatever the number of processes, a step, a run and a table are the same."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ from safetensors import safe_open
 
 from eval_ppl import HERE
 from lococo import read_file
+from model import UserError
+from train import check_shard
 
 # What a process runs: a program, that notes the gradients of each step, or kills itself at the second step.
 PROCESS = f"""
@@ -104,10 +107,17 @@ def test_a_model_in_parts_trains_as_a_whole_one(start):
     trained = sum(t.numel() for t in tensors[0].values()) - 2048 * 128 - 9 * 128
     parts = [int(Path(f"local{rank}").read_text()) for rank in (0, 1)]
     assert sum(parts) == 1_315_968 + trained and abs(parts[0] - parts[1]) < 0.01 * sum(parts)
-    done = start(2, f"{words} --out run3 --shard --batch 3")
-    assert "--shard: --batch 3 must be a multiple of --micro-batch 1 times the 2 processes" in done.stderr
     done = start(2, f"{words} --out run1")
     assert done.stderr.count("train.py: --out run1 holds another run") == 1 and "RuntimeError" not in done.stderr
+
+
+def test_a_model_in_parts_needs_as_many_sequences_in_each_process():
+    args = argparse.Namespace(batch=6, micro_batch=2)
+    check_shard(args, 3)
+    with pytest.raises(UserError, match="--batch 6 must be a multiple of --micro-batch 2 times the 2 processes"):
+        check_shard(args, 2)
+    with pytest.raises(UserError, match="start several with torchrun"):
+        check_shard(args, 1)
 
 
 def test_a_process_that_dies_ends_all_of_them_with_an_error(start):
