@@ -290,9 +290,9 @@ class Memory(KVCache):
         if T > s.segment:
             raise UserError(f"{T} tokens at once, but a segment has {s.segment}: see segment_losses and prefill")
         self.make_room = self.held + T > s.mem + s.segment
-        place = s.mem if self.make_room else self.held
+        slot = s.mem if self.make_room else self.held
         start = super().begin(T)
-        return place if s.positions == "slots" else start
+        return slot if s.positions == "slots" else start
 
     def room(self, entries: int) -> int:
         return self.settings.mem + self.settings.segment
@@ -532,7 +532,7 @@ class LoCoCo:
 
     def save(self, file: Path | None) -> None:
         """The tensors of `groups` as an adapter file; None for a process that only adds its parts."""
-        tensors = {n: whole(p.detach()) for group in self.groups().values() for n, p in group.items()}
+        tensors = {n: whole(p.detach()).cpu() for group in self.groups().values() for n, p in group.items()}
         if file:
             write_file(file, "adapter", tensors, settings=asdict(self.settings), base=self.base)
 

@@ -299,7 +299,8 @@ def save_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, file: Path | No
     """
     tensors = {"random": torch.get_rng_state()}
     for name, p in named_parameters(lococo).items():
-        tensors |= {f"{key}.{name}": whole(t.detach()) for key, t in {"value": p, **optimizer.state[p]}.items()}
+        parts = {"value": p, **optimizer.state[p]}
+        tensors |= {f"{key}.{name}": whole(t.detach()).cpu() for key, t in parts.items()}
     if file:
         write_file(file, "state", tensors, base=lococo.base, **about)
 
