@@ -257,9 +257,10 @@ def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace, optimizer: 
     rank, number = processes()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     share, scored, failed = -(-args.batch // number) * number, args.batch * (args.seq - 1), 0
+    shown = sys.stderr.isatty()  # a log wants fewer lines
     bar = tqdm(total=args.steps * share * (args.seq - 1), initial=begin * share * (args.seq - 1), desc="training",
                unit=" tokens", unit_scale=True, disable=rank > 0,
-               mininterval=0.1 if sys.stderr.isatty() else 10)  # fmt: skip
+               mininterval=0.1 if shown else 10)  # fmt: skip
     log_file = args.out / "log.jsonl" if rank == 0 else os.devnull
     with bar, stopping() as stop, open(log_file, "a") as log:
         for step in range(begin, args.steps):
@@ -276,7 +277,8 @@ def train(lococo: LoCoCo, data: Sequences, args: argparse.Namespace, optimizer: 
                 optimizer.step()
             optimizer.zero_grad()
             failed = 0 if fine else failed + 1
-            bar.set_postfix_str(f"step {step + 1}/{args.steps}, loss {total / scored:.3f}" + ", left out" * (not fine))
+            bar.set_postfix_str(f"step {step + 1}/{args.steps}, loss {total / scored:.3f}" + ", left out" * (not fine),
+                                refresh=shown)  # fmt: skip
             row = dict(step=step + 1, loss=total / scored, tokens_per_s=round(scored / (time.time() - begun)))
             log.write(json.dumps(row) + "\n")
             log.flush()
