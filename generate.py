@@ -255,7 +255,7 @@ def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--prompt", required=True, nargs="+", metavar="FILE", help="text files, read in turn; - for standard input")
-    add("--adapter", metavar="RUN", help="run directory of train.py (default: the embedded one for tiny/)")
+    add("--adapter", metavar="RUN", help="run directory of train.py (default: the embedded one, without --model)")
     add("--full", action="store_true", help="keep the full cache, however long the text")
     add("--method", metavar="NAME", help="a training-free method instead of an adapter (streaming, h2o)")
     parser.add_counts()

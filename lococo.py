@@ -550,11 +550,12 @@ class LoCoCo:
                             f"this model has {fingerprint(model)})")  # fmt: skip
         lococo = LoCoCo(model, settings)
         lococo.adapter = about["sha256"]
+        own = {name: p for group in lococo.groups().values() for name, p in group.items()}
+        if {n: p.shape for n, p in own.items()} != {n: t.shape for n, t in tensors.items()}:
+            raise UserError(f"{file}: its tensors are not those of its settings; was the code changed since?")
         with torch.no_grad():
-            for group in lococo.groups().values():
-                for name, p in group.items():
-                    assert p.shape == tensors[name].shape  # settings and tensors are those that `save` wrote
-                    p.copy_(tensors[name])
+            for name, p in own.items():
+                p.copy_(tensors[name])
         return lococo
 
 
@@ -574,8 +575,13 @@ def write_file(file: Path, kind: str, tensors: dict[str, Tensor], **about) -> No
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     about = json.dumps({"kind": kind, **about, "sha256": ZEROS.decode()})
     data = memoryview(save(tensors, metadata={"format": "pt", "lococo": about}))
-    size = 8 + int.from_bytes(data[:8], "little")  # of the header
-    head = bytes(data[:size]).replace(ZEROS, hashlib.sha256(data).hexdigest().encode(), 1)
+    size = 8 + int.from_bytes(data[:8], "little")  # of the header, whose order varies: sorted, equal files are equal
+    head = json.dumps(json.loads(bytes(data[8:size])), sort_keys=True).encode()
+    head += b" " * (-len(head) % 8)
+    head = len(head).to_bytes(8, "little") + head
+    digest = hashlib.sha256(head)
+    digest.update(data[size:])
+    head = head.replace(ZEROS, digest.hexdigest().encode(), 1)
     part = file.with_name(f"{file.name}.part")
     try:
         with open(part, "wb") as out:

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -573,7 +574,8 @@ def say_how_to_go_on(args: argparse.Namespace) -> None:
     rank, number = processes()
     if rank == 0:
         launch = "python" if number == 1 else f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
-        print(f"stopped; to go on: {launch} train.py --resume {os.path.relpath(args.out)}", file=sys.stderr)
+        words = shlex.join([sys.argv[0], "--resume", os.path.relpath(args.out)])
+        print(f"stopped; to go on: {launch} {words}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -127,3 +127,10 @@ def test_a_damaged_tokenizer_is_loaded_or_refused(tmp_path, tokenizer):
             assert "tokenizer.model" in str(error)
             refused += 1
     assert refused > TRIALS // 10
+
+
+def test_equal_contents_make_equal_files(tmp_path):
+    """safetensors writes its header in any order; a file's checksum is its name to others."""
+    for n in range(8):
+        write_file(tmp_path / str(n), "adapter", {name: torch.ones(3) for name in "abcdefgh"}, settings={}, base="x")
+    assert len({(tmp_path / str(n)).read_bytes() for n in range(8)}) == 1

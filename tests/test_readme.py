@@ -27,7 +27,7 @@ README = (HERE / "README.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.M | re.S)
 COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()
             if re.match(r"(python|torchrun|pip) ", line)]  # fmt: skip
-INLINE = {" ".join(command.split()) for command in re.findall(r"`(python [^`]+)`", README)}
+INLINE = {" ".join(command.split()) for command in re.findall(r"`(python\s[^`]+)`", README)}
 COMMANDS += sorted(command for command in INLINE if " both " not in command)  # which an exercise adds
 PROGRAMS = {"train.py": train, "generate.py": generate, "eval_ppl.py": eval_ppl}
 
