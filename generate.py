@@ -336,7 +336,6 @@ def main() -> None:
     say(f"tokens/s         prefill {count / (filled - begun):,.0f}{decoded}")
 
 
-@torch.no_grad()
 def read(model: Llama, cache: KVCache, prompts: list[list[int]], segment: int, args: argparse.Namespace) -> Tensor:
     """All prompts into the cache; logits (1, V) of what comes next."""
     for n, prompt in enumerate(prompts, 1):

@@ -303,6 +303,7 @@ class Memory(KVCache):
             self.write(layer, 0, *self.compress(layer, self.keys[layer], self.values[layer]))
         return super().update(layer, k, v)
 
+    @torch.no_grad()
     def settle(self) -> None:
         """Compress now, if more than M entries are held, instead of when the next segment does not fit."""
         if self.held > self.settings.mem:
@@ -514,12 +515,15 @@ class LoCoCo:
             groups["norms"] = {n: p for n, p in named.items() if "norm" in n}
         return {group: tensors for group, tensors in groups.items() if tensors}
 
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """`groups` without the groups."""
+        return {name: p for tensors in self.groups().values() for name, p in tensors.items()}
+
     def start_training(self) -> None:
         """Freeze the base, all but `groups`."""
         self.model.requires_grad_(False)
-        for tensors in self.groups().values():
-            for p in tensors.values():
-                p.requires_grad_(True)
+        for p in self.named_parameters().values():
+            p.requires_grad_(True)
 
     def remove(self) -> Llama:
         """Take compressors, LoRA, interpolation and tuned tensors out again: the base, to the bit."""
@@ -532,7 +536,7 @@ class LoCoCo:
 
     def save(self, file: Path | None) -> None:
         """The tensors of `groups` as an adapter file; None for a process that only adds its parts."""
-        tensors = {n: whole(p.detach()).cpu() for group in self.groups().values() for n, p in group.items()}
+        tensors = {name: whole(p.detach()).cpu() for name, p in self.named_parameters().items()}
         if file:
             write_file(file, "adapter", tensors, settings=asdict(self.settings), base=self.base)
 
@@ -550,7 +554,7 @@ class LoCoCo:
                             f"this model has {fingerprint(model)})")  # fmt: skip
         lococo = LoCoCo(model, settings)
         lococo.adapter = about["sha256"]
-        own = {name: p for group in lococo.groups().values() for name, p in group.items()}
+        own = lococo.named_parameters()
         if {n: p.shape for n, p in own.items()} != {n: t.shape for n, t in tensors.items()}:
             raise UserError(f"{file}: its tensors are not those of its settings; was the code changed since?")
         with torch.no_grad():

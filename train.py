@@ -149,10 +149,6 @@ def add_up(lococo: LoCoCo, now: bool) -> None:
         module.set_requires_gradient_sync(now)
 
 
-def named_parameters(lococo: LoCoCo) -> dict[str, nn.Parameter]:
-    return {name: p for tensors in lococo.groups().values() for name, p in tensors.items()}
-
-
 def make_optimizer(lococo: LoCoCo, args: argparse.Namespace) -> torch.optim.AdamW:
     """AdamW without weight decay, one learning rate for the compressors and one for the rest; see `set_rates`."""
     groups = [{"params": list(tensors.values()), "initial_lr": args.conv_lr if group == "compressors" else args.lr}
@@ -209,7 +205,7 @@ def gradients_of_step(lococo: LoCoCo, data: Sequences, args: argparse.Namespace,
                 done(len(tokens) * min(piece, args.seq - 1 - start))
                 if halt:
                     break
-    parameters = [] if args.shard else list(named_parameters(lococo).values())
+    parameters = [] if args.shard else list(lococo.named_parameters().values())
     total, stops = exchange(parameters, [total, float(len(stop))], args)
     return total, stops > 0
 
@@ -301,7 +297,7 @@ def save_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, file: Path | No
     The data's order needs no state: `Sequences` knows the sequence of any step. No file: see `LoCoCo.save`.
     """
     tensors = {"random": torch.get_rng_state()}
-    for name, p in named_parameters(lococo).items():
+    for name, p in lococo.named_parameters().items():
         parts = {"value": p, **optimizer.state[p]}
         tensors |= {f"{key}.{name}": whole(t.detach()).cpu() for key, t in parts.items()}
     if file:
@@ -317,7 +313,7 @@ def restore_state(lococo: LoCoCo, optimizer: torch.optim.Optimizer, text: int, a
     if about["text"] != text:
         raise UserError(f"--resume {args.resume}: the text to train on has changed since")
     torch.set_rng_state(tensors["random"])
-    for name, p in named_parameters(lococo).items():
+    for name, p in lococo.named_parameters().items():
         p.copy_(like(tensors[f"value.{name}"], p))
         for key in ("step", "exp_avg", "exp_avg_sq"):
             if f"{key}.{name}" in tensors:  # none before the first step

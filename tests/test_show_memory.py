@@ -45,8 +45,17 @@ def test_every_entry_is_the_mixture_of_tokens_that_is_shown(model, method, chang
     assert torch.allclose(trace.shares.sum(1), torch.ones(13), atol=1e-4)  # less what was too small to follow
     assert torch.allclose(trace.shares @ keys[trace.tokens], trace.keys[layer][0, head], atol=1e-4)
     assert torch.allclose(trace.shares @ values[trace.tokens], trace.values[layer][0, head], atol=1e-4)
+    assert bool((trace.shares.amax(dim=0) > 0).all())  # what is gone is not carried along
     kept = trace.settings.sinks + trace.settings.recent
     assert int((trace.shares == 1).sum()) >= 5 + kept
+
+
+def test_settling_between_prompts_keeps_no_graph(model):
+    lococo = LoCoCo(model, Settings.of("lococo", 8, 8, 64, kernel=3, lora_rank=0))
+    memory = lococo.cache()
+    prefill(model, torch.randint(0, 64, (1, 14)), memory, 8)
+    memory.settle()
+    assert memory.held == 8 and not any(t.requires_grad for t in memory.keys + memory.values)
 
 
 def test_following_does_not_change_what_is_followed(model):
