@@ -18,6 +18,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -228,12 +229,75 @@ def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
         products = F.linear(x, conv.weight.flip(2).transpose(1, 2).flatten(0, 1)).transpose(1, 2)
         sums = F.fold(products.float(), (1, x.shape[1]), (1, kernel), padding=(0, pad))
         return sums[:, :, 0] + conv.bias[:, None]
-    x = x.transpose(1, 2)
-    if filters > 32 * conv.groups:  # so much to do that the copy of x, channels first, is worth it
-        return conv(x)
+    exact = x.is_cpu and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    if exact and kernel > 16 and conv.groups == 1:  # a GPU is made for plain products, bfloat16 too coarse for spectra
+        return Fourier.apply(x, conv.weight) + conv.bias[:, None]
     # Over an image of one row, whose channels may lie last as they do in x: no copy.
-    y = F.conv2d(x[:, :, None], conv.weight[:, :, None], conv.bias, padding=(0, pad), groups=conv.groups)
-    return y[:, :, 0]
+    x, weight = x.transpose(1, 2)[:, :, None], conv.weight[:, :, None]
+    return F.conv2d(x, weight, conv.bias, padding=(0, pad), groups=conv.groups)[:, :, 0]
+
+
+class Fourier(torch.autograd.Function):
+    """A convolution with a tenth of the multiplications: nothing of LoCoCo, skip it at first.
+
+    The spectrum of a convolution is the product of the spectra. Entries are cut into windows, each with `NEW` entries
+    of its own and the kernel - 1 that follow. At each of f frequencies a window is a complex number per channel, and
+    what was a matrix product for each tap is one for each frequency. A complex product is three real ones (Gauss):
+    (a + ib)(c + id) = p - q + i(r - p - q) with p = ac, q = bd, r = (a + b)(c + d). All of it is linear, so it is
+    written with constant matrices, y = B ((A x) * (G w)). It rounds no worse than Conv1d. The backward pass is by hand,
+    as it would keep A x and G w otherwise.
+    """
+
+    NEW = 32
+
+    @staticmethod
+    @cache
+    def matrices(kernel: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A (3f, n), G (3f, kernel) and B (NEW, 3f), for windows of n entries; rows for p, for q and for r."""
+        n = Fourier.NEW + kernel - 1
+        wave = torch.fft.rfft(torch.eye(n, dtype=torch.float64), dim=0)  # (f, n)
+        a, b, c, d = wave.real, wave.imag, wave.real, -wave.imag  # w's is conjugate, as taps look forward
+        one = torch.eye(len(wave), dtype=torch.float64)
+        re, im = torch.fft.irfft(one, n, dim=0), torch.fft.irfft(1j * one, n, dim=0)  # (n, f)
+        A, G = torch.cat((a, b, a + b)), torch.cat((c, d, c + d))[:, :kernel]
+        B = torch.cat((re - im, -re - im, im), dim=1)[: Fourier.NEW]
+        return A.float(), G.float(), B.float()
+
+    @staticmethod
+    def spectrum(x: Tensor, kernel: int) -> Tensor:
+        """Entries (N, S, C) -> A x, (3f, N windows, C)."""
+        A, _, _ = Fourier.matrices(kernel)
+        x = F.pad(x, (0, 0, kernel // 2, kernel // 2 + -x.shape[1] % Fourier.NEW))
+        x = x.unfold(1, A.shape[1], Fourier.NEW)  # (N, windows, C, n)
+        return (A @ x.permute(3, 0, 1, 2).flatten(1)).unflatten(1, (-1, x.shape[2]))
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        """Entries (N, S, C) and taps (filters, C, kernel) -> (N, filters, S)."""
+        ctx.save_for_backward(x, w)
+        return Fourier.convolve(x, w)
+
+    @staticmethod
+    def convolve(x: Tensor, w: Tensor) -> Tensor:
+        (N, S, _), (filters, C, kernel) = x.shape, w.shape
+        _, G, B = Fourier.matrices(kernel)
+        W = (G @ w.flatten(0, 1).T).view(-1, filters, C)
+        y = B @ (Fourier.spectrum(x, kernel) @ W.transpose(1, 2)).flatten(1)  # (NEW, N windows filters)
+        return y.view(Fourier.NEW, N, -1, filters).permute(1, 3, 2, 0).flatten(2)[..., :S]
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, w), dx, dw = ctx.saved_tensors, None, None
+        filters, C, kernel = w.shape
+        if ctx.needs_input_grad[0]:
+            dx = Fourier.convolve(dy.transpose(1, 2), w.transpose(0, 1).flip(2)).transpose(1, 2)
+        if ctx.needs_input_grad[1]:
+            _, G, B = Fourier.matrices(kernel)
+            dy = F.pad(dy, (0, -dy.shape[2] % Fourier.NEW)).unflatten(2, (-1, Fourier.NEW))
+            dY = (B.T @ dy.permute(3, 0, 2, 1).flatten(1)).unflatten(1, (-1, filters))
+            dW = dY.transpose(1, 2) @ Fourier.spectrum(x, kernel)
+            dw = (G.T @ dW.flatten(1)).view(kernel, filters, C).permute(1, 2, 0)
+        return dx, dw
 
 
 # --- Attention received, by which heavy entries are chosen (H2O, arXiv 2306.14048) ----------------------------

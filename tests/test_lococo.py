@@ -120,18 +120,47 @@ def test_compressor_equals_a_loop_over_the_papers_equations(kernel, filters, dep
             assert torch.allclose(w[b, g].double(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [1, 3, 21])
+@pytest.mark.parametrize("kernel", [1, 3, 21, 61])
 @pytest.mark.parametrize("entries", [1, 30, 121])
 @pytest.mark.parametrize("filters, groups", [(1, 1), (2, 1), (9, 1), (40, 1), (16, 16)])
 def test_every_way_to_convolve_equals_conv1d(filters, groups, entries, kernel):
-    """Sums along diagonals (few filters), an image of one row, and conv1d itself (many filters)."""
+    """Sums along diagonals (few filters), an image of one row, and by way of the spectrum; with their gradients."""
     conv = torch.nn.Conv1d(16, filters, kernel, padding=kernel // 2, groups=groups)
-    x = torch.randn(3, entries, 16)
-    expected = conv.double()(x.double().transpose(1, 2)).float()
-    conv.float()
+    x, dy = torch.randn(3, entries, 16), torch.randn(3, filters, entries)
+
+    def outcome(way, dtype):
+        entering = x.to(dtype).requires_grad_()
+        y = way(conv.to(dtype), entering)
+        return [y, *torch.autograd.grad(y, (entering, conv.weight, conv.bias), dy.to(dtype))]
+
+    expected = outcome(lambda conv, x: conv(x.transpose(1, 2)), torch.float64)
+    for got, right in zip(outcome(convolve, torch.float32), expected):
+        assert torch.allclose(got.double(), right, rtol=1e-5, atol=1e-5 * right.abs().max().item())
     with torch.no_grad():
-        assert torch.allclose(convolve(conv, x), expected, atol=1e-5)
-    assert torch.allclose(convolve(conv, x), expected, atol=1e-5)
+        assert torch.allclose(convolve(conv, x).double(), expected[0], atol=1e-5)
+
+
+def test_a_spectrum_rounds_no_worse_than_conv1d():
+    """Of logits as large as the official start makes them, where softmax is at its most sensitive."""
+    conv = torch.nn.Conv1d(128, 64, 21, padding=10)
+    torch.nn.init.normal_(conv.weight)
+    x = torch.randn(4, 192, 128)
+    with torch.no_grad():
+        ways = convolve(conv, x).double(), conv(x.transpose(1, 2)).double()
+        exact = conv.double()(x.double().transpose(1, 2))
+    ours, plain = ((y - exact).square().mean().sqrt() for y in ways)
+    assert 0 < ours < 2 * plain < 1e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(normalise="softmax-relu", blend=0.5, score="last"),
+                                     dict(normalise="softmax")])  # fmt: skip
+def test_the_way_to_convolve_does_not_change_the_logits(model, changes, monkeypatch):
+    lococo = LoCoCo(model, settings("lococo+h2o", mem=12, kernel=21, positions="original", **changes))
+    with torch.no_grad():
+        ours = prefill(model, TOKENS, lococo.cache(), 6)
+        monkeypatch.setattr("lococo.convolve", lambda conv, x: conv(x.transpose(1, 2)))
+        assert not torch.equal(ours, prefill(model, TOKENS, lococo.cache(), 6))  # it is another way
+        assert torch.allclose(ours, prefill(model, TOKENS, lococo.cache(), 6), atol=1e-5)
 
 
 def test_a_slot_with_no_positive_logit_is_a_mean_and_not_nan():
@@ -422,8 +451,9 @@ def test_scores_are_float32_under_autocast():
 
 @pytest.mark.parametrize("gradients", [False, True])  # with bptt they reach the keys and values too
 @pytest.mark.parametrize("normalise", NORMALISE)
-def test_a_compression_remembers_its_entries_and_one_mixing_matrix(model, normalise, gradients):
-    lococo = LoCoCo(model, settings(mem=24, segment=16, normalise=normalise))
+@pytest.mark.parametrize("kernel", [3, 21])
+def test_a_compression_remembers_its_entries_and_one_mixing_matrix(model, kernel, normalise, gradients):
+    lococo = LoCoCo(model, settings(mem=24, segment=16, kernel=kernel, normalise=normalise))
     memory, out = lococo.cache(), []
     k, v = (torch.randn(2, 2, 40, 8, requires_grad=gradients) for _ in range(2))
     held = {t.untyped_storage().data_ptr() for t in (k, v, *lococo.compressors.parameters())}
