@@ -249,6 +249,7 @@ class Fourier(torch.autograd.Function):
     """
 
     NEW = 32
+    FILTERS = 32  # at a time, whose spectra stay in a core's cache
 
     @staticmethod
     @cache
@@ -279,24 +280,28 @@ class Fourier(torch.autograd.Function):
 
     @staticmethod
     def convolve(x: Tensor, w: Tensor) -> Tensor:
-        (N, S, _), (filters, C, kernel) = x.shape, w.shape
-        _, G, B = Fourier.matrices(kernel)
-        W = (G @ w.flatten(0, 1).T).view(-1, filters, C)
-        y = B @ (Fourier.spectrum(x, kernel) @ W.transpose(1, 2)).flatten(1)  # (NEW, N windows filters)
-        return y.view(Fourier.NEW, N, -1, filters).permute(1, 3, 2, 0).flatten(2)[..., :S]
+        (N, S, _), (_, C, kernel) = x.shape, w.shape
+        (_, G, B), X, parts = Fourier.matrices(kernel), Fourier.spectrum(x, kernel), []
+        for some in w.split(Fourier.FILTERS):
+            W = (G @ some.flatten(0, 1).T).view(-1, len(some), C)
+            y = B @ (X @ W.transpose(1, 2)).flatten(1)  # (NEW, N windows filters)
+            parts.append(y.view(Fourier.NEW, N, -1, len(some)))
+        return torch.cat(parts, dim=3).permute(1, 3, 2, 0).flatten(2)[..., :S]
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (x, w), dx, dw = ctx.saved_tensors, None, None
-        filters, C, kernel = w.shape
+        _, C, kernel = w.shape
         if ctx.needs_input_grad[0]:
             dx = Fourier.convolve(dy.transpose(1, 2), w.transpose(0, 1).flip(2)).transpose(1, 2)
         if ctx.needs_input_grad[1]:
-            _, G, B = Fourier.matrices(kernel)
+            (_, G, B), X, parts = Fourier.matrices(kernel), Fourier.spectrum(x, kernel), []
             dy = F.pad(dy, (0, -dy.shape[2] % Fourier.NEW)).unflatten(2, (-1, Fourier.NEW))
-            dY = (B.T @ dy.permute(3, 0, 2, 1).flatten(1)).unflatten(1, (-1, filters))
-            dW = dY.transpose(1, 2) @ Fourier.spectrum(x, kernel)
-            dw = (G.T @ dW.flatten(1)).view(kernel, filters, C).permute(1, 2, 0)
+            for some in dy.split(Fourier.FILTERS, dim=1):  # (N, filters, windows, NEW)
+                dY = (B.T @ some.permute(3, 0, 2, 1).flatten(1)).unflatten(1, (-1, some.shape[1]))
+                dW = dY.transpose(1, 2) @ X
+                parts.append((G.T @ dW.flatten(1)).view(kernel, -1, C))
+            dw = torch.cat(parts, dim=1).permute(1, 2, 0)
         return dx, dw
 
 

@@ -8,7 +8,7 @@ Methods take turns, several times over; medians are printed, ratios within the r
 one batch of whole sequences (LoRA, embeddings, norms and compressors train; the gradient reaches back over one
 segment); `full` has its sequence in one piece there. Decoding starts from caches filled with random entries: what a
 token costs depends on how many there are, not on what they say; a memory is timed over T tokens, so that one
-compression is in.
+compression is in. FLOP are those of a plain convolution, also where a spectrum needs fewer.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tqdm import tqdm
 HOME = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HOME))
 from eval_ppl import precision  # noqa: E402
-from lococo import ALL, METHODS, LoCoCo, Memory, Settings, prefill  # noqa: E402
+from lococo import ALL, METHODS, Compressor, LoCoCo, Memory, Settings, convolve, prefill  # noqa: E402
 from model import PRESETS, KVCache, Llama, LlamaConfig  # noqa: E402
 from train import backward_through, make_optimizer, set_rates  # noqa: E402
 
@@ -226,6 +226,38 @@ def measure(model: Llama, args: argparse.Namespace) -> list[dict]:
     return list(rows.values())
 
 
+def convolutions(config: LlamaConfig, args: argparse.Namespace) -> list[dict]:
+    """The first convolution of a compression of one layer, by `Conv1d` as the official code has it and as here."""
+    rows = []
+    for kind in args.methods:
+        s = settings(kind, args)
+        if not s.merged:
+            continue
+        rest, channels = args.mem + args.segment - s.sinks - s.heavy - s.recent, 2 * config.head_dim
+        with torch.device(args.device):
+            conv = Compressor(config.head_dim, s.merged, s.kernel, filters=s.filters, depthwise=s.depthwise).convs[0]
+            x = torch.randn(args.batch * config.n_kv_heads, rest, channels, dtype=args.dtype)
+            dy = torch.randn(len(x), conv.out_channels, rest, dtype=args.dtype)
+        conv.to(args.dtype)
+        ways = {"Conv1d": lambda conv, x: conv(x.transpose(1, 2)), "here": convolve}
+
+        def both(way: Callable) -> None:
+            way(conv, x).backward(dy)
+
+        found = {name: ([], []) for name in ways}
+        for r in range(10 * args.rounds + 3):
+            for name, way in ways.items():
+                with torch.no_grad():
+                    forward = seconds(partial(way, conv, x), args.device)
+                times = forward, seconds(partial(both, way), args.device)
+                if r >= 3:
+                    for each, time in zip(found[name], times):
+                        each.append(time)
+        rows += [{"part": "convolution", "method": kind, "way": name, "filters": conv.out_channels, "entries": rest,
+                  "seconds": forward, "backward_seconds": both} for name, (forward, both) in found.items()]  # fmt: skip
+    return rows
+
+
 def decode(model: Llama, token: Tensor, cache: KVCache, count: int) -> None:
     for _ in range(count):
         model(token, cache)
@@ -313,7 +345,8 @@ def show(title: str, head: list[str], lines: list[list[str]]) -> None:
 
 
 def print_tables(rows: list[dict], rate: float, args: argparse.Namespace) -> None:
-    find = {(row["part"], row["method"], *(row[k] for k in ("context", "batch") if k in row)): row for row in rows}
+    where = ("way", "context", "batch")
+    find = {(row["part"], row["method"], *(row[k] for k in where if k in row)): row for row in rows}
     middle = {key: statistics.median(row["seconds"]) for key, row in find.items()}
 
     def against(key: tuple, name: str) -> str:
@@ -343,6 +376,18 @@ def print_tables(rows: list[dict], rate: float, args: argparse.Namespace) -> Non
                           f"{middle[keys[-1]] / middle[keys[0]]:.2f}"])  # fmt: skip
         show(f"decode: ms for a token of each of {B} sequences, by tokens of context",
              [*(f"{n:,}" for n in args.contexts), "last / full", "last / first"], lines)  # fmt: skip
+    lines = []
+    for kind in args.methods if "convolution" in args.parts else []:
+        if ("convolution", kind, "here") in find:
+            plain, here = (find["convolution", kind, way] for way in ("Conv1d", "here"))
+            line = [f"{kind}: {here['filters']} filters, {here['entries']} entries"]
+            for k in ("seconds", "backward_seconds"):
+                times = [statistics.median(row[k]) for row in (plain, here)]
+                line += [*(f"{1e3 * t:.2f}" for t in times), f"{times[0] / times[1]:.2f}"]
+            lines.append(line)
+    if lines:
+        head = ["Conv1d", "here", "ratio", "+ backward", "here", "ratio"]
+        show("convolution: ms for one compression of a layer", head, lines)
     for row in rows:
         if row["part"] == "load":
             took, read = statistics.median(row["seconds"]), statistics.median(row["read_seconds"])
@@ -355,7 +400,7 @@ def print_tables(rows: list[dict], rate: float, args: argparse.Namespace) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    parts = ("train", "prefill", "decode", "load", "start")
+    parts = ("train", "prefill", "decode", "convolution", "load", "start")
     add("--parts", nargs="+", choices=parts, default=list(parts))
     add("--methods", nargs="+", choices=KINDS, default=list(KINDS))
     add("--preset", choices=PRESETS, help="sizes of the model, instead of the next flags")
@@ -391,6 +436,8 @@ def main() -> None:
         torch.set_default_dtype(torch.float32)
         rows = measure(model, args)
         del model
+    if "convolution" in args.parts:
+        rows += convolutions(config, args)
     if "load" in args.parts:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(loading(Path(folder)))

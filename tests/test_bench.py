@@ -40,10 +40,13 @@ def test_flops_of_a_prefill_equal_what_torch_counts(kind, monkeypatch):
 
 def test_the_benchmark_runs(monkeypatch, capsys, tmp_path):
     words = "--dim 32 --layers 1 --ffn 48 --vocab 64 --heads 2 --kv-heads 1 --mem 16 --segment 16 --seq 64 --rounds 1"
-    words += f" --contexts 32 64 --batches 1 2 --parts train prefill decode --json {tmp_path}/table.json"
+    words += f" --contexts 32 64 --batches 1 2 --parts train prefill decode convolution --json {tmp_path}/table.json"
     monkeypatch.setattr(sys, "argv", ["bench.py", *words.split()])
     bench.main()
     out = capsys.readouterr().out
-    assert "train: 1 x 64 tokens, M = 16, T = 16" in out and "each of 2 sequences" in out
+    for words in ("train: 1 x 64 tokens, M = 16, T = 16", "each of 2 sequences", "lococo: 16 filters, 32 entries"):
+        assert words in out
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
-    assert len(rows) == len(bench.KINDS) * (1 + 1 + 2 * 2) and all(min(row["seconds"]) > 0 for row in rows)
+    merging = [kind for kind in bench.KINDS if kind.startswith("lococo")]
+    assert len(rows) == len(bench.KINDS) * (1 + 1 + 2 * 2) + 2 * len(merging)
+    assert all(min(row["seconds"]) > 0 for row in rows)
