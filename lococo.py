@@ -184,7 +184,9 @@ class Compressor(nn.Module):
         if not torch.is_grad_enabled():  # for which checkpoint would import half of torch
             return self.mix(y, x, score)
         # Of what follows, steps each as large as W, the backward pass runs all again and y alone is kept for it.
-        return checkpoint(self.mix, y, x, score, use_reentrant=False, preserve_rng_state=False)
+        # Reentrant, as the other kind takes as long as the small mixtures of the recipe themselves.
+        k, v, w = checkpoint(self.mix, y, x, score, use_reentrant=True, preserve_rng_state=False)
+        return k, v, w.detach()
 
     def mix(self, y: Tensor, x: Tensor, score: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         for conv in self.convs[1:]:
@@ -238,18 +240,17 @@ def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
 
 
 class Fourier(torch.autograd.Function):
-    """A convolution with a tenth of the multiplications: nothing of LoCoCo, skip it at first.
+    """A convolution with an eighth of the products, rounding no worse: nothing of LoCoCo, skip it at first.
 
     The spectrum of a convolution is the product of the spectra. Entries are cut into windows, each with `NEW` entries
-    of its own and the kernel - 1 that follow. At each of f frequencies a window is a complex number per channel, and
-    what was a matrix product for each tap is one for each frequency. A complex product is three real ones (Gauss):
-    (a + ib)(c + id) = p - q + i(r - p - q) with p = ac, q = bd, r = (a + b)(c + d). All of it is linear, so it is
-    written with constant matrices, y = B ((A x) * (G w)). It rounds no worse than Conv1d. The backward pass is by hand,
-    as it would keep A x and G w otherwise.
+    of its own and the kernel - 1 that follow. At each of f frequencies a window is one complex number per channel, and
+    what was a matrix product for every tap and entry is one for every frequency and window. A complex product is three
+    real ones (Gauss): (a + ib)(c + id) = p - q + i(r - p - q) with p = ac, q = bd, r = (a + b)(c + d). The steps are
+    constant matrices: y = B ((A x) * (G w)). The backward pass is by hand, to keep x and w for it instead of spectra.
     """
 
     NEW = 32
-    FILTERS = 32  # at a time, whose spectra stay in a core's cache
+    FILTERS = 32  # at a time, so that their spectra stay in a core's cache
 
     @staticmethod
     @cache
@@ -274,12 +275,12 @@ class Fourier(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
-        """Entries (N, S, C) and taps (filters, C, kernel) -> (N, filters, S)."""
         ctx.save_for_backward(x, w)
         return Fourier.convolve(x, w)
 
     @staticmethod
     def convolve(x: Tensor, w: Tensor) -> Tensor:
+        """Entries (N, S, C) and taps (filters, C, kernel) -> (N, filters, S)."""
         (N, S, _), (_, C, kernel) = x.shape, w.shape
         (_, G, B), X, parts = Fourier.matrices(kernel), Fourier.spectrum(x, kernel), []
         for some in w.split(Fourier.FILTERS):

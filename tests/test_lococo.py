@@ -152,6 +152,18 @@ def test_a_spectrum_rounds_no_worse_than_conv1d():
     assert 0 < ours < 2 * plain < 1e-6 * exact.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_bfloat16_many_filters_round_as_conv1d_does(dtype):
+    """Under autocast, whatever the entries come in: a spectrum in bfloat16 would be ten times as coarse."""
+    conv, x = torch.nn.Conv1d(128, 64, 21, padding=10), torch.randn(4, 192, 128)
+    with torch.no_grad():
+        exact = conv(x.transpose(1, 2))
+        with torch.autocast("cpu", torch.bfloat16):
+            ways = convolve(conv, x.to(dtype)), conv(x.to(dtype).transpose(1, 2))
+    ours, plain = ((y.float() - exact).square().mean().sqrt() for y in ways)
+    assert ways[0].dtype == torch.bfloat16 and ours < 1.5 * plain
+
+
 @pytest.mark.parametrize("changes", [dict(), dict(normalise="softmax-relu", blend=0.5, score="last"),
                                      dict(normalise="softmax")])  # fmt: skip
 def test_the_way_to_convolve_does_not_change_the_logits(model, changes, monkeypatch):
