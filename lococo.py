@@ -181,10 +181,10 @@ class Compressor(nn.Module):
         """Keys and values (B, G, S, D) -> those of the slots, K' = W K and V' = W V, (B, G, slots, D), and W."""
         x = torch.cat((k, v), dim=-1)  # (B, G, S, 2D)
         y = convolve(self.convs[0], x.flatten(0, 1))  # heads join the batch
-        if not torch.is_grad_enabled():  # for which checkpoint would import half of torch
-            return self.mix(y, x, score)
-        # Of what follows, steps each as large as W, the backward pass runs all again and y alone is kept for it.
-        # Reentrant, as the other kind takes as long as the small mixtures of the recipe themselves.
+        if not torch.is_grad_enabled() or (self.normalise == "softmax" and self.gate is None):
+            return self.mix(y, x, score)  # whose backward pass needs W and x only
+        # Here it would keep several steps as large as W: it runs again for the backward pass instead, from y. (The
+        # kind of checkpoint that is not reentrant takes as long as a small mixture itself.)
         k, v, w = checkpoint(self.mix, y, x, score, use_reentrant=True, preserve_rng_state=False)
         return k, v, w.detach()
 
@@ -401,12 +401,10 @@ class Memory(KVCache):
                 score = ranking(take(self.scores[layer], place), s.score)[:, :, parts[0] : S - s.recent]
         slot = torch.arange(s.mem, device=k.device)
         first, new, last = slot.split((parts[0], s.merged, s.recent))
+        if s.positions == "slots":  # what is kept moves to its slot, the rest to position 0: it is mixed unrotated
+            k = self.turn(k, torch.cat((first, slot.new_zeros(parts[1]), last)) - place)
         k_kept, k_rest, k_recent = k.split(parts, dim=2)
         v_kept, v_rest, v_recent = v.split(parts, dim=2)
-        if s.positions == "slots":  # what is kept moves to its slot, the rest to position 0: it is mixed unrotated
-            was_kept, was_rest, was_recent = place.split(parts, dim=-1)
-            k_kept, k_recent = self.turn(k_kept, first - was_kept), self.turn(k_recent, last - was_recent)
-            k_rest = self.turn(k_rest, -was_rest) if s.merged else k_rest
         if s.merged:
             k_new, v_new, w = self.compressors[layer](k_rest, v_rest, score)
         else:

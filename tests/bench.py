@@ -37,7 +37,15 @@ from lococo import ALL, METHODS, Compressor, LoCoCo, Memory, Settings, convolve,
 from model import PRESETS, KVCache, Llama, LlamaConfig  # noqa: E402
 from train import backward_through, make_optimizer, set_rates  # noqa: E402
 
-M8 = "1/8 merged"  # the embedded recipe: the rest of the memory verbatim
+M8 = "1/8 merged"  # the rest of the memory verbatim
+
+
+def recipe(M: int, **changes) -> dict:
+    """The embedded model's (train.RECIPES)."""
+    own = dict(sinks=4, recent=M * 7 // 8 - 4, filters=1, normalise="softmax", positions="slots")
+    return own | changes
+
+
 KINDS = {  # row: method and settings, for M slots
     "full": lambda M: ("full", {}),
     "streaming": lambda M: ("streaming", {}),
@@ -45,9 +53,8 @@ KINDS = {  # row: method and settings, for M slots
     "lococo": lambda M: ("lococo", {}),
     "lococo, depthwise": lambda M: ("lococo", dict(depthwise=True)),
     "lococo+h2o": lambda M: ("lococo+h2o", {}),
-    f"lococo, {M8}, depthwise": lambda M: ("lococo", dict(sinks=4, recent=M * 7 // 8 - 4, depthwise=True)),
-    f"lococo, {M8}, one filter": lambda M: ("lococo", dict(sinks=4, recent=M * 7 // 8 - 4, filters=1,
-                                                           normalise="softmax", positions="slots")),
+    f"lococo, {M8}, depthwise": lambda M: ("lococo", recipe(M, filters=None, depthwise=True)),
+    f"lococo, {M8}, one filter": lambda M: ("lococo", recipe(M)),
 }  # fmt: skip
 
 
