@@ -424,11 +424,14 @@ def parse() -> argparse.Namespace:
 
 
 def run_directory(args: argparse.Namespace, settings: Settings) -> Path:
-    """A new directory for this run; one that holds anything is refused."""
+    """A new directory for this run; one that holds anything, or cannot be made, is refused before any work."""
     name = HERE / "runs" / f"{settings.method}-mem{settings.mem or 'all'}-seq{args.seq}"
     numbered = (name.with_name(f"{name.name}-{i}") for i in itertools.count(2))
     out = args.out or (next(d for d in numbered if not d.exists()) if name.exists() else name)
     refuse_taken(out)
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"--out {out}: cannot be made, {there} is not a directory that you may write to")
     return out
 
 

@@ -416,7 +416,7 @@ BAD = [
     (train, ["--seed", "-1"], "--seed -1"),
     (train, ["--mem", "1024", "--seq", "1024"], "nothing would be merged"),
     (train, ["--method", "full", "--recent", "8"], "--method full keeps everything"),
-    (train, ["--out", "latin.txt/run", "--data", "text"], "latin.txt/run: Not a directory"),
+    (train, ["--out", "latin.txt/run"], "latin.txt is not a directory that you may write to"),
     (train, ["--unknown"], "unrecognized arguments: --unknown"),
     (generate, [], "the following arguments are required: --prompt"),
     (generate, ["--prompt", "nowhere.txt"], "--prompt nowhere.txt: No such file"),
