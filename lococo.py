@@ -11,6 +11,7 @@ Compression is lazy, as in the code; unlike there, decoding compresses only when
 every token it would cost many times the model.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -18,7 +19,6 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -164,7 +164,7 @@ class Compressor(nn.Module):
                  filters: int | None = None, depthwise: bool = False):  # fmt: skip
         super().__init__()
         self.normalise, self.slots = normalise, slots
-        self.gate = None if blend is None else nn.Parameter(torch.tensor(float(blend)))
+        self.gate = None if blend is None else nn.Parameter(torch.tensor([float(blend)]))
         channels, filters = 2 * head_dim, filters or slots
         # 1.0 as the official code: with its softmax a slot starts as little more than one entry, chosen at random.
         # With the plain softmax it starts near the mean of its piece.
@@ -182,11 +182,9 @@ class Compressor(nn.Module):
         x = torch.cat((k, v), dim=-1)  # (B, G, S, 2D)
         y = convolve(self.convs[0], x.flatten(0, 1))  # heads join the batch
         if not torch.is_grad_enabled() or (self.normalise == "softmax" and self.gate is None):
-            return self.mix(y, x, score)  # whose backward pass needs W and x only
-        # Here it would keep several steps as large as W: it runs again for the backward pass instead, from y. (The
-        # kind of checkpoint that is not reentrant takes as long as a small mixture itself.)
-        k, v, w = checkpoint(self.mix, y, x, score, use_reentrant=True, preserve_rng_state=False)
-        return k, v, w.detach()
+            return self.mix(y, x, score)  # for whose backward pass softmax keeps its outcome alone
+        # Equation 8 and a blend would keep several steps as large as W: they run again from y in the backward pass.
+        return checkpoint(self.mix, y, x, score, use_reentrant=False, preserve_rng_state=False)
 
     def mix(self, y: Tensor, x: Tensor, score: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         for conv in self.convs[1:]:
@@ -232,7 +230,7 @@ def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
         sums = F.fold(products.float(), (1, x.shape[1]), (1, kernel), padding=(0, pad))
         return sums[:, :, 0] + conv.bias[:, None]
     exact = x.is_cpu and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    if exact and kernel > 16 and conv.groups == 1:  # a GPU is made for plain products, bfloat16 too coarse for spectra
+    if exact and conv.groups == 1 and min(filters, kernel) > 16:  # a GPU is made for products, bfloat16 too coarse
         return Fourier.apply(x, conv.weight) + conv.bias[:, None]
     # Over an image of one row, whose channels may lie last as they do in x: no copy.
     x, weight = x.transpose(1, 2)[:, :, None], conv.weight[:, :, None]
@@ -240,26 +238,28 @@ def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
 
 
 class Fourier(torch.autograd.Function):
-    """A convolution with an eighth of the products, rounding no worse: nothing of LoCoCo, skip it at first.
+    """A convolution of same padding with fewer multiplications: nothing of LoCoCo, skip it at first.
 
     The spectrum of a convolution is the product of the spectra. Entries are cut into windows, each with `NEW` entries
     of its own and the kernel - 1 that follow. At each of f frequencies a window is one complex number per channel, and
     what was a matrix product for every tap and entry is one for every frequency and window. A complex product is three
-    real ones (Gauss): (a + ib)(c + id) = p - q + i(r - p - q) with p = ac, q = bd, r = (a + b)(c + d). The steps are
-    constant matrices: y = B ((A x) * (G w)). The backward pass is by hand, to keep x and w for it instead of spectra.
+    real ones (Gauss): (a + ib)(c + id) = p - q + i(r - p - q) with p = ac, q = bd, r = (a + b)(c + d). That makes 81
+    products of 672 at kernel 21. Each step is a constant matrix: y = B ((A x) * (G w)). Rounding is that of the largest
+    entry in a window, for entries of one size about that of Conv1d. The backward pass is by hand, to keep x and w for
+    it instead of spectra.
     """
 
     NEW = 32
     FILTERS = 32  # at a time, so that their spectra stay in a core's cache
 
     @staticmethod
-    @cache
+    @functools.cache
     def matrices(kernel: int) -> tuple[Tensor, Tensor, Tensor]:
         """A (3f, n), G (3f, kernel) and B (NEW, 3f), for windows of n entries; rows for p, for q and for r."""
         n = Fourier.NEW + kernel - 1
-        wave = torch.fft.rfft(torch.eye(n, dtype=torch.float64), dim=0)  # (f, n)
+        wave = torch.fft.rfft(torch.eye(n, dtype=torch.float64, device="cpu"), dim=0)  # (f, n)
         a, b, c, d = wave.real, wave.imag, wave.real, -wave.imag  # w's is conjugate, as taps look forward
-        one = torch.eye(len(wave), dtype=torch.float64)
+        one = torch.eye(len(wave), dtype=torch.float64, device="cpu")
         re, im = torch.fft.irfft(one, n, dim=0), torch.fft.irfft(1j * one, n, dim=0)  # (n, f)
         A, G = torch.cat((a, b, a + b)), torch.cat((c, d, c + d))[:, :kernel]
         B = torch.cat((re - im, -re - im, im), dim=1)[: Fourier.NEW]
@@ -274,33 +274,35 @@ class Fourier(torch.autograd.Function):
         return (A @ x.permute(3, 0, 1, 2).flatten(1)).unflatten(1, (-1, x.shape[2]))
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return Fourier.convolve(x, w)
-
-    @staticmethod
     def convolve(x: Tensor, w: Tensor) -> Tensor:
         """Entries (N, S, C) and taps (filters, C, kernel) -> (N, filters, S)."""
         (N, S, _), (_, C, kernel) = x.shape, w.shape
         (_, G, B), X, parts = Fourier.matrices(kernel), Fourier.spectrum(x, kernel), []
         for some in w.split(Fourier.FILTERS):
-            W = (G @ some.flatten(0, 1).T).view(-1, len(some), C)
-            y = B @ (X @ W.transpose(1, 2)).flatten(1)  # (NEW, N windows filters)
-            parts.append(y.view(Fourier.NEW, N, -1, len(some)))
+            W = (G @ some.flatten(0, 1).T).view(-1, len(some), C)  # (3f, filters, C)
+            y = B @ (X @ W.transpose(1, 2)).flatten(1)
+            parts.append(y.view(Fourier.NEW, N, -1, len(some)))  # (NEW, N, windows, filters)
         return torch.cat(parts, dim=3).permute(1, 3, 2, 0).flatten(2)[..., :S]
 
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return Fourier.convolve(x, w)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")  # float32, as it is in `forward`
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (x, w), dx, dw = ctx.saved_tensors, None, None
         _, C, kernel = w.shape
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0]:  # what an entry gave to the outputs around it, it gets back: taps in reverse
             dx = Fourier.convolve(dy.transpose(1, 2), w.transpose(0, 1).flip(2)).transpose(1, 2)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1]:  # the three matrices, transposed
             (_, G, B), X, parts = Fourier.matrices(kernel), Fourier.spectrum(x, kernel), []
             dy = F.pad(dy, (0, -dy.shape[2] % Fourier.NEW)).unflatten(2, (-1, Fourier.NEW))
             for some in dy.split(Fourier.FILTERS, dim=1):  # (N, filters, windows, NEW)
                 dY = (B.T @ some.permute(3, 0, 2, 1).flatten(1)).unflatten(1, (-1, some.shape[1]))
-                dW = dY.transpose(1, 2) @ X
+                dW = dY.transpose(1, 2) @ X  # (3f, N windows, filters) and (3f, N windows, C) -> (3f, filters, C)
                 parts.append((G.T @ dW.flatten(1)).view(kernel, -1, C))
             dw = torch.cat(parts, dim=1).permute(1, 2, 0)
         return dx, dw

@@ -430,8 +430,8 @@ def run_directory(args: argparse.Namespace, settings: Settings) -> Path:
     out = args.out or (next(d for d in numbered if not d.exists()) if name.exists() else name)
     refuse_taken(out)
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise UserError(f"--out {out}: cannot be made, {there} is not a directory that you may write to")
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{out}: cannot be made, as {there} is not a directory that you may write to")
     return out
 
 

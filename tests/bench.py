@@ -66,28 +66,30 @@ def flops(config: LlamaConfig, s: Settings, B: int, L: int, train: bool = False,
 
     Training: the base is frozen, so it costs a forward pass and the gradient of its activations; attention has
     twice its forward pass to go back, LoRA and convolutions a gradient for their weights, and mixing one for W (the
-    keys it mixes are detached); what follows the first convolution is computed again before.
+    keys it mixes are detached); but for a plain softmax, what follows the first convolution is computed again before.
     """
     c, D, heads = config, config.head_dim, B * config.n_layers * config.n_kv_heads
     widths = 2 * c.n_heads * D + 2 * c.n_kv_heads * D  # of wq, wk, wv, wo together
     blocks, output = 2 * B * L * c.n_layers * c.dim * (widths + 3 * c.ffn_dim), 2 * B * c.dim * c.vocab_size
     lora = 2 * B * L * c.n_layers * s.lora_rank * (4 * c.dim + widths)
-    attention, scores, conv, mixing = 0, 0, 0, 0  # mixing: what follows the first convolution
+    attention, scores, conv, second, mixing = 0, 0, 0, 0, 0  # second: the convolution after a depthwise one
     for start in range(0, L, s.segment):
         T, held = min(s.segment, L - start), min(start, s.mem + s.segment if s.mem else start)
         if s.mem and held + T > s.mem + s.segment:
             rest = held - s.sinks - s.heavy - s.recent
             if s.merged:
                 conv += heads * 2 * rest * 2 * D * s.kernel * (1 if s.depthwise else s.filters)
-                mixing += heads * 2 * rest * (2 * D * s.merged + 2 * D * s.filters * s.depthwise)
+                second += heads * 2 * rest * 2 * D * s.filters * s.depthwise
+                mixing += heads * 2 * rest * 2 * D * s.merged
             scores += heads * 2 * rest * 2 * s.merged * s.scored
             held = s.mem
         attention += B * c.n_layers * c.n_heads * 4 * D * (T * held + T * (T + 1) // 2)
         scores += B * c.n_layers * c.n_heads * 2 * D * T * (held + T) * s.scored
     if not train:
-        return blocks + output + lora + attention + scores + conv + mixing  # logits of the last token only
+        return blocks + output + lora + attention + scores + conv + second + mixing  # logits of the last token only
     again = blocks - 2 * B * L * c.n_layers * c.dim * c.ffn_dim if recompute else 0  # w2's outcome is not needed
-    return 2 * (blocks + output * L + conv) + 3 * (lora + attention + mixing) + scores + again
+    again += 0 if s.normalise == "softmax" and s.blend is None else second + mixing
+    return 2 * (blocks + output * L + conv + mixing) + 3 * (lora + attention + second) + scores + again
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:

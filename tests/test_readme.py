@@ -116,8 +116,8 @@ def house(tmp_path_factory):
                    write_hugging_face(home / "tiny", model)):  # fmt: skip
         shutil.copy(TINY / "tokenizer.model", folder)
     LoCoCo(model, Settings.of("lococo", 128, 128, 2048, sinks=4, recent=108)).save(home / "tiny/adapter.safetensors")
-    (home / "tests").mkdir()
-    for file in ("requirements.txt", "tests/test_bench.py"):
+    (home / "assets").mkdir()
+    for file in ("requirements.txt", "assets/prompt.txt"):
         shutil.copy(HERE / file, home / file)
     text = "".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(900))  # more than 8,192 tokens
     for folder in ("library", "RedPajama"):
@@ -139,7 +139,7 @@ def test_every_command_runs_as_printed(house, monkeypatch, capsys):
     monkeypatch.setattr(train, "EVALUATED", 1)
     for module in PROGRAMS.values():
         monkeypatch.setattr(module, "TINY", house / "tiny", raising=False)
-    monkeypatch.setattr(eval_ppl, "parse", shorter(eval_ppl.parse, lengths=[64, 256], documents=2))
+    monkeypatch.setattr(eval_ppl, "parse", shorter(eval_ppl.parse, lengths=[64, 1024], documents=2))
     monkeypatch.setattr(train, "parse", shorter(train.parse, steps=1))
     for name in ("batch", "micro_batch"):
         monkeypatch.setitem(train.RECIPES, name, (1, 1))
@@ -165,6 +165,7 @@ def test_every_command_runs_as_printed(house, monkeypatch, capsys):
             assert words[-1] in (HERE / ".ci/run").read_text(), command
         else:
             monkeypatch.setattr(sys, "argv", [words[1], "--help"])
+            capsys.readouterr()
             with pytest.raises(SystemExit, match="^0$"):
                 runpy.run_path(str(HERE / words[1]), run_name="__main__")
             shown = capsys.readouterr().out
