@@ -182,7 +182,7 @@ class Compressor(nn.Module):
         x = torch.cat((k, v), dim=-1)  # (B, G, S, 2D)
         y = convolve(self.convs[0], x.flatten(0, 1))  # heads join the batch
         if not torch.is_grad_enabled() or (self.normalise == "softmax" and self.gate is None):
-            return self.mix(y, x, score)  # for whose backward pass softmax keeps its outcome alone
+            return self.mix(y, x, score)  # a softmax needs only W for its backward pass
         # Equation 8 and a blend would keep several steps as large as W: they run again from y in the backward pass.
         return checkpoint(self.mix, y, x, score, use_reentrant=False, preserve_rng_state=False)
 
@@ -224,8 +224,8 @@ def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
     """conv over entries x (N, S, C) -> (N, filters, S), in the quickest way that we measured on a CPU."""
     (filters, channels, kernel), pad = conv.weight.shape, conv.padding[0]
     if filters * kernel <= channels:
-        # Every entry times every tap, no more numbers than x has; an output is the sum of one product of each tap, of
-        # entries one further each: a diagonal, which is what `fold` adds up.
+        # P, every entry times every tap: no more numbers than x has. Output s is the sum over the taps t of
+        # P[s + t - pad, t], a diagonal, and diagonals are what `fold` adds up.
         products = F.linear(x, conv.weight.flip(2).transpose(1, 2).flatten(0, 1)).transpose(1, 2)
         sums = F.fold(products.float(), (1, x.shape[1]), (1, kernel), padding=(0, pad))
         return sums[:, :, 0] + conv.bias[:, None]
@@ -240,13 +240,13 @@ def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
 class Fourier(torch.autograd.Function):
     """A convolution of same padding with fewer multiplications: nothing of LoCoCo, skip it at first.
 
-    The spectrum of a convolution is the product of the spectra. Entries are cut into windows, each with `NEW` entries
-    of its own and the kernel - 1 that follow. At each of f frequencies a window is one complex number per channel, and
-    what was a matrix product for every tap and entry is one for every frequency and window. A complex product is three
-    real ones (Gauss): (a + ib)(c + id) = p - q + i(r - p - q) with p = ac, q = bd, r = (a + b)(c + d). That makes 81
-    products of 672 at kernel 21. Each step is a constant matrix: y = B ((A x) * (G w)). Rounding is that of the largest
-    entry in a window, for entries of one size about that of Conv1d. The backward pass is by hand, to keep x and w for
-    it instead of spectra.
+    The spectrum of a convolution is the product of the spectra. `NEW` outputs at a time need a window of n = NEW +
+    kernel - 1 entries. At each of its f frequencies a window is one complex number a + ib per channel, a filter c + id,
+    and their product is three real ones (Gauss): p = ac, q = bd, r = (a + b)(c + d), (p - q) + i(r - p - q). So for
+    each pair of channel and filter there are 3f products (81 at kernel 21) where taps times outputs were 672. Going
+    there and back is linear: y = B ((A x) (G w)) with constant matrices A, G, B, and one matrix product over the
+    channels for each of the 3f rows. It rounds as the largest entry of a window demands; where entries are of one size,
+    about as Conv1d. The backward pass is by hand, to keep x and w for it instead of spectra.
     """
 
     NEW = 32
@@ -260,7 +260,8 @@ class Fourier(torch.autograd.Function):
         wave = torch.fft.rfft(torch.eye(n, dtype=torch.float64, device="cpu"), dim=0)  # (f, n)
         a, b, c, d = wave.real, wave.imag, wave.real, -wave.imag  # w's is conjugate, as taps look forward
         one = torch.eye(len(wave), dtype=torch.float64, device="cpu")
-        re, im = torch.fft.irfft(one, n, dim=0), torch.fft.irfft(1j * one, n, dim=0)  # (n, f)
+        # What the real and the imaginary part of a frequency give to the outputs, (n, f): re (p - q) + im (r - p - q).
+        re, im = torch.fft.irfft(one, n, dim=0), torch.fft.irfft(1j * one, n, dim=0)
         A, G = torch.cat((a, b, a + b)), torch.cat((c, d, c + d))[:, :kernel]
         B = torch.cat((re - im, -re - im, im), dim=1)[: Fourier.NEW]
         return A.float(), G.float(), B.float()

@@ -345,7 +345,7 @@ def resumed(args: argparse.Namespace, parser: Parser) -> argparse.Namespace:
     """The flags of the run that --resume names; others may be given if they are the same, or MAY_CHANGE."""
     file = args.resume / "state.safetensors"
     if not file.is_file() and (args.resume / "adapter.safetensors").is_file():
-        raise UserError(f"--resume {args.resume}: this run is finished, its adapter is there")
+        raise UserError(f"--resume {args.resume}: this run is finished; eval_ppl.py {args.resume} scores its adapter")
     if not file.is_file():
         raise UserError(f"--resume {args.resume}: there is no state.safetensors of a run")
     if args.out not in (None, args.resume):
@@ -437,7 +437,9 @@ def run_directory(args: argparse.Namespace, settings: Settings) -> Path:
 
 def refuse_taken(out: Path) -> None:
     """More than an empty log and a state that was never finished is there."""
-    if out.exists() and (not out.is_dir() or any(f.suffix != ".part" and f.stat().st_size for f in out.iterdir())):
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is not a directory")
+    if out.exists() and any(f.suffix != ".part" and f.stat().st_size for f in out.iterdir()):
         raise UserError(f"--out {out} holds another run; give a new directory")
 
 

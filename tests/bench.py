@@ -389,14 +389,14 @@ def print_tables(rows: list[dict], rate: float, args: argparse.Namespace) -> Non
     for kind in args.methods if "convolution" in args.parts else []:
         if ("convolution", kind, "here") in find:
             plain, here = (find["convolution", kind, way] for way in ("Conv1d", "here"))
-            line = [f"{kind}: {here['filters']} filters, {here['entries']} entries"]
+            line = [f"{kind}: to {here['filters']} channels, {here['entries']} entries"]
             for k in ("seconds", "backward_seconds"):
                 times = [statistics.median(row[k]) for row in (plain, here)]
                 line += [*(f"{1e3 * t:.2f}" for t in times), f"{times[0] / times[1]:.2f}"]
             lines.append(line)
     if lines:
         head = ["Conv1d", "here", "ratio", "+ backward", "here", "ratio"]
-        show("convolution: ms for one compression of a layer", head, lines)
+        show("convolution: ms for the first one of a layer's compression", head, lines)
     for row in rows:
         if row["part"] == "load":
             took, read = statistics.median(row["seconds"]), statistics.median(row["read_seconds"])

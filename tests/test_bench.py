@@ -44,7 +44,7 @@ def test_the_benchmark_runs(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["bench.py", *words.split()])
     bench.main()
     out = capsys.readouterr().out
-    for words in ("train: 1 x 64 tokens, M = 16, T = 16", "each of 2 sequences", "lococo: 16 filters, 32 entries"):
+    for words in ("train: 1 x 64 tokens, M = 16, T = 16", "each of 2 sequences", "lococo: to 16 channels, 32 entries"):
         assert words in out
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     merging = [kind for kind in bench.KINDS if kind.startswith("lococo")]

@@ -413,6 +413,7 @@ BAD = [
     (train, ["--data", "latin.txt"], "latin.txt: not UTF-8 text"),
     (train, ["--data", "text", "--seq", "100000"], "a sequence needs 100000"),
     (train, ["--out", "text"], "--out text holds another run"),
+    (train, ["--out", "latin.txt"], "--out latin.txt is not a directory"),
     (train, ["--seed", "-1"], "--seed -1"),
     (train, ["--mem", "1024", "--seq", "1024"], "nothing would be merged"),
     (train, ["--method", "full", "--recent", "8"], "--method full keeps everything"),
