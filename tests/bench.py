@@ -41,7 +41,7 @@ M8 = "1/8 merged"  # the rest of the memory verbatim
 
 
 def recipe(M: int, **changes) -> dict:
-    """The embedded model's (train.RECIPES)."""
+    """The embedded model's (train.RECIPES), by slot; positions=None: the method's own, so no key is turned."""
     own = dict(sinks=4, recent=M * 7 // 8 - 4, filters=1, normalise="softmax", positions="slots")
     return own | changes
 
@@ -53,7 +53,7 @@ KINDS = {  # row: method and settings, for M slots
     "lococo": lambda M: ("lococo", {}),
     "lococo, depthwise": lambda M: ("lococo", dict(depthwise=True)),
     "lococo+h2o": lambda M: ("lococo+h2o", {}),
-    f"lococo, {M8}, depthwise": lambda M: ("lococo", recipe(M, filters=None, depthwise=True)),
+    f"lococo, {M8}, depthwise": lambda M: ("lococo", recipe(M, filters=None, depthwise=True, positions=None)),
     f"lococo, {M8}, one filter": lambda M: ("lococo", recipe(M)),
 }  # fmt: skip
 
