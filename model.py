@@ -110,16 +110,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
     T, S = q.shape[2], k.shape[2]
-    mask = None
-    if 1 < T < S:  # query t sees all S - T entries of the past and the first t + 1 of its own segment
-        if q.is_cuda:  # said by name, not as a matrix: the fused kernels then never make one
-            from torch.nn.attention.bias import causal_lower_right  # here, as it takes a second to import
-
-            mask = causal_lower_right(T, S)
-        else:
-            mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S, enable_gqa=gqa)
+    if T in (1, S):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=T == S, enable_gqa=gqa)
+    # Query t sees all S - T entries of the past and the first t + 1 of its own segment. No T x S matrix is made:
+    if q.is_cuda:  # the fused kernels know this mask by name
+        from torch.nn.attention.bias import causal_lower_right  # here, as it takes a second to import
+
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(T, S), enable_gqa=gqa)
+    edge = q.new_zeros(S + T - 1)  # with the last query first, row r sees entry s if r + s < S:
+    edge[S:] = -torch.inf
+    mask = edge.as_strided((T, S), (1, 1))  # a view whose row r is edge[r : r + S]
+    return F.scaled_dot_product_attention(q.flip(2), k, v, attn_mask=mask, enable_gqa=gqa).flip(2)
 
 
 class KVCache:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import meta_state, permute, reference_logits
 from safetensors.torch import save_file
 
-from model import KVCache, Llama, LlamaConfig, Tokenizer, UserError, hugging_face_name, rope, rotate
+from model import KVCache, Llama, LlamaConfig, Tokenizer, UserError, attend, hugging_face_name, rope, rotate
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
 
@@ -18,6 +19,27 @@ TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
 def test_logits_equal_a_float64_llama_written_from_metas_formulas(model):
     expected = reference_logits(meta_state(model), model.config, TOKENS[0])
     assert torch.allclose(model(TOKENS)[0].double(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T, S", [(1, 9), (2, 9), (8, 9), (9, 9), (40, 700)])
+def test_attention_sees_the_past_and_makes_no_matrix_of_what_it_sees(T, S, dtype, monkeypatch):
+    q, (k, v) = torch.randn(2, 4, T, 8, dtype=dtype), torch.randn(2, 2, 2, S, 8, dtype=dtype)
+    masks, inner = [], F.scaled_dot_product_attention
+
+    def watched(*args, attn_mask=None, **more):
+        masks.append(attn_mask)
+        return inner(*args, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    out = attend(q, k, v)
+    for t in range(T):
+        seen = S - T + t + 1
+        for h in range(4):
+            p = (k[:, h // 2, :seen].double() @ q[:, h, t, :, None].double() / 8**0.5).softmax(1)
+            expected = (p * v[:, h // 2, :seen].double()).sum(1)
+            assert torch.allclose(out[:, h, t].double(), expected, atol=1e-5 if dtype == torch.float32 else 3e-2)
+    assert len(masks) == 1 and (masks[0] is None or masks[0].untyped_storage().size() < 4 * (S + T))
 
 
 def test_position_interpolation_divides_positions(model):
