@@ -250,7 +250,7 @@ def convolutions(config: LlamaConfig, args: argparse.Namespace) -> list[dict]:
         conv.to(args.dtype)
         ways = {"Conv1d": lambda conv, x: conv(x.transpose(1, 2)), "here": convolve}
 
-        def both(way: Callable) -> None:
+        def there_and_back(way: Callable) -> None:
             way(conv, x).backward(dy)
 
         found = {name: ([], []) for name in ways}
@@ -258,11 +258,11 @@ def convolutions(config: LlamaConfig, args: argparse.Namespace) -> list[dict]:
             for name, way in ways.items():
                 with torch.no_grad():
                     forward = seconds(partial(way, conv, x), args.device)
-                times = forward, seconds(partial(both, way), args.device)
+                times = forward, seconds(partial(there_and_back, way), args.device)
                 if r >= 3:
                     for each, time in zip(found[name], times):
                         each.append(time)
-        rows += [{"part": "convolution", "method": kind, "way": name, "filters": conv.out_channels, "entries": rest,
+        rows += [{"part": "convolution", "method": kind, "way": name, "channels": conv.out_channels, "entries": rest,
                   "seconds": forward, "backward_seconds": both} for name, (forward, both) in found.items()]  # fmt: skip
     return rows
 
@@ -389,7 +389,7 @@ def print_tables(rows: list[dict], rate: float, args: argparse.Namespace) -> Non
     for kind in args.methods if "convolution" in args.parts else []:
         if ("convolution", kind, "here") in find:
             plain, here = (find["convolution", kind, way] for way in ("Conv1d", "here"))
-            line = [f"{kind}: to {here['filters']} channels, {here['entries']} entries"]
+            line = [f"{kind}: to {here['channels']} channels, {here['entries']} entries"]
             for k in ("seconds", "backward_seconds"):
                 times = [statistics.median(row[k]) for row in (plain, here)]
                 line += [*(f"{1e3 * t:.2f}" for t in times), f"{times[0] / times[1]:.2f}"]
