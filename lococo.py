@@ -178,24 +178,27 @@ class Compressor(nn.Module):
         nn.init.normal_(self.convs[-1].weight, std=std)
 
     def forward(self, k: Tensor, v: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (B, G, S, D) -> those of the slots, K' = W K and V' = W V, (B, G, slots, D), and W."""
+        """Keys and values (B, G, S, D) -> those of the slots, K' = W K and V' = W V, (B, G, slots, D), and W, detached.
+
+        W comes in blocks (B, G, pieces, filters, n), as `mix` takes it.
+        """
         x = torch.cat((k, v), dim=-1)  # (B, G, S, 2D)
         y = convolve(self.convs[0], x.flatten(0, 1))  # heads join the batch
         if not torch.is_grad_enabled() or (self.normalise == "softmax" and self.gate is None):
-            return self.mix(y, x, score)  # a softmax needs only W for its backward pass
+            return self.slots_of(y, x, score)  # a softmax needs only W for its backward pass
         # Equation 8 and a blend would keep several steps as large as W: they run again from y in the backward pass.
-        return checkpoint(self.mix, y, x, score, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(self.slots_of, y, x, score, use_reentrant=False, preserve_rng_state=False)
 
-    def mix(self, y: Tensor, x: Tensor, score: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def slots_of(self, y: Tensor, x: Tensor, score: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         for conv in self.convs[1:]:
             y = convolve(conv, y.transpose(1, 2))
         logits = y.float().contiguous().view(*x.shape[:2], -1, x.shape[2])
         w = self.weights(logits, score).type_as(x)
         k, v = x.chunk(2, dim=-1)
-        return w @ k, w @ v, w.detach()
+        return mix(w, k), mix(w, v), w.detach()
 
     def weights(self, logits: Tensor, score: Tensor | None) -> Tensor:
-        """Logits (B, G, filters, S) -> mixing weights W (B, G, slots, S); every row sums to 1 (equation 8).
+        """Logits (B, G, filters, S) -> W in blocks (B, G, pieces, filters, n); every row sums to 1 (equation 8).
 
         With a blend (the official code's, not in the paper) W is mixed with one-hot rows that keep the entries
         of the highest score (B, G, S), by a learnt gate: 0 would be plain eviction.
@@ -205,19 +208,40 @@ class Compressor(nn.Module):
             logits = logits.relu()  # zeros keep a weight of exp(0) in the official code
         if self.normalise == "sum":
             logits = logits + 1e-9  # all logits 0: a plain mean
-        pieces = self.slots // logits.shape[2]
-        logits = logits[:, :, None]  # (B, G, 1, filters, S)
-        if pieces > 1:
-            piece = torch.arange(S, device=logits.device) * pieces // S  # the piece that an entry belongs to
-            other = piece != torch.arange(pieces, device=logits.device)[:, None]
-            nothing = 0 if self.normalise == "sum" else -torch.inf
-            logits = logits.masked_fill(other[:, None], nothing)  # (B, G, pieces, filters, S)
-        logits = logits.flatten(2, 3)
+        pieces, nothing = self.slots // logits.shape[2], 0.0 if self.normalise == "sum" else -torch.inf
+        logits = in_pieces(logits.transpose(2, 3), pieces, nothing).transpose(3, 4)
         w = logits / logits.sum(-1, keepdim=True) if self.normalise == "sum" else logits.softmax(-1)
         if self.gate is None:
             return w
         best = score.topk(self.slots, dim=-1).indices.sort(dim=-1).values
-        return (1 - self.gate) * F.one_hot(best, S) + self.gate * w
+        return ((1 - self.gate) * F.one_hot(best, S) + self.gate * dense(w, S))[:, :, None]  # one block
+
+
+def in_pieces(x: Tensor, count: int, nothing: float = 0.0) -> Tensor:
+    """Entries (B, G, S, N) in time order -> (B, G, count, n, N): pieces of n = S / count neighbours.
+
+    Where S is no multiple, n is rounded up, and the last place of a shorter piece holds `nothing`.
+    """
+    S = x.shape[2]
+    if S % count == 0:
+        return x.unflatten(2, (count, -1))
+    piece = torch.arange(count, device=x.device)[:, None]
+    entry = (piece * S + count - 1) // count + torch.arange(-(-S // count), device=x.device)
+    entry = torch.where(entry * count // S == piece, entry, S)  # entry s belongs to piece s * count // S
+    return F.pad(x, (0, 0, 0, 1), value=nothing)[:, :, entry]
+
+
+def mix(w: Tensor, x: Tensor) -> Tensor:
+    """W x: entries (B, G, S, N) -> (B, G, slots, N). W is zero outside of its blocks w (B, G, pieces, filters, n)."""
+    x = in_pieces(x, w.shape[2])  # (B, G, pieces, n, N)
+    if w.shape[3] == 1:  # many tiny products: quicker as sums
+        return (w.transpose(3, 4) * x).sum(3)
+    return (w @ x).flatten(2, 3)
+
+
+def dense(w: Tensor, S: int) -> Tensor:
+    """W (B, G, slots, S) with its zeros, from its blocks."""
+    return w[:, :, 0] if w.shape[2] == 1 else mix(w, torch.eye(S, device=w.device, dtype=w.dtype)[None, None])
 
 
 def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
@@ -226,7 +250,7 @@ def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
     if filters * kernel <= channels:
         # P, every entry times every tap: no more numbers than x has. Output s is the sum over the taps t of
         # P[s + t - pad, t], a diagonal, and diagonals are what `fold` adds up.
-        products = F.linear(x, conv.weight.flip(2).transpose(1, 2).flatten(0, 1)).transpose(1, 2)
+        products = conv.weight.flip(2).transpose(1, 2).flatten(0, 1) @ x.transpose(1, 2)  # (N, filters * kernel, S)
         sums = F.fold(products.float(), (1, x.shape[1]), (1, kernel), padding=(0, pad))
         return sums[:, :, 0] + conv.bias[:, None]
     exact = x.is_cpu and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
@@ -411,7 +435,7 @@ class Memory(KVCache):
         if s.merged:
             k_new, v_new, w = self.compressors[layer](k_rest, v_rest, score)
         else:
-            k_new, v_new, w = k_rest[:, :, :0], v_rest[:, :, :0], v.new_zeros(*v.shape[:2], 0, parts[1])
+            k_new, v_new, w = k_rest[:, :, :0], v_rest[:, :, :0], v.new_zeros(*v.shape[:2], 1, 0, parts[1])
         if s.positions == "slots" and s.merged:
             k_new = self.turn(k_new, new)
         self.follow(layer, place, w)
@@ -428,7 +452,7 @@ class Memory(KVCache):
         x = take(x, place.expand(x.shape[:3]))
         kept, rest, recent = x.split((s.sinks + s.heavy, S - s.sinks - s.heavy - s.recent, s.recent), dim=2)
         with torch.autocast(x.device.type, enabled=False):
-            return torch.cat((kept, w.float() @ rest, recent), dim=2)
+            return torch.cat((kept, mix(w.float(), rest), recent), dim=2)
 
     def heavy_first(self, layer: int) -> Tensor:
         """Indices (B, G, S) of [sinks and heavy | rest | recent], each in time order."""

@@ -51,6 +51,7 @@ KINDS = {  # row: method and settings, for M slots
     "streaming": lambda M: ("streaming", {}),
     "h2o": lambda M: ("h2o", {}),
     "lococo": lambda M: ("lococo", {}),
+    "lococo, one filter": lambda M: ("lococo", dict(filters=1)),
     "lococo, depthwise": lambda M: ("lococo", dict(depthwise=True)),
     "lococo+h2o": lambda M: ("lococo+h2o", {}),
     f"lococo, {M8}, depthwise": lambda M: ("lococo", recipe(M, filters=None, depthwise=True, positions=None)),
@@ -80,7 +81,7 @@ def flops(config: LlamaConfig, s: Settings, B: int, L: int, train: bool = False,
             if s.merged:
                 conv += heads * 2 * rest * 2 * D * s.kernel * (1 if s.depthwise else s.filters)
                 second += heads * 2 * rest * 2 * D * s.filters * s.depthwise
-                mixing += heads * 2 * rest * 2 * D * s.merged
+                mixing += heads * 2 * rest * 2 * D * s.filters  # a slot mixes its own piece of the rest
             scores += heads * 2 * rest * 2 * s.merged * s.scored
             held = s.mem
         attention += B * c.n_layers * c.n_heads * 4 * D * (T * held + T * (T + 1) // 2)
@@ -225,12 +226,11 @@ def measure(model: Llama, args: argparse.Namespace) -> list[dict]:
             if "prefill" in args.parts:
                 note("prefill", seconds(lambda: prefill(model, tokens, lococo.cache(), args.segment), args.device))
                 rows["prefill", kind]["flops"] = flops(model.config, lococo.settings, args.batch, args.seq)
-            for n, B in [(n, B) for n in args.contexts for B in args.batches if "decode" in args.parts]:
-                cache, token = filled(lococo, B, n), tokens[:1, :1].expand(B, 1)
-                model(token, cache)
+            for B in args.batches if "decode" in args.parts else []:
+                caches, token = [filled(lococo, B, n) for n in args.contexts], tokens[:1, :1].expand(B, 1)
                 count = args.segment if lococo.settings.mem else min(args.segment, 16)
-                took = seconds(partial(decode, model, token, cache, count), args.device)
-                note("decode", took / count, context=n, batch=B)
+                for n, took in zip(args.contexts, decode(model, token, caches, count, args.device)):
+                    note("decode", took / count, context=n, batch=B)
         lococo.remove()
     return list(rows.values())
 
@@ -267,9 +267,20 @@ def convolutions(config: LlamaConfig, args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def decode(model: Llama, token: Tensor, cache: KVCache, count: int) -> None:
-    for _ in range(count):
-        model(token, cache)
+def decode(model: Llama, token: Tensor, caches: list[KVCache], count: int, device: str) -> list[float]:
+    """Seconds for so many tokens after each cache; the caches take turns of 16 tokens, so that noise is shared."""
+
+    def write(cache: KVCache, tokens: int) -> None:
+        for _ in range(tokens):
+            model(token, cache)
+
+    for cache in caches:
+        write(cache, 1)
+    took = [0.0] * len(caches)
+    for done in range(0, count, 16):
+        for n, cache in enumerate(caches):
+            took[n] += seconds(partial(write, cache, min(16, count - done)), device)
+    return took
 
 
 def compressor_bytes(lococo: LoCoCo, args: argparse.Namespace) -> dict[str, int]:
@@ -284,7 +295,7 @@ def compressor_bytes(lococo: LoCoCo, args: argparse.Namespace) -> dict[str, int]
                     for n in range(c.n_layers))  # fmt: skip
     lococo.compressors.requires_grad_(False)
     rest = args.mem + args.segment - s.sinks - s.heavy - s.recent
-    matrices = args.batch * c.n_layers * c.n_kv_heads * s.merged * rest
+    matrices = args.batch * c.n_layers * c.n_kv_heads * s.filters * rest
     return {"compressor_bytes": saved, "mixing_bytes": matrices * cache.keys[0].element_size()}
 
 

@@ -10,7 +10,7 @@ from conftest import meta_state, reference_logits, remembered
 from eval_ppl import perplexity
 from lococo import (
     ALL, METHODS, NORMALISE, Compressor, LoCoCo, LoRALinear, Memory, Settings, attention_received, convolve,
-    fingerprint, interpolation, prefill, remove_lora, segment_losses,
+    dense, fingerprint, interpolation, prefill, remove_lora, segment_losses,
 )  # fmt: skip
 from model import KVCache, Llama, LlamaConfig, UserError, rope, rotate
 from train import ShiftedGroups
@@ -106,12 +106,16 @@ def mixing_weights_by_hand(compressor: Compressor, k, v):
 
 @pytest.mark.parametrize("normalise", NORMALISE)
 @pytest.mark.parametrize("depthwise", [False, True])
-@pytest.mark.parametrize("kernel, filters", [(1, 6), (3, 6), (21, 6), (3, 1), (21, 2)])
-def test_compressor_equals_a_loop_over_the_papers_equations(kernel, filters, depthwise, normalise):
+@pytest.mark.parametrize("kernel, filters, S", [(1, 6, 18), (3, 6, 18), (21, 6, 18), (3, 1, 18), (21, 2, 18),
+                                                (3, 1, 20), (3, 2, 16), (3, 1, 6)])  # fmt: skip
+def test_compressor_equals_a_loop_over_the_papers_equations(kernel, filters, S, depthwise, normalise):
+    """Also with pieces, of equal and of unequal length."""
     compressor = Compressor(4, 6, kernel, normalise, filters=filters, depthwise=depthwise)
-    k, v = torch.randn(2, 3, 18, 4), torch.randn(2, 3, 18, 4)
+    k, v = torch.randn(2, 3, S, 4), torch.randn(2, 3, S, 4)
     k_new, v_new, w = compressor(k, v)
-    assert w.shape == (2, 3, 6, 18)
+    assert w.shape == (2, 3, 6 // filters, filters, -(-S // (6 // filters)))  # the blocks, not their surroundings
+    w = dense(w, S)
+    assert w.shape == (2, 3, 6, S)
     assert torch.allclose(k_new, w @ k, atol=1e-5) and torch.allclose(v_new, w @ v, atol=1e-5)
     assert torch.allclose(w.sum(-1), torch.ones(2, 3, 6)) and bool((w >= 0).all())
     for b in range(2):
@@ -173,17 +177,26 @@ def test_a_spectrum_is_float32_whatever_surrounds_it():
 
 @pytest.mark.parametrize("normalise", NORMALISE)
 @pytest.mark.parametrize("blend", [None, 0.3])
-@pytest.mark.parametrize("depthwise", [False, True])
-def test_gradients_of_all_that_a_compressor_trains(normalise, blend, depthwise):
-    """Against float64 and plain autograd, nothing computed twice."""
-    ours = Compressor(6, 18, 21, normalise, blend, depthwise=depthwise)
+@pytest.mark.parametrize("filters, depthwise", [(18, False), (18, True), (1, False), (2, False)])
+def test_gradients_of_all_that_a_compressor_trains(normalise, blend, filters, depthwise):
+    """Against float64 and plain autograd, nothing computed twice, W with all of its zeros."""
+    ours = Compressor(6, 18, 21, normalise, blend, filters=filters, depthwise=depthwise)
     k, v, score = torch.randn(2, 3, 30, 6), torch.randn(2, 3, 30, 6), torch.rand(2, 3, 30)
 
     def plain(compressor, k, v):
         y = torch.cat((k, v), -1).flatten(0, 1).transpose(1, 2)
         for conv in compressor.convs:
             y = conv(y)
-        w = compressor.weights(y.view(2, 3, 18, 30), score)
+        y = y.view(2, 3, filters, 30)
+        pieces = 18 // filters
+        own = torch.arange(30) * pieces // 30 == torch.arange(18)[:, None] // filters  # (slots, S)
+        y = y.repeat(1, 1, pieces, 1)
+        y = y if normalise == "softmax" else y.relu()
+        w = (y + 1e-9) * own if normalise == "sum" else y.exp() * own
+        w = w / w.sum(-1, keepdim=True)
+        if blend is not None:
+            best = score.topk(18).indices.sort().values
+            w = (1 - compressor.gate) * F.one_hot(best, 30) + compressor.gate * w
         return w @ k, w @ v
 
     def gradients(way, compressor, dtype):
@@ -235,7 +248,7 @@ def test_a_slot_with_no_positive_logit_is_a_mean_and_not_nan():
     torch.nn.init.constant_(compressor.convs[0].weight, 0.0)
     torch.nn.init.constant_(compressor.convs[0].bias, -1.0)
     _, _, w = compressor(torch.randn(1, 1, 10, 4), torch.randn(1, 1, 10, 4))
-    assert torch.allclose(w, torch.full((1, 1, 2, 10), 0.1))
+    assert torch.allclose(w, torch.full((1, 1, 1, 2, 10), 0.1))
 
 
 def test_parameter_count_of_the_paper():
@@ -436,6 +449,7 @@ VARIANTS = [
     ("lococo+sinks", dict(blend=0.3, recent=1)),
     ("lococo", dict(normalise="softmax", filters=1, recent=4)),
     ("lococo", dict(filters=3, heavy=2)),
+    ("lococo", dict(filters=2, blend=0.4)),
     ("lococo", dict(depthwise=True)),
 ]
 
