@@ -266,11 +266,12 @@ class Fourier(torch.autograd.Function):
 
     The spectrum of a convolution is the product of the spectra. `NEW` outputs at a time need a window of n = NEW +
     kernel - 1 entries. At each of its f frequencies a window is one complex number a + ib per channel, a filter c + id,
-    and their product is three real ones (Gauss): p = ac, q = bd, r = (a + b)(c + d), (p - q) + i(r - p - q). So for
-    each pair of channel and filter there are 3f products (81 at kernel 21) where taps times outputs were 672. Going
-    there and back is linear: y = B ((A x) (G w)) with constant matrices A, G, B, and one matrix product over the
-    channels for each of the 3f rows. It rounds as the largest entry of a window demands; where entries are of one size,
-    about as Conv1d. The backward pass is by hand, to keep x and w for it instead of spectra.
+    and their product is three real ones (Gauss): p = ac, q = bd, r = (a + b)(c + d), (p - q) + i(r - p - q); but just p
+    at the lowest and the highest, which are real. So for each pair of channel and filter there are R = 3f - 4 products
+    (77 at kernel 21) where taps times outputs were 672. Going there and back is linear: y = B ((A x) (G w)) with
+    constant matrices A, G, B, and one matrix product over the channels for each of the R rows. It rounds as the largest
+    entry of a window demands; where entries are of one size, about as Conv1d. The backward pass is by hand, to keep x
+    and w for it instead of spectra.
     """
 
     NEW = 32
@@ -279,7 +280,7 @@ class Fourier(torch.autograd.Function):
     @staticmethod
     @functools.cache
     def matrices(kernel: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A (3f, n), G (3f, kernel) and B (NEW, 3f), for windows of n entries; rows for p, for q and for r."""
+        """A (R, n), G (R, kernel) and B (NEW, R), for windows of n entries; rows for p, for q and for r."""
         n = Fourier.NEW + kernel - 1
         wave = torch.fft.rfft(torch.eye(n, dtype=torch.float64, device="cpu"), dim=0)  # (f, n)
         a, b, c, d = wave.real, wave.imag, wave.real, -wave.imag  # w's is conjugate, as taps look forward
@@ -288,11 +289,12 @@ class Fourier(torch.autograd.Function):
         re, im = torch.fft.irfft(one, n, dim=0), torch.fft.irfft(1j * one, n, dim=0)
         A, G = torch.cat((a, b, a + b)), torch.cat((c, d, c + d))[:, :kernel]
         B = torch.cat((re - im, -re - im, im), dim=1)[: Fourier.NEW]
-        return A.float(), G.float(), B.float()
+        used = A.any(dim=1) & B.any(dim=0)
+        return A[used].float(), G[used].float(), B[:, used].float()
 
     @staticmethod
     def spectrum(x: Tensor, kernel: int) -> Tensor:
-        """Entries (N, S, C) -> A x, (3f, N windows, C)."""
+        """Entries (N, S, C) -> A x, (R, N windows, C)."""
         A, _, _ = Fourier.matrices(kernel)
         x = F.pad(x, (0, 0, kernel // 2, kernel // 2 + -x.shape[1] % Fourier.NEW))
         x = x.unfold(1, A.shape[1], Fourier.NEW)  # (N, windows, C, n)
@@ -304,7 +306,7 @@ class Fourier(torch.autograd.Function):
         (N, S, _), (_, C, kernel) = x.shape, w.shape
         (_, G, B), X, parts = Fourier.matrices(kernel), Fourier.spectrum(x, kernel), []
         for some in w.split(Fourier.FILTERS):
-            W = (G @ some.flatten(0, 1).T).view(-1, len(some), C)  # (3f, filters, C)
+            W = (G @ some.flatten(0, 1).T).view(-1, len(some), C)  # (R, filters, C)
             y = B @ (X @ W.transpose(1, 2)).flatten(1)
             parts.append(y.view(Fourier.NEW, N, -1, len(some)))  # (NEW, N, windows, filters)
         return torch.cat(parts, dim=3).permute(1, 3, 2, 0).flatten(2)[..., :S]
@@ -327,7 +329,7 @@ class Fourier(torch.autograd.Function):
             dy = F.pad(dy, (0, -dy.shape[2] % Fourier.NEW)).unflatten(2, (-1, Fourier.NEW))
             for some in dy.split(Fourier.FILTERS, dim=1):  # (N, filters, windows, NEW)
                 dY = (B.T @ some.permute(3, 0, 2, 1).flatten(1)).unflatten(1, (-1, some.shape[1]))
-                dW = dY.transpose(1, 2) @ X  # (3f, N windows, filters) and (3f, N windows, C) -> (3f, filters, C)
+                dW = dY.transpose(1, 2) @ X  # (R, N windows, filters) and (R, N windows, C) -> (R, filters, C)
                 parts.append((G.T @ dW.flatten(1)).view(kernel, -1, C))
             dw = torch.cat(parts, dim=1).permute(1, 2, 0)
         return dx, dw
