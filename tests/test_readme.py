@@ -216,6 +216,9 @@ def test_the_readmes_results_are_those_that_were_measured():
         assert rows.pop(row).startswith(expected), (row, expected)
     one = {"the same, a filter for each slot": "methodlococo-filters0",
            "the same, a filter for each slot, depthwise": "methodlococo-filters0-depthwise",
+           "all but 4 sinks merged, one filter": "methodlococo-recent0",
+           "all but 4 sinks merged, a filter for each slot": "methodlococo-recent0-filters0",
+           "all but 4 sinks merged, a filter for each slot, depthwise": "methodlococo-recent0-filters0-depthwise",
            "LoCoCo + H2O, the paper's form: half heavy, half merged":
                "methodlococo+h2o-positionsslots-filters0-normalisesum",
            "8 sinks, then the segment": "methodstreaming-sinks8-recent0"}  # fmt: skip
