@@ -180,7 +180,7 @@ class Compressor(nn.Module):
     def forward(self, k: Tensor, v: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values (B, G, S, D) -> those of the slots, K' = W K and V' = W V, (B, G, slots, D), and W, detached.
 
-        W comes in blocks (B, G, pieces, filters, n), as `mix` takes it.
+        W comes in blocks, see `weights`.
         """
         x = torch.cat((k, v), dim=-1)  # (B, G, S, 2D)
         y = convolve(self.convs[0], x.flatten(0, 1))  # heads join the batch
@@ -190,6 +190,7 @@ class Compressor(nn.Module):
         return checkpoint(self.slots_of, y, x, score, use_reentrant=False, preserve_rng_state=False)
 
     def slots_of(self, y: Tensor, x: Tensor, score: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """`forward` from the first convolution's outcome y (B * G, channels, S) on; x (B, G, S, 2D) gets mixed."""
         for conv in self.convs[1:]:
             y = convolve(conv, y.transpose(1, 2))
         logits = y.float().contiguous().view(*x.shape[:2], -1, x.shape[2])
@@ -198,23 +199,24 @@ class Compressor(nn.Module):
         return mix(w, k), mix(w, v), w.detach()
 
     def weights(self, logits: Tensor, score: Tensor | None) -> Tensor:
-        """Logits (B, G, filters, S) -> W in blocks (B, G, pieces, filters, n); every row sums to 1 (equation 8).
+        """Logits (B, G, filters, S) -> W; every row sums to 1 (equation 8).
 
-        With a blend (the official code's, not in the paper) W is mixed with one-hot rows that keep the entries
-        of the highest score (B, G, S), by a learnt gate: 0 would be plain eviction.
+        A slot mixes the entries of one piece, so W has zeros but for its blocks (B, G, pieces, filters, n): these are
+        returned. With a blend (the official code's, not in the paper) W is mixed with one-hot rows that keep the
+        entries of the highest score (B, G, S), by a learnt gate: 0 would be plain eviction. Then all of W is one block.
         """
         S = logits.shape[3]
         if self.normalise != "softmax":
             logits = logits.relu()  # zeros keep a weight of exp(0) in the official code
         if self.normalise == "sum":
             logits = logits + 1e-9  # all logits 0: a plain mean
-        pieces, nothing = self.slots // logits.shape[2], 0.0 if self.normalise == "sum" else -torch.inf
-        logits = in_pieces(logits.transpose(2, 3), pieces, nothing).transpose(3, 4)
+        nothing = 0.0 if self.normalise == "sum" else -torch.inf
+        logits = in_pieces(logits.transpose(2, 3), self.slots // logits.shape[2], nothing).transpose(3, 4)
         w = logits / logits.sum(-1, keepdim=True) if self.normalise == "sum" else logits.softmax(-1)
         if self.gate is None:
             return w
         best = score.topk(self.slots, dim=-1).indices.sort(dim=-1).values
-        return ((1 - self.gate) * F.one_hot(best, S) + self.gate * dense(w, S))[:, :, None]  # one block
+        return ((1 - self.gate) * F.one_hot(best, S) + self.gate * dense(w, S))[:, :, None]
 
 
 def in_pieces(x: Tensor, count: int, nothing: float = 0.0) -> Tensor:
@@ -223,7 +225,7 @@ def in_pieces(x: Tensor, count: int, nothing: float = 0.0) -> Tensor:
     Where S is no multiple, n is rounded up, and the last place of a shorter piece holds `nothing`.
     """
     S = x.shape[2]
-    if S % count == 0:
+    if S % count == 0:  # no copy
         return x.unflatten(2, (count, -1))
     piece = torch.arange(count, device=x.device)[:, None]
     entry = (piece * S + count - 1) // count + torch.arange(-(-S // count), device=x.device)
@@ -232,16 +234,17 @@ def in_pieces(x: Tensor, count: int, nothing: float = 0.0) -> Tensor:
 
 
 def mix(w: Tensor, x: Tensor) -> Tensor:
-    """W x: entries (B, G, S, N) -> (B, G, slots, N). W is zero outside of its blocks w (B, G, pieces, filters, n)."""
+    """W x: entries (B, G, S, N) -> (B, G, slots, N), by the blocks w (B, G, pieces, filters, n) of W."""
     x = in_pieces(x, w.shape[2])  # (B, G, pieces, n, N)
-    if w.shape[3] == 1:  # many tiny products: quicker as sums
-        return (w.transpose(3, 4) * x).sum(3)
+    if w.shape[3] == 1:  # many tiny products: quicker as sums, of x's dtype also under a GPU's autocast
+        return (w.transpose(3, 4) * x).sum(3, dtype=x.dtype)
     return (w @ x).flatten(2, 3)
 
 
 def dense(w: Tensor, S: int) -> Tensor:
-    """W (B, G, slots, S) with its zeros, from its blocks."""
-    return w[:, :, 0] if w.shape[2] == 1 else mix(w, torch.eye(S, device=w.device, dtype=w.dtype)[None, None])
+    """W (B, G, slots, S) with its zeros, from its blocks (B, G, pieces, filters, n)."""
+    entry = in_pieces(torch.arange(S, device=w.device).view(1, 1, S, 1), w.shape[2], S).transpose(3, 4)
+    return w.new_zeros(*w.shape[:4], S + 1).scatter(4, entry.expand_as(w), w)[..., :S].flatten(2, 3)
 
 
 def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:

@@ -81,8 +81,8 @@ def flops(config: LlamaConfig, s: Settings, B: int, L: int, train: bool = False,
             if s.merged:
                 conv += heads * 2 * rest * 2 * D * s.kernel * (1 if s.depthwise else s.filters)
                 second += heads * 2 * rest * 2 * D * s.filters * s.depthwise
-                mixing += heads * 2 * rest * 2 * D * s.filters  # a slot mixes its own piece of the rest
-            scores += heads * 2 * rest * 2 * s.merged * s.scored
+                mixing += heads * 2 * size_of_w(s, rest) * 2 * D
+            scores += heads * 2 * size_of_w(s, rest) * 2 * s.scored
             held = s.mem
         attention += B * c.n_layers * c.n_heads * 4 * D * (T * held + T * (T + 1) // 2)
         scores += B * c.n_layers * c.n_heads * 2 * D * T * (held + T) * s.scored
@@ -91,6 +91,11 @@ def flops(config: LlamaConfig, s: Settings, B: int, L: int, train: bool = False,
     again = blocks - 2 * B * L * c.n_layers * c.dim * c.ffn_dim if recompute else 0  # w2's outcome is not needed
     again += 0 if s.normalise == "softmax" and s.blend is None else second + mixing
     return 2 * (blocks + output * L + conv + mixing) + 3 * (lora + attention + second) + scores + again
+
+
+def size_of_w(s: Settings, rest: int) -> int:
+    """Numbers in one W over so many entries, without what is zero outside of its blocks; a blend fills all of it."""
+    return rest * (s.filters if s.blend is None else s.merged)
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
@@ -295,7 +300,7 @@ def compressor_bytes(lococo: LoCoCo, args: argparse.Namespace) -> dict[str, int]
                     for n in range(c.n_layers))  # fmt: skip
     lococo.compressors.requires_grad_(False)
     rest = args.mem + args.segment - s.sinks - s.heavy - s.recent
-    matrices = args.batch * c.n_layers * c.n_kv_heads * s.filters * rest
+    matrices = args.batch * c.n_layers * c.n_kv_heads * size_of_w(s, rest)
     return {"compressor_bytes": saved, "mixing_bytes": matrices * cache.keys[0].element_size()}
 
 

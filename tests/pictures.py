@@ -31,7 +31,7 @@ except ImportError:
 HOME = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(HOME), str(HOME / "tests")]
 from eval_ppl import TINY, Corpus, evaluate, load_base, scored_batches  # noqa: E402
-from lococo import LoCoCo, Memory, Settings, prefill, dense  # noqa: E402
+from lococo import LoCoCo, Memory, Settings, dense, prefill  # noqa: E402
 from model import Llama, Tokenizer  # noqa: E402
 from reproduce import CONTEXT, DOCUMENTS, LENGTHS, METHODS, UNTOUCHED, Cell  # noqa: E402
 from train import backward_through  # noqa: E402

@@ -9,7 +9,7 @@ from conftest import meta_state, reference_logits, remembered
 
 from eval_ppl import perplexity
 from lococo import (
-    ALL, METHODS, NORMALISE, Compressor, LoCoCo, LoRALinear, Memory, Settings, attention_received, convolve,
+    ALL, METHODS, NORMALISE, Compressor, Fourier, LoCoCo, LoRALinear, Memory, Settings, attention_received, convolve,
     dense, fingerprint, interpolation, prefill, remove_lora, segment_losses,
 )  # fmt: skip
 from model import KVCache, Llama, LlamaConfig, UserError, rope, rotate
@@ -114,6 +114,7 @@ def test_compressor_equals_a_loop_over_the_papers_equations(kernel, filters, S, 
     k, v = torch.randn(2, 3, S, 4), torch.randn(2, 3, S, 4)
     k_new, v_new, w = compressor(k, v)
     assert w.shape == (2, 3, 6 // filters, filters, -(-S // (6 // filters)))  # the blocks, not their surroundings
+    assert not w.requires_grad
     w = dense(w, S)
     assert w.shape == (2, 3, 6, S)
     assert torch.allclose(k_new, w @ k, atol=1e-5) and torch.allclose(v_new, w @ v, atol=1e-5)
@@ -162,6 +163,12 @@ def test_a_spectrum_rounds_about_as_conv1d_does():
                                                                (plain, torch.float64)))):  # fmt: skip
         far, near = ((y - exact).square().mean().sqrt() for y in (ours, theirs))
         assert 0 < far < 3 * near < 1e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("kernel", [17, 21, 61])
+def test_a_spectrum_takes_no_product_more_than_it_must(kernel):
+    frequencies = (Fourier.NEW + kernel - 1) // 2 + 1
+    assert [m.shape.index(3 * frequencies - 4) for m in Fourier.matrices(kernel)] == [0, 0, 1]
 
 
 def test_a_spectrum_is_float32_whatever_surrounds_it():
