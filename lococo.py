@@ -186,7 +186,8 @@ class Compressor(nn.Module):
         y = convolve(self.convs[0], x.flatten(0, 1))  # heads join the batch
         if not torch.is_grad_enabled() or (self.normalise == "softmax" and self.gate is None):
             return self.slots_of(y, x, score)  # a softmax needs only W for its backward pass
-        # Equation 8 and a blend would keep several steps as large as W: they run again from y in the backward pass.
+        # Equation 8 and a blend would keep several steps as large as W: what follows the first convolution, which is
+        # cheap, runs again in the backward pass.
         return checkpoint(self.slots_of, y, x, score, use_reentrant=False, preserve_rng_state=False)
 
     def slots_of(self, y: Tensor, x: Tensor, score: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,7 +200,7 @@ class Compressor(nn.Module):
         return mix(w, k), mix(w, v), w.detach()
 
     def weights(self, logits: Tensor, score: Tensor | None) -> Tensor:
-        """Logits (B, G, filters, S) -> W; every row sums to 1 (equation 8).
+        """Logits (B, G, filters, S) -> W; every row sums to 1, by division (equation 8) or by a softmax.
 
         A slot mixes the entries of one piece, so W has zeros but for its blocks (B, G, pieces, filters, n): these are
         returned. With a blend (the official code's, not in the paper) W is mixed with one-hot rows that keep the
@@ -210,7 +211,7 @@ class Compressor(nn.Module):
             logits = logits.relu()  # zeros keep a weight of exp(0) in the official code
         if self.normalise == "sum":
             logits = logits + 1e-9  # all logits 0: a plain mean
-        nothing = 0.0 if self.normalise == "sum" else -torch.inf
+        nothing = 0.0 if self.normalise == "sum" else -torch.inf  # has weight 0
         logits = in_pieces(logits.transpose(2, 3), self.slots // logits.shape[2], nothing).transpose(3, 4)
         w = logits / logits.sum(-1, keepdim=True) if self.normalise == "sum" else logits.softmax(-1)
         if self.gate is None:
@@ -248,7 +249,7 @@ def dense(w: Tensor, S: int) -> Tensor:
 
 
 def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
-    """conv over entries x (N, S, C) -> (N, filters, S), in the quickest way that we measured on a CPU."""
+    """conv over entries x (N, S, C) -> (N, filters, S), in the way that was quickest on a CPU (no GPU measured)."""
     (filters, channels, kernel), pad = conv.weight.shape, conv.padding[0]
     if filters * kernel <= channels:
         # P, every entry times every tap: no more numbers than x has. Output s is the sum over the taps t of
@@ -272,9 +273,9 @@ class Fourier(torch.autograd.Function):
     and their product is three real ones (Gauss): p = ac, q = bd, r = (a + b)(c + d), (p - q) + i(r - p - q); but just p
     at the lowest and the highest, which are real. So for each pair of channel and filter there are R = 3f - 4 products
     (77 at kernel 21) where taps times outputs were 672. Going there and back is linear: y = B ((A x) (G w)) with
-    constant matrices A, G, B, and one matrix product over the channels for each of the R rows. It rounds as the largest
-    entry of a window demands; where entries are of one size, about as Conv1d. The backward pass is by hand, to keep x
-    and w for it instead of spectra.
+    constant matrices A, G, B (no batch, no heads), and one matrix product over the channels for each of the R rows. It
+    rounds as the largest entry of a window demands; where entries are of one size, about as Conv1d. The backward pass
+    is by hand, to keep x and w for it instead of spectra.
     """
 
     NEW = 32
@@ -292,7 +293,7 @@ class Fourier(torch.autograd.Function):
         re, im = torch.fft.irfft(one, n, dim=0), torch.fft.irfft(1j * one, n, dim=0)
         A, G = torch.cat((a, b, a + b)), torch.cat((c, d, c + d))[:, :kernel]
         B = torch.cat((re - im, -re - im, im), dim=1)[: Fourier.NEW]
-        used = A.any(dim=1) & B.any(dim=0)
+        used = A.any(dim=1) & B.any(dim=0)  # not q and r of the real frequencies; n is even, so the highest is real
         return A[used].float(), G[used].float(), B[:, used].float()
 
     @staticmethod

@@ -5,10 +5,11 @@
                           --seq 16384 --recompute                # a GPU; weights are random, nothing is downloaded
 
 Methods take turns, several times over; medians are printed, ratios within the run. Training is one optimizer step on
-one batch of whole sequences (LoRA, embeddings, norms and compressors train; the gradient reaches back over one
-segment); `full` has its sequence in one piece there. Decoding starts from caches filled with random entries: what a
+one batch of whole sequences (LoRA, embeddings, norms and compressors train; the gradient reaches back over --bptt
+segments); `full` has its sequence in one piece there. Decoding starts from caches filled with random entries: what a
 token costs depends on how many there are, not on what they say; a memory is timed over T tokens, so that one
-compression is in. FLOP are those of a plain convolution, also where a spectrum needs fewer.
+compression is in. FLOP are those of a plain convolution, also where a spectrum needs fewer (so some rows pass 100 % of
+the matrix product's rate), and of a gradient over one segment.
 """
 
 import argparse
@@ -175,7 +176,7 @@ def train_step(lococo: LoCoCo, tokens: Tensor, args: argparse.Namespace) -> Call
 
     def step() -> None:
         with precision(args):
-            for _ in backward_through(lococo, tokens, tokens.numel()):
+            for _ in backward_through(lococo, tokens, tokens.numel(), args.bptt):
                 pass
         optimizer.step()
         optimizer.zero_grad()
@@ -445,6 +446,7 @@ def main() -> None:
     add("--batches", type=int, nargs="+", default=[1, 8], help="sequences that are decoded together")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--bptt", type=int, default=1, help="segments that the gradient reaches back over (the recipe: 4)")
     add("--recompute", action="store_true", help="activation checkpointing in training")
     add("--json", type=Path, metavar="FILE")
     args = parser.parse_args()

@@ -171,6 +171,18 @@ def test_a_spectrum_takes_no_product_more_than_it_must(kernel):
     assert [m.shape.index(3 * frequencies - 4) for m in Fourier.matrices(kernel)] == [0, 0, 1]
 
 
+def test_a_large_entry_costs_its_windows_some_precision_and_no_other():
+    """Entry 100 lies in the windows of outputs 64 to 127; the taps of 90 to 110 see it."""
+    conv, x = torch.nn.Conv1d(128, 64, 21, padding=10), torch.randn(1, 256, 128)
+    x[0, 100] *= 1000
+    with torch.no_grad():
+        ours = convolve(conv, x)
+        exact = conv.double()(x.double().transpose(1, 2))
+    off = (ours - exact).abs().amax(dim=(0, 1)) / exact.abs().amax()
+    assert 1e-8 < off[64:90].max() < 1e-6 and off[90:128].max() < 1e-6
+    assert off[:64].max() < 5e-9 and off[128:].max() < 5e-9
+
+
 def test_a_spectrum_is_float32_whatever_surrounds_it():
     """A default device elsewhere at its first use, and a backward pass under autocast."""
     conv, x, dy = torch.nn.Conv1d(16, 20, 19, padding=9), torch.randn(2, 40, 16), torch.randn(2, 20, 40)
