@@ -202,7 +202,7 @@ class Compressor(nn.Module):
     def weights(self, logits: Tensor, score: Tensor | None) -> Tensor:
         """Logits (B, G, filters, S) -> W; every row sums to 1, by division (equation 8) or by a softmax.
 
-        A slot mixes the entries of one piece, so W has zeros but for its blocks (B, G, pieces, filters, n): these are
+        A slot mixes the entries of one piece, so W is zero outside of blocks (B, G, pieces, filters, n); these are
         returned. With a blend (the official code's, not in the paper) W is mixed with one-hot rows that keep the
         entries of the highest score (B, G, S), by a learnt gate: 0 would be plain eviction. Then all of W is one block.
         """
