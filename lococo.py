@@ -212,7 +212,8 @@ class Compressor(nn.Module):
         if self.normalise == "sum":
             logits = logits + 1e-9  # all logits 0: a plain mean
         nothing = 0.0 if self.normalise == "sum" else -torch.inf  # has weight 0
-        logits = in_pieces(logits.transpose(2, 3), self.slots // logits.shape[2], nothing).transpose(3, 4)
+        pieces = self.slots // logits.shape[2]
+        logits = in_pieces(logits.transpose(2, 3), pieces, nothing).transpose(3, 4)  # (B, G, pieces, filters, n)
         w = logits / logits.sum(-1, keepdim=True) if self.normalise == "sum" else logits.softmax(-1)
         if self.gate is None:
             return w
