@@ -245,8 +245,9 @@ def mix(w: Tensor, x: Tensor) -> Tensor:
 
 def dense(w: Tensor, S: int) -> Tensor:
     """W (B, G, slots, S) with its zeros, from its blocks (B, G, pieces, filters, n)."""
-    entry = in_pieces(torch.arange(S, device=w.device).view(1, 1, S, 1), w.shape[2], S).transpose(3, 4)
-    return w.new_zeros(*w.shape[:4], S + 1).scatter(4, entry.expand_as(w), w)[..., :S].flatten(2, 3)
+    # The last place of a shorter piece says entry 0, with weight 0; only the first piece, never short, has that entry.
+    entry = in_pieces(torch.arange(S, device=w.device).view(1, 1, S, 1), w.shape[2]).transpose(3, 4)
+    return w.new_zeros(*w.shape[:4], S).scatter(4, entry.expand_as(w), w).flatten(2, 3)
 
 
 def convolve(conv: nn.Conv1d, x: Tensor) -> Tensor:
