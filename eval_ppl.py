@@ -4,12 +4,9 @@
     python eval_ppl.py runs/a runs/b --lengths 2048 8192 --by-position
     python eval_ppl.py --method streaming h2o --mem 512      # without training, on any base
 
-Perplexity is exp(total negative log-likelihood / scored tokens). Every token after the first of a
-document is scored, those at the borders of segments too. A document shorter than the length is left
-out, a longer one is cut. Each starts with BOS and an empty memory. Different lengths hold different
-documents: compare within a column.
-
-The first section reads text, for training too.
+Perplexity is exp(total negative log-likelihood / scored tokens); every token of a document after
+the first is scored. A document shorter than the length is left out, a longer one is cut: different
+lengths hold different documents, so compare within a column. The first section reads text.
 """
 
 import gzip
@@ -22,7 +19,7 @@ import sysconfig
 import time
 import zlib
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Iterator
 
 import numpy as np
 import torch
@@ -34,7 +31,7 @@ from generate import (
     run_program, untrained, write_file,
 )  # fmt: skip
 from lococo import METHODS, LoCoCo, segment_losses
-from model import Llama, Tokenizer, UserError
+from model import Tokenizer, UserError
 
 # --- Text ----------------------------------------------------------------------------------------
 
@@ -96,10 +93,8 @@ def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
 
 
 def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    """The ids of each of PARTS, mapped into memory; a BOS begins each document.
-
-    Tokenized once: the name of the stored file says which texts and tokenizer it is made from.
-    """
+    """The ids of each of PARTS, mapped into memory; a BOS begins each document. Tokenized once: the
+    name of the stored file says which texts and tokenizer it is made from."""
     files = find_files(paths)
     key = repr([(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files])
     digest = hashlib.sha256(key.encode() + tokenizer.file.read_bytes()).hexdigest()
@@ -155,8 +150,7 @@ def token_losses(lococo: LoCoCo, documents: Tensor, args) -> tuple[Tensor, int]:
 
 
 def last_seen(tokens: Tensor) -> Tensor:
-    """How many tokens ago each token (L,) after the first last ended the same run of three tokens,
-    (L - 1,); 0 if never."""
+    """How many tokens ago each of (L,) after the first ended the same three tokens; 0: never."""
     ids, seen, ago = tokens.tolist(), {}, []
     for t in range(1, len(ids)):
         run = tuple(ids[max(t - 2, 0) : t + 1])
@@ -166,9 +160,8 @@ def last_seen(tokens: Tensor) -> Tensor:
 
 
 def by_position(documents: Tensor, reach: int) -> dict[str, Tensor]:
-    """Kinds of tokens, each a mask (N, L - 1) over documents (N, L): by position, and by how long
-    ago a token was last seen. What was last seen more than `reach` = M + T tokens ago has left
-    memory and segment: to know it still is what a memory is for."""
+    """Masks (N, L - 1) of documents (N, L), by position and by how long ago a token was last seen.
+    What was seen more than `reach` = M + T tokens ago is known from the memory or not at all."""
     L = documents.shape[1]
     position = torch.arange(1, L).expand(len(documents), L - 1)
     ago = torch.stack([last_seen(document) for document in documents])
@@ -205,7 +198,7 @@ def parse():
 def main() -> None:
     args = parse()
     prepare(args)
-    model, tokenizer = load_base(args)
+    tokenizer = Tokenizer(args.model)
     streams = token_streams(args.data, tokenizer)
     parts = [args.part] if args.part else list(PARTS) if args.data else ["held-out"]
     documents = {}
@@ -214,7 +207,7 @@ def main() -> None:
         documents[L] = torch.cat(rows)[: args.documents]
         if L < 2 or not len(documents[L]):
             raise UserError(f"--lengths {L}: there is no document of so many tokens to score")
-    methods: dict[str, Callable[[Llama], LoCoCo]] = {}
+    methods = {}  # name: what makes a LoCoCo of a base model
     for name in ["full"] + args.method:
         methods[f"base, {name}"] = lambda model, name=name: untrained(args, name, model)
     for run in args.runs:
@@ -234,6 +227,7 @@ def main() -> None:
         mem = lococo.settings.mem
         reach = max(reach, mem and mem + lococo.settings.segment)
         print(f"{name:{width}} {mem or '-':>6} {cache_bytes:>12,} {rate:>9,.0f}{row}")
+        del lococo  # before the next one is loaded
     counts = ", ".join(f"{len(rows)} of {L} tokens" for L, rows in documents.items())
     print(f"documents ({', '.join(parts)}): {counts}")
     if args.by_position:

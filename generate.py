@@ -38,8 +38,6 @@ TINY = HERE / "tiny"  # the embedded model and its adapter
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with the flags that all programs have."""
-
     def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         add = self.add_argument
@@ -107,9 +105,9 @@ def method_flags(args: argparse.Namespace) -> dict:
 
 def untrained(args: argparse.Namespace, method: str, model: Llama) -> LoCoCo:
     """A method that needs no training, on its base model."""
-    mem = args.mem or 512
-    settings = settings_for(method, mem, args.segment or mem, model.config.context, lora_rank=0,
-                            **method_flags(args))  # fmt: skip
+    mem, flags = args.mem or 512, method_flags(args)
+    length = model.config.context
+    settings = settings_for(method, mem, args.segment or mem, length, lora_rank=0, **flags)
     if settings.merged:
         raise UserError(f"--method {method}: its convolution must be trained first, by train.py")
     return LoCoCo(model, settings)
@@ -289,9 +287,7 @@ def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -
     """Lines about what the slots hold; ids are the tokens that were read."""
     yield f"layer {memory.layer}, head {memory.head}: {memory.held} entries after {len(ids)} tokens"
     kinds = [kind for kind in COUNTS for _ in range(getattr(memory.settings, kind))]
-    if memory.held == len(ids):
-        kinds = []  # nothing is compressed yet
-    for slot, kind in enumerate(kinds):
+    for slot, kind in enumerate(kinds if memory.held < len(ids) else []):
         line = f"{slot:>4} {kind:7}"
         for share, n in zip(*(t.tolist() for t in memory.shares[slot].topk(3))):
             if share >= 0.01:
@@ -340,15 +336,6 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def traced_memory(lococo: LoCoCo, layer: int, head: int) -> TracedMemory:
-    layers, heads = lococo.model.config.n_layers, lococo.model.config.n_kv_heads
-    if layer >= layers or head >= heads:
-        raise UserError(f"--show-memory {layer} {head}: there are {layers} layers of {heads} heads")
-    memory = lococo.cache(TracedMemory)
-    memory.layer, memory.head = layer, head
-    return memory
-
-
 def main() -> None:
     args = parse()
     prepare(args)
@@ -357,12 +344,16 @@ def main() -> None:
         args.save_memory.with_name(args.save_memory.name + ".part").touch()
     model, tokenizer = load_base(args)
     ids = tokenizer.encode(text, bos=not args.load_memory)
-    adapted = not args.method
-    lococo = load_adapter(args.adapter, model) if adapted else untrained(args, args.method, model)
+    run = args.adapter
+    lococo = load_adapter(run, model) if run else untrained(args, args.method, model)
     settings = lococo.settings
     if not settings.mem and (args.save_memory or args.load_memory or args.show_memory):
         raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
-    cache = traced_memory(lococo, *args.show_memory) if args.show_memory else lococo.cache()
+    cache = lococo.cache(TracedMemory if args.show_memory else Memory)
+    if args.show_memory:
+        cache.layer, cache.head = args.show_memory
+        if cache.layer >= model.config.n_layers or cache.head >= model.config.n_kv_heads:
+            raise UserError(f"--show-memory {cache.layer} {cache.head}: no such layer or head")
     owner = described(lococo) | {"adapter": checksum(lococo.trained(), str(args.dtype))}
     if args.load_memory:
         load_memory(args.load_memory, cache, owner, args.device)

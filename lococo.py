@@ -6,8 +6,8 @@ LoRA. Letters as in model.py.
 
 Where the paper and its code (VITA-Group/LoCoCo) differ, this follows the paper. The code takes a
 softmax of the ReLU instead of (7) and blends W with one-hot rows: see tests/official_code.py.
-As in the code, memory is compressed when the next segment needs the room. Here this holds for
-decoding too: to compress at every token would cost many times the model itself.
+Compression waits until a segment needs the room, also while decoding, where the paper compresses
+at every token: that would cost many times the model itself.
 """
 
 import math
@@ -71,11 +71,13 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     counts = {name: (row | given).get(name, 0) for name in COUNTS}
     if row and fills not in given:
         counts[fills] += mem - sum(counts.values())
-    total = sum(counts.values())
-    if min(counts.values()) < 0 or total > mem * bool(row) or bool(row) > total:
-        raise UserError(f"--method {method} --mem {mem}: there is no room for {counts}")
+    total, room = sum(counts.values()), mem if row else 0
+    if min(counts.values()) < 0 or total > room or (row and total == 0):
+        raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
     if fills == "merged" and counts["merged"] == 0:
         raise UserError(f"--method {method} --mem {mem}: no slot is left to merge into")
+    if given.get("kernel", 21) % 2 == 0:
+        raise UserError(f"--kernel {given['kernel']}: it must be odd, to have a middle")
     return Settings(method, segment, length, **row | given | counts)
 
 
@@ -83,11 +85,9 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
 
 
 class Compressor(nn.Module):
-    """The operator C of equation (3): mixes S entries into a few slots.
-
-    One filter for each slot; all heads of a layer share them. The paper: 2D * slots * kernel
-    weights, 22.0 M in the 32 layers of Llama-2 7B with 128 slots and 21 taps.
-    """
+    """The operator C of (3): mixes S entries into a few slots, with one filter for each slot.
+    All heads of a layer share them: 2D * slots * kernel weights, 22.0 M in the 32 layers of Llama-2
+    7B with 128 slots and 21 taps."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str):
         super().__init__()
@@ -183,7 +183,8 @@ class Memory(KVCache):
             # else moves to position 0: the convolution reads and mixes keys that are not rotated.
             slots = torch.arange(s.mem, device=k.device)
             place = torch.zeros(S, device=k.device)
-            place[:kept], place[S - s.recent :] = slots[:kept], slots[s.mem - s.recent :]
+            place[:kept] = slots[:kept]
+            place[S - s.recent :] = slots[s.mem - s.recent :]
             k = self.move(k, place - order)
         # With original positions keys are mixed as they are, each rotated to its own position.
         k_kept, k_rest, k_recent = k.split(parts, dim=2)
@@ -237,9 +238,8 @@ def segment_losses(
     """Nats of each token of (B, L) after the first, (B, <= bptt * segment) at a time.
 
     Call backward before asking for the next: the graph reaches back over `bptt` segments (in the
-    paper one), so training memory does not grow with L. The target of a segment's last token is the
-    first token of the next one.
-    """
+    paper one), so training memory does not grow with L. The last token of a segment is followed by
+    the first of the next one."""
     inputs = tokens[:, :-1].split(segment, dim=1)
     targets = tokens[:, 1:].split(segment, dim=1)
     losses = []
@@ -301,10 +301,8 @@ class LoRALinear(nn.Module):
 class LoCoCo(nn.Module):
     """A base model with the method dropped in. What trains is what requires a gradient (section
     4.1): the compressors and, with LoRA on q, k, v, o, also embeddings and norms. With rank 0, the
-    paper's inference mode, the base stays as it is.
-
-    What trains is float32 whatever the base is, so that small steps are not rounded away.
-    """
+    paper's inference mode, the base stays as it is. What trains is float32 whatever the base is,
+    so that small steps are not rounded away."""
 
     def __init__(self, model: Llama, settings: Settings):
         super().__init__()

@@ -6,9 +6,9 @@ below keeps every key and value; the Memory of lococo.py keeps M slots instead.
 
 Source: Llama 2 (arXiv 2307.09288) and the checkpoint layouts of Meta and Hugging Face.
 
-Letters, in all files: B batch, T tokens that enter together (a segment; the paper's B), S cached
-entries, M memory slots, H query heads, G key/value heads, D head dimension, L whole sequence,
-V vocabulary.
+Letters in all files: B batch, T tokens of a segment, which enter together (the paper's B),
+S cached entries, M slots, H query heads, G key/value heads, D head dimension, L tokens of a whole
+sequence, V vocabulary.
 """
 
 import json
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class UserError(ValueError):
-    """Something that the user can mend. The programs print its sentence and exit with code 2."""
+    """What the user can mend: the programs print its sentence and exit with code 2."""
 
 
 @dataclass
@@ -180,8 +180,7 @@ class Attention(nn.Module):
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def output(self, read: Tensor) -> Tensor:
-        """What the heads have read, (B, H, T, D) -> (B, T, dim)."""
-        return self.wo(read.transpose(1, 2).flatten(2))
+        return self.wo(read.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, dim)
 
 
 class FeedForward(nn.Module):
@@ -245,12 +244,11 @@ class Llama(nn.Module):
         last = self.tok_embeddings if self.config.tied else self.output
         return F.linear(h, last.weight).float()
 
-    def recompute(self) -> None:
-        """Activation checkpointing: less memory, more time. The backward pass computes again what
-        precedes and what follows attention; attention itself would append its keys twice."""
-        for block in self.layers:
-            block.project = partial(checkpoint, block.project, use_reentrant=False)
-            block.add = partial(checkpoint, block.add, use_reentrant=False)
+
+def recompute(module: nn.Module, method: str) -> None:
+    """Activation checkpointing: the backward pass runs the method again instead of keeping what it
+    computed. Not for `forward` of a Block: attention would append its keys twice."""
+    setattr(module, method, partial(checkpoint, getattr(module, method), use_reentrant=False))
 
 
 # --- Official weights ----------------------------------------------------------------------------

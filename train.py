@@ -12,7 +12,6 @@ import json
 import math
 import os
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Callable
@@ -28,13 +27,12 @@ from generate import (
     HERE, TINY, Parser, checksum, described, load_base, method_flags, precision,
     prepare, read_file, run_program, write_file,
 )  # fmt: skip
-from lococo import METHODS, LoCoCo, Settings, segment_losses, settings_for
-from model import KVCache, UserError, attend
+from lococo import METHODS, LoCoCo, segment_losses, settings_for
+from model import KVCache, UserError, attend, recompute
 
 # --- Recipes -------------------------------------------------------------------------------------
 
-# Both: AdamW without weight decay, learning rates that fall linearly to 0, gradients clipped at
-# norm 1 (the paper does not say so; the official code does not).
+# Both: AdamW without weight decay, rates that fall linearly to 0, gradients clipped at norm 1.
 RECIPES = {
     "embedded": dict(
         method="lococo+window", mem=128, seq=2048, kernel=5, normalise="softmax", lora_rank=8,
@@ -74,11 +72,10 @@ class ShiftedGroups(KVCache):
 def join(args: argparse.Namespace) -> None:
     """Under torchrun: meet the other processes, and take a GPU of one's own if there are any."""
     if "RANK" in os.environ:
-        cuda = args.device != "cpu" and torch.cuda.is_available()
-        if cuda:
+        if args.device != "cpu" and torch.cuda.is_available():
             args.device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(args.device)
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(days=1))
+        dist.init_process_group(timeout=timedelta(days=1))
 
 
 def processes() -> tuple[int, int]:
@@ -147,7 +144,6 @@ def train(lococo: LoCoCo, ids: np.ndarray, args: argparse.Namespace, optimizer, 
                unit_scale=True, disable=rank > 0, mininterval=1)  # fmt: skip
     stopped = 0
     for step in range(begin, args.steps):
-        begun = time.time()
         for group in optimizer.param_groups:
             group["lr"] = group["rate"] * (1 - step / args.steps)
         optimizer.zero_grad()
@@ -159,9 +155,8 @@ def train(lococo: LoCoCo, ids: np.ndarray, args: argparse.Namespace, optimizer, 
         optimizer.step()
         bar.set_postfix_str(f"step {step + 1}/{args.steps}, loss {loss:.3f}", refresh=False)
         if rank == 0:
-            row = dict(step=step + 1, loss=loss, tokens_per_s=round(tokens / (time.time() - begun)))
             with open(args.out / "log.jsonl", "a") as log:
-                log.write(json.dumps(row) + "\n")
+                log.write(json.dumps({"step": step + 1, "loss": loss}) + "\n")
         stopped = int(add_up(torch.tensor(max(asked, default=0), device=args.device)))
         if stopped or (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             save(step + 1)
@@ -247,34 +242,21 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
     return args, tensors, {"args": plain(args)} | about
 
 
-def new_directory(args: argparse.Namespace) -> Path:
-    name = f"{args.method}-mem{args.mem}-seq{args.seq}"
-    names = [name] + [f"{name}-{n}" for n in range(2, 1000)]
-    out = args.out or next(d for d in (HERE / "runs" / n for n in names) if not d.exists())
-    out.mkdir(parents=True)
-    return out
-
-
-def chosen_settings(args: argparse.Namespace) -> Settings:
-    settings = settings_for(
-        args.method, args.mem, args.segment, args.seq, kernel=args.kernel,
-        normalise=args.normalise, lora_rank=args.lora_rank, **method_flags(args),
-    )  # fmt: skip
-    if settings.merged and args.seq - 1 <= settings.mem + args.segment:
-        raise UserError(f"--seq {args.seq}: it fits into --mem {args.mem} and one segment, so "
-                        "nothing would be merged and the convolutions would not train")  # fmt: skip
-    if not settings.merged and not args.lora_rank:
-        raise UserError(f"--lora-rank 0 --method {args.method}: there is nothing to train")
-    return settings
-
-
 def main() -> None:
     args, tensors, about = parse()
     join(args)
     prepare(args)
     rank, number = processes()
     say = print if rank == 0 else (lambda line: None)
-    settings = chosen_settings(args)
+    settings = settings_for(
+        args.method, args.mem, args.segment, args.seq, kernel=args.kernel,
+        normalise=args.normalise, lora_rank=args.lora_rank, **method_flags(args),
+    )  # fmt: skip
+    if settings.merged and args.seq - 1 <= settings.mem + args.segment:
+        raise UserError(f"--seq {args.seq}: all of it fits into --mem {args.mem} and one segment, "
+                        "so the convolutions would not train")  # fmt: skip
+    if not settings.merged and not args.lora_rank:
+        raise UserError(f"--lora-rank 0 --method {args.method}: there is nothing to train")
     model, tokenizer = load_base(args)
     if rank > 0:
         dist.barrier()  # the first process tokenizes
@@ -305,7 +287,11 @@ def main() -> None:
         score("window of equal memory, untouched base", LoCoCo(model, window))
     lococo = LoCoCo(model, settings)
     if args.recompute:
-        model.recompute()
+        for block in model.layers:
+            recompute(block, "project")
+            recompute(block, "add")
+        for compressor in lococo.compressors:
+            recompute(compressor, "forward")
     optimizer = make_optimizer(lococo, args)
     owner = described(lococo) | {"text": checksum({"ids": torch.from_numpy(ids)}, "")}
     if tensors:
@@ -314,11 +300,14 @@ def main() -> None:
         restore_state(lococo, optimizer, tensors)
     else:
         score(f"{args.method}, before training", lococo)
-        args.out = new_directory(args) if rank == 0 else args.out
-    trained = sum(p.numel() for p in lococo.trained().values())
+        name = f"{args.method}-mem{args.mem}-seq{args.seq}"
+        numbered = [HERE / "runs" / f"{name}{end}" for end in ("", *range(-2, -1000, -1))]
+        args.out = args.out or next(out for out in numbered if not out.exists())
+        if rank == 0:
+            args.out.mkdir(parents=True)
     say(f"method {args.method}: {settings.sinks} sinks, {settings.heavy} heavy, {settings.merged} "
         f"merged, {settings.recent} recent slots; positions {settings.positions}")  # fmt: skip
-    say(f"{trained:,} parameters train of {sum(p.numel() for p in lococo.parameters()):,}")
+    say(f"{sum(p.numel() for p in lococo.trained().values()):,} parameters train")
 
     def save(step: int) -> None:
         if rank == 0:
@@ -337,7 +326,7 @@ def main() -> None:
     say(f"perplexity of held-out text, {args.seq} tokens")
     for name, value in about["scores"].items():
         say(f"  {name:45} {value:>8.3f}")
-    say(f"adapter: {os.path.relpath(args.out)}/adapter.safetensors")
+    say(f"adapter: {os.path.relpath(args.out / 'adapter.safetensors')}")
 
 
 if __name__ == "__main__":

@@ -1,136 +1,158 @@
-"""Files that are damaged, cut short or cannot be written: a sentence, never another model, never half a file."""
+"""generate.py's files: what is read is what was written, and everything else is refused."""
 
-import json
-import os
-import resource
+import copy
+import sys
 
+import numpy as np
 import pytest
 import torch
-from conftest import meta_state
 from safetensors.torch import save_file
 
-from lococo import read_file, write_file
-from model import Llama, Tokenizer, UserError, hugging_face_name
+import generate
+from generate import described, load_adapter, load_memory, read_file, save_memory, write_file
+from lococo import LoCoCo, prefill, settings_for
+from model import UserError, load_llama
 
-TRIALS = 1000
-
-
-def damaged(whole: bytes, seed: int):
-    """TRIALS copies: a bit of a byte flipped, most in the first 2,000 bytes, where a header is, or the end cut off."""
-    g = torch.Generator().manual_seed(seed)
-
-    def below(n: int) -> int:
-        return int(torch.randint(n, (), generator=g))
-
-    for trial in range(TRIALS):
-        at = below(len(whole) if trial % 2 else min(len(whole), 2000))
-        if trial % 5 == 0:
-            yield whole[:at]
-        else:
-            yield whole[:at] + bytes([whole[at] ^ 1 << below(8)]) + whole[at + 1 :]
+TENSORS = {
+    "a.b": torch.randn(3, 5), "steps": torch.tensor(7.0), "none": torch.empty(0, 3),
+    "half": torch.randn(4, 3).bfloat16().T, "random": torch.get_rng_state()[:9],
+    "ids": torch.from_numpy(np.arange(65530, 65536).astype(np.uint16)),
+    "no ids": torch.from_numpy(np.empty(0, np.uint16)), "every other": torch.arange(9)[::2],
+}  # fmt: skip
+ADAPTED = dict(method="lococo", mem=8, segment=8, length=64, kernel=3, lora_rank=2)
+TOKENS, LORA_A = torch.arange(60)[None], "model.layers.0.attention.wq.lora_a"
 
 
-@pytest.mark.parametrize("kind", ["adapter", "state", "memory"])
-def test_a_changed_byte_is_always_noticed(tmp_path, kind):
-    file = tmp_path / "some.safetensors"
-    tensors = {"a": torch.randn(7, 5), "b.c": torch.arange(9), "d": torch.tensor(2.0, dtype=torch.bfloat16)}
-    write_file(file, kind, tensors, step=3, words="\u00e9")
-    back, about = read_file(file, kind)
-    assert all(torch.equal(back[name], t) for name, t in tensors.items()) and len(back) == 3
-    assert about["step"] == 3 and about["words"] == "\u00e9"
+def same(a: dict, b: dict) -> bool:
+    alike = (t.dtype == b[name].dtype and torch.equal(t, b[name]) for name, t in a.items())
+    return a.keys() == b.keys() and all(alike)
+
+
+def refusal(call, *args) -> str:
+    """The sentence by which it is refused: one line."""
+    with pytest.raises(UserError) as caught:
+        call(*args)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def test_a_changed_byte_is_noticed(tmp_path):
+    """A bit is flipped in each byte of the header, of what is said and of each tensor, and the file
+    is cut off in many places. What is read all the same is what was written."""
+    file, about, read = tmp_path / "file", {"step": 3, "words": "na\u00efve", "a": [None, 0.1]}, 0
+    write_file(file, {"another": torch.ones(3)})  # is replaced
+    write_file(file, TENSORS, **about)
     whole = file.read_bytes()
-    for content in damaged(whole, 0):
+    changed = [whole[:at] for at in range(0, len(whole), 9)]
+    for at, byte in enumerate(whole):
+        changed.append(whole[:at] + bytes([byte ^ 1 << at % 8]) + whole[at + 1 :])
+    for content in [whole, *changed]:
         file.write_bytes(content)
-        with pytest.raises(UserError, match="some.safetensors: not a file of this program, or damaged"):
-            read_file(file, kind)
-    file.write_bytes(whole)
-    with pytest.raises(UserError, match=f"of kind {kind}, not recipe"):
-        read_file(file, "recipe")
-
-
-def test_what_cannot_be_written_leaves_what_was_there(tmp_path):
-    file = tmp_path / "some.safetensors"
-    write_file(file, "state", {"a": torch.ones(10)})
-    whole = file.read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as a disk that is full
-    try:
-        with pytest.raises(UserError, match="some.safetensors: cannot be written .File too large.; what was there"):
-            write_file(file, "state", {"a": torch.zeros(1000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert file.read_bytes() == whole and os.listdir(tmp_path) == ["some.safetensors"]
-    with pytest.raises(UserError, match="cannot be written .No such file or directory.;"):
-        write_file(tmp_path / "gone" / "some.safetensors", "state", {"a": torch.zeros(1000)})
-
-
-def hugging_face(path, model):
-    c = model.config
-    (path / "config.json").write_text(json.dumps(dict(
-        model_type="llama", hidden_size=c.dim, num_hidden_layers=c.n_layers, num_attention_heads=c.n_heads,
-        num_key_value_heads=c.n_kv_heads, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size,
-        rms_norm_eps=c.norm_eps, max_position_embeddings=c.context)))  # fmt: skip
-    save_file({hugging_face_name(n): p.detach() for n, p in model.named_parameters()}, path / "model.safetensors")
-
-
-def meta(path, model):
-    c = model.config
-    (path / "params.json").write_text(json.dumps(dict(
-        dim=c.dim, n_layers=c.n_layers, n_heads=c.n_heads, n_kv_heads=c.n_kv_heads, multiple_of=32, norm_eps=1e-5,
-        vocab_size=c.vocab_size)))  # fmt: skip
-    torch.save(meta_state(model), path / "consolidated.00.pth")
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("layout, name", [(hugging_face, "model.safetensors"), (hugging_face, "config.json"),
-                                          (meta, "consolidated.00.pth"), (meta, "params.json")])  # fmt: skip
-def test_a_damaged_checkpoint_is_loaded_or_refused(tmp_path, model, layout, name):
-    """It has no checksum of its own, so a changed weight may pass; a crash, a hang or another error may not."""
-    layout(tmp_path, model)
-    refused = 0
-    whole = (tmp_path / name).read_bytes()
-    for content in damaged(whole, 1):
-        (tmp_path / name).write_bytes(content)
         try:
-            Llama.from_pretrained(tmp_path)
+            tensors, found = read_file(file)
+            assert same(tensors, TENSORS) and found == about
+            read += 1
         except UserError as error:
-            assert str(tmp_path) in str(error) or "sizes must be" in str(error) or "multiple" in str(error)
-            refused += 1
-    assert refused > TRIALS // 5
+            assert str(error).startswith(f"{file}: ") and str(error).isprintable()
+    assert 1 <= read < 10  # the whole, and changes of its padding
 
 
-@pytest.mark.parametrize("key, value, sentence", [
-    ("hidden_size", 2**27, "parameters, the files have"), ("vocab_size", 2**27, "parameters, the files have"),
-    ("num_hidden_layers", 2**27, "134217728 layers, the files"), ("intermediate_size", 10**30, "whole numbers from 1"),
+def test_files_of_other_programs_are_refused(tmp_path):
+    file = tmp_path / "file"
+    assert refusal(read_file, file).startswith(f"{file}: cannot be read (No such file")
+    file.write_text("plain text " * 50)
+    assert refusal(read_file, file).startswith(f"{file}: cannot be read (")
+    old = {"format": "pt", "lococo": '{"kind": "adapter", "step": 100}'}
+    for metadata in (None, {"format": "pt"}, old, {"checksum": "x"}, {"about": "{}"}):
+        save_file({"a": torch.ones(3)}, file, metadata)
+        assert refusal(read_file, file).startswith(f"{file}: not written by this program")
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    folder.mkdir()
+    write_file(file, TENSORS)
+    for place in (folder, tmp_path / "gone" / "file", file / "below"):
+        assert refusal(write_file, place, {}).startswith(f"{place}: cannot be written (")
+
+    def disk_is_full(tensors, path, metadata):
+        path.write_bytes(b"the first half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(generate, "save_file", disk_is_full)
+    sentence = refusal(write_file, file, {})
+    assert sentence.startswith(f"{file}: ") and "No space left on device" in sentence
+    assert same(read_file(file)[0], TENSORS) and sorted(tmp_path.iterdir()) == [file, folder]
+
+
+def save_adapter(lococo: LoCoCo, run, change=lambda tensors, about: None) -> None:
+    """As train.py does, with random weights, after `change`."""
+    for p in lococo.trained().values():
+        p.data += 0.3 * torch.randn(p.shape)
+    tensors, about = lococo.trained(), described(lococo)
+    change(tensors, about)
+    run.mkdir(exist_ok=True)
+    write_file(run / "adapter.safetensors", tensors, **about)
+
+
+def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
+    base, scaled, turned, rounded = (copy.deepcopy(model) for _ in range(4))
+    lococo = LoCoCo(model, settings_for(**ADAPTED))
+    save_adapter(lococo, tmp_path)
+    scaled.layers[1].feed_forward.w2.weight.data *= 1.1
+    turned.config.rope_theta *= 2
+    for other in (scaled, turned):
+        assert "made for another base model" in refusal(load_adapter, tmp_path, other)
+    loaded = load_adapter(tmp_path, base)
+    assert loaded.settings == lococo.settings
+    assert torch.equal(*(prefill(m.model, TOKENS, m.cache(), 8) for m in (lococo, loaded)))
+    assert same(load_adapter(tmp_path, rounded.bfloat16()).trained(), lococo.trained())
+
+
+@pytest.mark.parametrize("change", [
+    lambda tensors, about: tensors.update({LORA_A: tensors[LORA_A][:1]}),  # it could broadcast
+    lambda tensors, about: tensors.update(more=tensors.pop(LORA_A)),
+    lambda tensors, about: tensors.pop(LORA_A),
+    lambda tensors, about: about["settings"].update(colour=1),
+    lambda tensors, about: about["settings"].update(lora_rank=4),
+    lambda tensors, about: about["settings"].pop("method"),
+    lambda tensors, about: about.pop("base"),
 ])  # fmt: skip
-def test_a_configuration_that_claims_a_huge_model_takes_no_memory(tmp_path, model, key, value, sentence):
-    hugging_face(tmp_path, model)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (64 << 30, limits[1]))  # 2^27 embeddings alone take 17 GB, a layer 2^56
-    try:
-        with pytest.raises(UserError, match=sentence):
-            Llama.from_pretrained(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+def test_adapters_of_another_version_are_refused(model, tmp_path, change):
+    base = copy.deepcopy(model)
+    save_adapter(LoCoCo(model, settings_for(**ADAPTED)), tmp_path, change)
+    sentence = refusal(load_adapter, tmp_path, base)
+    assert sentence.startswith(f"{tmp_path}/adapter.safetensors: made by another version")
 
 
-def test_a_damaged_tokenizer_is_loaded_or_refused(tmp_path, tokenizer):
-    whole = tokenizer.file.read_bytes()
-    refused = 0
-    for content in damaged(whole, 2):
-        (tmp_path / "tokenizer.model").write_bytes(content)
-        try:
-            Tokenizer(tmp_path).encode("def f(x):")
-        except UserError as error:
-            assert "tokenizer.model" in str(error)
-            refused += 1
-    assert refused > TRIALS // 10
+@pytest.mark.parametrize("read", [5, 37])
+@pytest.mark.parametrize("method", ["lococo", "streaming", "lococo+h2o"])
+def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, read):
+    lococo = LoCoCo(model, settings_for(**ADAPTED | {"method": method}))
+    usual, saved, loaded = lococo.cache(), lococo.cache(), lococo.cache()
+    for cache in (usual, saved):
+        prefill(model, TOKENS[:, :read], cache, 8)
+    save_memory(tmp_path / "memory", saved, {})
+    load_memory(tmp_path / "memory", loaded, {}, "cpu")
+    logits = [prefill(model, TOKENS[:, read:], cache, 8) for cache in (usual, saved, loaded)]
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    assert loaded.seen == 60 and loaded.held == usual.held
 
 
-def test_equal_contents_make_equal_files(tmp_path):
-    """safetensors writes its header in any order; a file's checksum is its name to others."""
-    for n in range(8):
-        write_file(tmp_path / str(n), "adapter", {name: torch.ones(3) for name in "abcdefgh"}, settings={}, base="x")
-    assert len({(tmp_path / str(n)).read_bytes() for n in range(8)}) == 1
+def test_a_memory_of_another_adapter_method_or_dtype_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("def f(x):\n    return x\n" * 9)
+    settings = settings_for("lococo", 8, 8, 1024, lora_rank=0)
+    for run in ("a", "b"):
+        save_adapter(LoCoCo(load_llama(generate.TINY), settings), tmp_path / run)
+
+    def program(*flags: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["generate.py", "--prompt", "text", *flags])
+        generate.main()
+
+    program("--adapter", "a", "--save-memory", "memory")
+    program("--adapter", "a", "--load-memory", "memory", "--max-new-tokens", "1")
+    for other in (["--adapter", "b"], ["--adapter", "a", "--dtype", "bfloat16"],
+                  ["--method", "streaming", "--mem", "8"]):  # fmt: skip
+        sentence = refusal(program, *other, "--load-memory", "memory")
+        assert sentence == "memory: made with another model, adapter, method or --dtype"

@@ -1,16 +1,16 @@
-"""The three programs, run as a user would: what they print, write and refuse."""
+"""generate.py, eval_ppl.py and train.py as a user runs them: what they print, write and refuse."""
 
-import argparse
-import gzip
 import io
 import json
 import math
+import os
 import re
 import shutil
-import subprocess
 import sys
 import zlib
 from pathlib import Path
+from subprocess import PIPE, Popen
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,28 +20,59 @@ from safetensors.torch import load_file, save_file
 import eval_ppl
 import generate
 import train
-from eval_ppl import HERE, TINY, Corpus, exit_on_user_error, last_seen, passkey, perplexity, scored_batches
-from generate import TextStream, decode, sample
-from lococo import METHODS, LoCoCo, Settings, prefill, segment_losses
-from model import KVCache, Llama, Tokenizer
-from train import RECIPES, backward_through, make_optimizer, set_rates
+from generate import TINY, as_text, decode, described, load_adapter, read_file, sample, write_file
+from lococo import METHODS, LoCoCo, Settings
+from model import UserError, load_llama
 
-RUN = ["--mem", "16", "--seq", "96", "--segment", "16", "--steps", "2", "--batch", "2", "--micro-batch", "1"]
+LINES = {
+    train: "--data text --mem 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 --out run",
+    generate: "--method h2o --mem 16 --prompt text/0.py",
+    eval_ppl: "--method h2o --mem 16 --data text --lengths 64",
+}
+FULL = Settings("full", 16, 1024, lora_rank=0)
+H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)
+WINDOW = Settings("streaming", 16, 96, sinks=4, recent=12, positions="slots", lora_rank=0)
+MIXED = Settings("lococo+window", 16, 96, 4, 0, 2, 10, "slots", 5, "softmax")
+ENTRY = 2 * 4 * 2 * 64 * 4  # bytes of a key and a value in 4 layers of 2 heads of 64 floats
 
 
-pytestmark = pytest.mark.usefixtures("own_folders")
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    """A good adapter, each of whose tensors matters, and things that are wrong."""
+    torch.manual_seed(0)
+    lococo, folder = LoCoCo(load_llama(TINY), MIXED), tmp_path_factory.mktemp("stock")
+    tensors = {n: p + 0.02 * torch.randn_like(p) for n, p in lococo.trained().items()}
+    for name, factor in (("adapter", 1), ("nan", math.nan), ("old", 1), ("damaged", 1)):
+        (folder / name).mkdir()
+        file = folder / name / "adapter.safetensors"
+        tensors["compressors.1.conv.weight"] *= factor
+        write_file(file, tensors, **described(lococo))
+        tensors = load_file(folder / "adapter" / "adapter.safetensors")
+    file.write_bytes(file.read_bytes()[:-9] + b"\x99" * 9)
+    save_file(tensors, folder / "old" / "adapter.safetensors", {"lococo": "{}"})
+    for name, factor in (("other-base", 1.1), ("nan-base", math.nan)):
+        shutil.copytree(TINY, folder / name)
+        weights = load_file(TINY / "model.safetensors")
+        weights["model.layers.2.mlp.up_proj.weight"] *= factor
+        save_file(weights, folder / name / "model.safetensors")
+    (folder / "empty").touch()
+    (folder / "latin").write_bytes(b"caf\xe9 au lait")
+    return folder
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
+@pytest.fixture(autouse=True)
+def run(own_folders, stock, monkeypatch, capsys):
     """Run a program with a command line; returns (exit code, stdout, stderr)."""
+    for thing in stock.iterdir():
+        Path(thing.name).symlink_to(thing)
 
-    def call(program, *words, stdin=b""):
-        monkeypatch.setattr(sys, "argv", [program.__name__ + ".py", *map(str, words)])
+    def call(program, words, stdin=b""):
+        words = [word.strip("'") for word in words.split()]
+        monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", "--device", "cpu", *words])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code = 0
         try:
-            exit_on_user_error(program.main)
-            code = 0
+            generate.run_program(program.main)
         except SystemExit as stop:
             code = stop.code
         return code, *capsys.readouterr()
@@ -49,526 +80,280 @@ def run(monkeypatch, capsys):
     return call
 
 
-# --- train.py ------------------------------------------------------------------------------------------------
+def documents(tokenizer, part, L, most):
+    """The first L tokens of the first texts of a part."""
+    ids = eval_ppl.token_streams([Path("text")], tokenizer)[part]
+    return eval_ppl.long_documents(ids, tokenizer.bos, L, most).tolist()
 
 
-def test_train_then_generate_then_evaluate(run, tmp_path):
-    code, out, err = run(train, "--data", "text", "--out", "run", *RUN)
-    assert code == 0, err
-    for word in ("compressors", "LoRA", "embeddings", "norms", "frozen", "learning rate", "untouched base",
-                 "before training", "after training", "4 sinks + 2 merged + 10 recent",
-                 "(4 sinks + 12 recent, by slot)"):  # fmt: skip
-        assert word in out, word
-    assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["adapter.safetensors", "log.jsonl"]
+@torch.no_grad()
+def read_by_hand(lococo, ids):
+    """Logarithms of the probabilities after each of the ids, in float64, and the cache."""
+    cache, x = lococo.cache(), torch.tensor([ids])
+    pieces = [lococo.model(s, cache)[0] for s in x.split(lococo.settings.segment, dim=1)]
+    return torch.cat(pieces).double().log_softmax(-1), cache
+
+
+def nats_by_hand(lococo, rows):
+    """Of every token after the first, (N, L - 1)."""
+    ps = [read_by_hand(lococo, ids[:-1])[0] for ids in rows]
+    return np.array([[-p[t, i].item() for t, i in enumerate(ids[1:])] for p, ids in zip(ps, rows)])
+
+
+def greedy_by_hand(lococo, ids):
+    """Append the 12 likeliest tokens; everything is read again for each."""
+    for _ in range(12):
+        ids = [*ids, int(read_by_hand(lococo, ids)[0][-1].argmax())]
+    return ids
+
+
+@pytest.mark.parametrize("words", [*METHODS, "lococo --lora-rank 0 --dtype bfloat16"])
+def test_every_method_trains_and_is_read_back(run, tokenizer, words):
+    """Two steps reach each tensor: AdamW has a first moment of it. With rank 0, the paper's
+    inference mode, they are the compressors' alone. What trains is float32 in any case."""
+    code, out, err = run(train, f"{LINES[train]} --score-documents 3 --method {words}")
+    method, *mode = words.split()
+    assert code == 0 and "3 documents to score" in out, err
+    assert sorted(os.listdir("run")) == ["adapter.safetensors", "log.jsonl", "state.safetensors"]
     assert [json.loads(line)["step"] for line in open("run/log.jsonl")] == [1, 2]
-
-    code, out, err = run(generate, "--prompt", "-", "--adapter", "run", "--max-new-tokens", 40, stdin=b"x = 1\n" * 40)
-    assert code == 0 and out
-    assert "16 slots" in err and "segments of 16" in err and "warning: the prompt has" in err
-    figures = re.search(r"; ([\d,]+) entries held.*?([\d,]+) bytes; the full cache would hold ([\d,]+)", err, re.S)
-    held, used, full = (int(n.replace(",", "")) for n in figures.groups())
-    assert held <= 32 and used < full
-
-    code, out, err = run(eval_ppl, "run", "--data", "text", "--lengths", 64, 96, "--json", "table.json")
-    assert code == 0, err
-    table = json.load(open("table.json"))
-    assert [row["name"] for row in table["rows"]] == ["base, full cache", "run"]
-    assert table["protocol"]["scored_tokens"]["96"] == 95 * table["protocol"]["documents"]["96"]
-    for row in table["rows"]:
-        line = next(line for line in out.splitlines() if line.startswith(row["name"]))
-        assert f"{row['perplexity']['96']:.3f}" in line
-
-    code, _, err = run(train, "--data", "text", "--out", "run", *RUN)
-    assert code == 2 and "--out run holds another run" in err
+    tensors, (state, _) = load_file("run/adapter.safetensors"), read_file(Path("run/state.safetensors"))
+    moments = {name[8:]: t for name, t in state.items() if name.startswith("exp_avg ")}
+    assert moments.keys() == tensors.keys() and {t.dtype for t in tensors.values()} == {torch.float32}
+    assert [name for name, t in moments.items() if not t.any() and "bias" not in name] == []
+    assert any("compressors" in name for name in moments) == method.startswith("lococo")
+    assert any("lora" in name for name in moments) == (mode == [])
+    code, _, err = run(generate, f"--prompt text/0.py --adapter run {' '.join(mode[2:])}")
+    assert code == 0 and f"{0 if method in ('full', 'longlora') else 16} slots" in err
+    printed = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("  ")]
+    rows = documents(tokenizer, "held-out", 96, 3)
+    lococos = [LoCoCo(load_llama(TINY), WINDOW), load_adapter(Path("run"), load_llama(TINY))]
+    expected = [math.exp(nats_by_hand(lococo, rows).mean()) for lococo in lococos]
+    assert [printed[0], printed[2]] == pytest.approx(expected, abs=0.1 if mode else 6e-4)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_trains_and_generates(run, method):
-    code, out, err = run(train, "--data", "text", "--out", "run", "--method", method, "--bptt", 2, *RUN)
-    assert code == 0 and f"{method} after training" in out, err
-    code, _, err = run(generate, "--prompt", "text/0.py", "--adapter", "run", "--max-new-tokens", 20)
-    assert code == 0 and ("16 slots" in err or "no limit" in err), err
+def test_recipes(monkeypatch):
+    """Section 4.1 of the paper for any model but tiny/; what the user says wins."""
+
+    def parsed(words):
+        monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
+        return vars(train.parse()[0])
+
+    paper = dict(method="lococo", mem=512, segment=512, kernel=21, normalise="sum", lora_rank=8,
+                 lr=5e-5, conv_lr=5e-2, steps=200, batch=128, bptt=1)  # fmt: skip
+    assert parsed("--model other").items() >= paper.items() <= parsed("--recipe paper").items()
+    assert parsed("--model other --recipe embedded")["recipe"] == parsed("")["recipe"] == "embedded"
+    given = dict(kernel=3, segment=7, lora_rank=0, lr=0.5, method="h2o", steps=9)
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+    assert parsed(flags).items() >= (train.RECIPES["embedded"] | given).items()
 
 
-def test_eviction_needs_no_run(run):
-    """`--method` on the untouched base gives what a memory of those counts gives."""
-    code, out, err = run(eval_ppl, "--method", "streaming", "h2o", "--mem", 16, "--segment", 16, "--positions", "slots",
-                         "--data", "text", "--lengths", 64, 96, "--json", "table.json")  # fmt: skip
-    assert code == 0, err
-    rows = json.load(open("table.json"))["rows"]
-    assert [row["name"] for row in rows[1:]] == ["streaming, untouched base", "h2o, untouched base"]
-    model, corpus = Llama.from_pretrained(TINY), Corpus(["text"], Tokenizer(TINY))
-    for row in rows[1:]:
-        lococo = LoCoCo(model, Settings.of(row["name"].split(",")[0], 16, 16, 96, positions="slots", lora_rank=0))
-        documents = scored_batches(corpus, "all", 96, "cpu", 64, 1)
-        assert perplexity(model, lococo.cache, documents, 16) == pytest.approx(row["perplexity"]["96"], rel=1e-5)
-        lococo.remove()
-    code, _, err = run(generate, "--prompt", "text/0.py", "--method", "h2o", "--mem", 32, "--segment", 16)
-    assert code == 0 and "32 slots" in err
+def test_a_text_that_is_all_held_out_is_trained_on_and_not_scored(run):
+    name = next(f"{i}.txt" for i in range(99) if zlib.crc32(f"{i}.txt".encode()) % 20 < 2)
+    Path(name).write_text("one lone file of text\n" * 300)
+    code, out, err = run(train, f"{LINES[train]} --data {name}")
+    assert code == 0 and "0 documents to score" in out and out.count(" nan\n") == 3, err
+    assert "not kept" not in err
+    code, out, err = run(eval_ppl, f"{LINES[eval_ppl]} --data {name}")
+    assert code == 0 and "1 of 64 tokens" in out, err
 
 
-def test_training_twice_with_one_seed_gives_one_adapter(run):
-    for out in ("one", "two"):
-        assert run(train, "--data", "text", "--out", out, *RUN)[0] == 0
-    assert run(train, "--data", "text", "--out", "three", "--seed", 1, *RUN)[0] == 0
-    one, two, three = (load_file(f"{name}/adapter.safetensors") for name in ("one", "two", "three"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert not all(torch.equal(one[name], three[name]) for name in one)
+def test_the_table_and_the_kinds_of_tokens(run, tokenizer):
+    """The counts that are given are those of the methods: they do not concern the full cache."""
+    words = "--method streaming h2o --mem 16 --sinks 4 --data text --part training --documents 3"
+    code, out, err = run(eval_ppl, f"adapter {words} --lengths 64 300 --by-position")
+    assert code == 0 and "documents (training): 3 of 64 tokens, 3 of 300 tokens" in out, err
+    settings = {"base, full": FULL, "base, streaming": WINDOW, "base, h2o": H2O}
+    lococos = {name: LoCoCo(load_llama(TINY), s) for name, s in settings.items()}
+    lococos["adapter"] = load_adapter(Path("adapter"), load_llama(TINY))
+    lines, nats, kinds = out.splitlines(), {}, {}
+    texts = [documents(tokenizer, "training", L, 3) for L in (64, 300)]
+    for name, lococo in lococos.items():
+        line = next(line for line in lines if line.startswith(f"{name} "))
+        slots, nbytes, _, *printed = line[len(name) :].replace(",", "").split()
+        short, nats[name] = [nats_by_hand(lococo, rows) for rows in texts]
+        expected = [math.exp(short.mean()), math.exp(nats[name].mean())]
+        assert [float(value) for value in printed] == pytest.approx(expected, abs=6e-4)
+        held = read_by_hand(lococo, texts[1][0][:-1])[1].held
+        assert (slots, int(nbytes)) == ("-" if name == "base, full" else "16", ENTRY * held)
+    for n, ids in enumerate(texts[1]):
+        for t in range(1, 300):
+            runs = [u for u in range(2, t) if t > 1 and ids[u - 2 : u + 1] == ids[t - 2 : t + 1]]
+            ago = t - max(runs, default=t)
+            seen = "last seen longer ago" if ago > 16 + 16 else "last seen up to 32 ago"
+            place = "position to 256" if t < 256 else "position to 300"
+            for kind in (place, seen if ago else "never seen before"):
+                kinds.setdefault(kind, []).append((n, t - 1))
+    assert len(kinds) == 5
+    for kind, where in kinds.items():
+        line = next(line for line in lines if line.startswith(f"{kind} "))
+        means = [np.mean([x[place] for place in where]) for x in nats.values()]
+        expected = [len(where) / (3 * 299), *means]
+        assert [float(word) for word in line[26:].split()] == pytest.approx(expected, abs=6e-4)
 
 
-def test_micro_batches_add_up_to_the_gradient_of_the_mean_loss():
-    """Two sequences at once, one after the other, and by one backward of the mean over all scored tokens."""
-    gradients = []
-    for size in (2, 1, None):
-        torch.manual_seed(0)
-        lococo = LoCoCo(Llama.from_pretrained(TINY), Settings.of("lococo", 16, 16, 64, 2, 0, 6, "slots", kernel=3))
-        lococo.start_training()
-        tokens = torch.randint(3, 2000, (2, 64), generator=torch.Generator().manual_seed(1))
-        if size:
-            for piece in tokens.split(size):
-                sum(backward_through(lococo, piece, scored=2 * 63))
-        else:
-            (sum(x.sum() for x in segment_losses(lococo.model, tokens, lococo.cache(), 16)) / (2 * 63)).backward()
-        named = {name: p for group in lococo.groups().values() for name, p in group.items()}
-        gradients.append({name: p.grad for name, p in named.items()})
-    for name, gradient in gradients[0].items():
-        for other in gradients[1:]:
-            assert torch.allclose(gradient, other[name], atol=1e-5, rtol=1e-3), name
+@pytest.mark.parametrize("words", ["--method full", "--method h2o --mem 16 --sinks 4", "--adapter adapter"])
+def test_greedy_text_figures_and_a_saved_memory(run, tokenizer, words):
+    """The book ends where a segment ends, so that what follows it is cut alike whether it is read
+    on its own or with the book. Cut elsewhere, its text after a saved memory might differ."""
+    books = [Path("text/0.py").read_text()[:n] for n in range(250, 150, -1)]
+    book = next(book for book in books if len(tokenizer.encode(book)) % 16 == 0)
+    question, model = "def f0_3(x):\n    return", load_llama(TINY)
+    Path("book").write_text(book)
+    Path("question").write_text(question)
+    settings = {"full": FULL, "h2o": H2O}.get(words.split()[1])
+    lococo = LoCoCo(model, settings) if settings else load_adapter(Path("adapter"), model)
+    ask, ids = f"{words} --temperature 0 --max-new-tokens 12", tokenizer.encode(book)
+    code, out, err = run(generate, f"{ask} --prompt book")
+    assert book + out == tokenizer.sp.decode(greedy_by_hand(lococo, ids)) + "\n", err
+    assert run(generate, f"{ask} --prompt -", stdin=book.encode())[:2] == (code, out) == (0, out)
+    numbers = re.findall(r"\d+", err[err.index("memory") :].replace(",", ""))
+    slots, held, seen, nbytes, full = map(int, numbers[:5])
+    assert slots == lococo.settings.mem and seen == len(ids) + 11  # the last token is not read
+    assert held <= 16 + 16 if slots else held == seen
+    assert (nbytes, full) == (ENTRY * held, ENTRY * seen)
+    if settings == FULL:
+        return
 
-
-def test_optimizer_follows_the_recipe():
-    lococo = LoCoCo(Llama.from_pretrained(TINY), Settings.of("lococo", 16, 16, 64))
-    optimizer, rates = make_optimizer(lococo, argparse.Namespace(lr=1e-3, conv_lr=5e-2)), []
-    for step in range(5):
-        set_rates(optimizer, 1 - step / 4)
-        rates.append([group["lr"] for group in optimizer.param_groups])
-    expected = [[x * (1 - step / 4) for x in (5e-2, 1e-3, 1e-3, 1e-3)] for step in range(5)]
-    assert np.allclose(rates, expected) and all(group["weight_decay"] == 0 for group in optimizer.param_groups)
-
-
-def test_what_is_held_out_is_scored_and_never_trained_on(run, monkeypatch, tokenizer):
-    corpus = Corpus(["text"], tokenizer)
-    held = [corpus.read(d, 0, 96).tolist() for d in corpus.part("held-out", at_least=96)]
-    scored = torch.cat(scored_batches(corpus, "held-out", 96, "cpu", 16, 2)).tolist()
-    assert scored == held[:16] and len(held) > 2
-    seen = []
-    monkeypatch.setattr(train, "Sequences", lambda corpus, documents, *rest: seen.append(documents) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run(train, "--data", "text", "--out", "run", *RUN)
-    assert np.array_equal(seen[0], corpus.part("training")) and not np.isin(seen[0][:, 3] % 20, (0, 1, 2)).any()
-
-
-def test_a_corpus_whose_names_are_all_held_out_is_trained_on_and_not_scored(run, tmp_path):
-    name = next(f"{i}.txt" for i in range(999) if zlib.crc32(f"{i}.txt".encode()) % 20 < 2)
-    (tmp_path / name).write_text("one lone file of text\n" * 300)
-    code, out, err = run(train, "--data", name, "--out", "run", *RUN)
-    assert code == 0 and "no perplexity: no held-out document has 96 tokens" in out, err
-    code, out, err = run(eval_ppl, "--data", name, "--lengths", 64)
-    assert code == 0 and "documents scored (all): 1 of 64" in out, err
-
-
-@pytest.mark.parametrize("method", ["full", "streaming", "lococo"])
-def test_every_method_trains(run, method):
-    code, out, err = run(train, "--data", "text", "--out", "run", "--method", method, *RUN)
-    assert code == 0 and f"{method} after training" in out, err
-    assert ("compressors" in out) == (method == "lococo")
-
-
-def test_inference_mode_saves_compressors_alone_and_other_flags_win(run):
-    code, out, err = run(train, "--data", "text", "--out", "run", "--lora-rank", 0, "--positions", "interpolated",
-                         "--kernel", 5, "--sinks", 2, "--recent", 4, "--filters", 0, *RUN)  # fmt: skip
-    assert code == 0, err
-    tensors = load_file("run/adapter.safetensors")
-    assert len(tensors) == 8 and all(name.startswith("compressors.") for name in tensors)
-    assert tensors["compressors.0.convs.0.weight"].shape == (10, 128, 5)  # 16 - 2 - 4 slots, 2D channels, kernel
-    assert "LoRA" not in out and "positions interpolated" in out
-
-
-def test_the_recipe_of_the_paper_is_the_papers():
-    paper = {name: values[1] for name, values in RECIPES.items()}
-    expected = dict(mem=512, segment=512, kernel=21, steps=200, batch=128, lr=5e-5, conv_lr=5e-2, sinks=0, recent=0,
-                    positions="interpolated", lora_rank=8)  # fmt: skip
-    assert {name: paper[name] for name in expected} == expected
-
-
-def test_bfloat16_trains_with_float32_masters(run):
-    assert run(train, "--data", "text", "--out", "run", "--dtype", "bfloat16", *RUN)[0] == 0
-    assert {t.dtype for t in load_file("run/adapter.safetensors").values()} == {torch.float32}
-    code, out, _ = run(generate, "--prompt", "text/0.py", "--adapter", "run", "--dtype", "bfloat16")
-    assert code == 0 and out
-
-
-# --- Where it is lost ----------------------------------------------------------------------------------------
-
-
-def test_last_seen_equals_a_search_backwards():
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 3, 60))
-    for t, ago in enumerate(last_seen(tokens).tolist(), 1):
-        earlier = [u for u in range(2, t) if tokens[u - 2 : u + 1].tolist() == tokens[t - 2 : t + 1].tolist()]
-        assert ago == (t - earlier[-1] if t >= 2 and earlier else 0)
-
-
-def test_loss_by_position_adds_up_to_the_perplexity(run):
-    words = ["--method", "streaming", "--mem", 16, "--segment", 16, "--data", "text", "--lengths", 300]
-    code, out, err = run(eval_ppl, *words, "--by-position", "--json", "table.json")
-    assert code == 0 and "seen > 32 ago" in out, err
-    table = json.load(open("table.json"))
-    share = table["by_position"].pop("share of tokens")
-    for row in table["rows"]:
-        nats = table["by_position"][row["name"]]
-        for columns in (("position to 256", "position to 300"), ("seen never", "seen to 32 ago", "seen > 32 ago")):
-            assert sum(share[c] for c in columns) == pytest.approx(1)
-            assert math.exp(sum(share[c] * nats[c] for c in columns)) == pytest.approx(row["perplexity"]["300"])
-    assert share["position to 256"] == 255 / 299
-
-
-class Oracle:
-    """A model that repeats what followed the last 4 tokens earlier, if its cache of so many tokens still holds it."""
-
-    def __init__(self, remembers):
-        self.remembers = remembers
-
-    def __call__(self, tokens, cache):
-        logits = torch.zeros(*tokens.shape, 2048)
-        for b, row in enumerate(tokens.tolist()):
-            for t, token in enumerate(row):
-                cache[b].append(token)
-                recent = cache[b][-self.remembers :]
-                for u in range(len(recent) - 5, -1, -1):
-                    if recent[u : u + 4] == recent[-4:]:
-                        logits[b, t, recent[u + 4]] = 1.0
-                        break
-        return logits
-
-
-@pytest.mark.parametrize("remembers, found", [(400, [1, 1, 1]), (120, [0, 0, 1])])
-def test_passkeys_are_found_by_who_remembers_them(tokenizer, remembers, found):
-    texts = [torch.randint(3, 2000, (2, 300)), torch.randint(3, 2000, (1, 300))]
-    for depth, share in zip((0, 0.5, 1), found):
-        caches = lambda: [[], []]  # noqa: E731
-        assert passkey(Oracle(remembers), caches, 64, tokenizer, texts, depth, seed=1) == share
-
-
-# --- generate.py ---------------------------------------------------------------------------------------------
-
-
-def test_greedy_is_deterministic_and_seeds_differ(run):
-    greedy = [run(generate, "--prompt", "text/0.py", "--full", "--temperature", 0, "--max-new-tokens", 20, "--seed", s)
-              for s in (0, 1)]  # fmt: skip
-    assert greedy[0][0] == 0 and greedy[0][1] == greedy[1][1]
-    hot = [run(generate, "--prompt", "text/0.py", "--temperature", 2, "--max-new-tokens", 20, "--seed", s)[1]
-           for s in (0, 0, 1)]  # fmt: skip
-    assert hot[0] == hot[1] != hot[2]
-
-
-def test_samples_share_one_prefill(run, monkeypatch):
-    calls = []
-    monkeypatch.setattr(generate, "prefill", lambda *a: calls.append(1) or prefill(*a))
-    code, out, err = run(generate, "--prompt", "text/0.py", "--num-samples", 3, "--max-new-tokens", 5)
-    assert code == 0 and len(calls) == 1 and "sample 3" in err
-    alone = run(generate, "--prompt", "text/0.py", "--max-new-tokens", 5, "--seed", 1)[1]
-    assert alone.strip() in out  # sample 2 is what seed 1 gives
-
-
-def test_a_model_without_an_adapter_keeps_its_full_cache_and_says_so(run):
-    code, _, err = run(generate, "--prompt", "text/0.py", "--model", TINY, "--max-new-tokens", 3)
-    assert code == 0 and "full cache (no adapter)" in err and "no limit" in err
-
-
-def test_decoding_with_a_memory_equals_reading_the_whole_at_once(tokenizer):
-    """Greedy tokens from prefill and decode, against a pass over prompt and answer in segments (which begin where
-    decoding compresses, since the prompt is a whole number of them)."""
-    model = Llama.from_pretrained(TINY)
-    lococo = LoCoCo(model, Settings.of("lococo", 16, 8, 200, 2, 0, 6, "slots", kernel=3, lora_rank=0))
-    prompt = tokenizer.encode("def fibonacci(n):\n    if n < 2:\n        return n\n" * 3)[:24]
-    cache = lococo.cache()
-    logits = prefill(model, torch.tensor([prompt]), cache, 8)
-    answer = list(decode(model, tokenizer, logits, cache, 30, 0, 1.0, 0))
-    again = lococo.cache()
-    with torch.no_grad():
-        whole = [model(x, again) for x in torch.tensor([prompt + answer]).split(8, dim=1)]
-    likeliest = torch.cat(whole, dim=1)[0].argmax(-1).tolist()
-    assert likeliest[23 : 23 + len(answer)] == answer and len(answer) == 30
-    assert cache.held <= 16 + 8
-
-
-@pytest.mark.parametrize("words", [[], ["--dtype", "bfloat16"],
-                                   "--method h2o --mem 64 --segment 32 --positions slots".split()])  # fmt: skip
-def test_a_saved_memory_goes_on_as_if_never_saved(run, tmp_path, words):
-    for name, n in (("short", 3), ("long", 60)):
-        book = "".join((tmp_path / "text" / f"{i}.py").read_text() for i in range(n))
-        (tmp_path / f"{name}.txt").write_text(book)
-    (tmp_path / "question.txt").write_text("def f0_3(x):\n")
-    code, text, _ = run(generate, "--prompt", "long.txt", "question.txt", "--max-new-tokens", 20, *words)
-    assert code == 0 and text.strip()
-    sizes = []
-    for name in ("short", "long"):
-        saved = ["--save-memory", f"{name}.safetensors"]
-        code, nothing, err = run(generate, "--prompt", f"{name}.txt", *saved, *words)
-        assert code == 0 and nothing == "" and f"; {64 if '--mem' in words else 128} entries held after" in err
-        sizes.append((tmp_path / f"{name}.safetensors").stat().st_size)
-    assert abs(sizes[0] - sizes[1]) < 100  # M slots, whatever the length of the book
-    load = ["--load-memory", "long.safetensors", "--prompt", "question.txt", "--max-new-tokens", 20]
-    load += words if "--dtype" in words else []
-    for _ in range(2):
-        code, again, err = run(generate, *load)
-        assert code == 0 and again == text
-    if "--method" not in words:  # the warning counts what the memory has seen
-        assert re.search(r"tokens after the 21,\d+ remembered, the adapter was trained on 2,048", err)
-
-
-def test_a_saved_memory_is_bound_to_its_model_and_adapter(run, tmp_path):
-    assert run(train, "--data", "text", "--out", "run", *RUN)[0] == 0
-    ask = ["--prompt", "text/1.py"]
-    assert run(generate, "--prompt", "text/0.py", "--save-memory", "tiny.st")[0] == 0
-    assert run(generate, "--prompt", "text/0.py", "--save-memory", "h2o.st", "--method", "h2o", "--mem", 32)[0] == 0
-    shutil.copytree(TINY, "other")
-    tensors = load_file("other/model.safetensors")
-    tensors["model.norm.weight"] *= 2
-    save_file(tensors, "other/model.safetensors", {"format": "pt"})
-    whole = (tmp_path / "tiny.st").read_bytes()
-    (tmp_path / "flipped.st").write_bytes(whole[:-9] + bytes([whole[-9] ^ 64]) + whole[-8:])
-    for words, sentence in (
-        (["--load-memory", "tiny.st", "--adapter", "run"], "tiny.st: made with another adapter"),
-        (["--load-memory", "h2o.st", "--adapter", "run"], "h2o.st: made without an adapter; leave out --adapter"),
-        (["--load-memory", "tiny.st", "--model", "other"], "tiny.st: made with an adapter; give it as --adapter"),
-        (["--load-memory", "h2o.st", "--model", "other"], "h2o.st: made with another model"),
-        (["--load-memory", "h2o.st", "--dtype", "bfloat16"], "h2o.st: made with --dtype float32"),
-        (["--load-memory", "tiny.st", "--dtype", "bfloat16"], "tiny.st: made with --dtype float32"),
-        (["--load-memory", "flipped.st"], "flipped.st: not a file of this program, or damaged"),
-        (["--load-memory", "run/adapter.safetensors"], "of kind adapter, not memory"),
-        (["--load-memory", "nowhere"], "--load-memory nowhere: no such file"),
-        (["--load-memory", "h2o.st", "--method", "h2o"], "does not go with --method"),
-        (["--load-memory", "h2o.st", "--mem", "8"], "--mem 8 goes with --method"),
-        (["--save-memory", "nowhere/x"], "--save-memory nowhere/x: not a file in a directory that exists"),
-        (["--save-memory", "text/0.py"], "--save-memory text/0.py: that file is there already"),
-        (["--save-memory", "tiny.st"], "--save-memory tiny.st: that file is there already"),
-        (["--save-memory", "x", "--full"], "a cache that keeps everything is no memory"),
+    code, out, err = run(generate, f"--prompt book --save-memory memory {words}")
+    assert (code, out) == (0, "") and "16 slots" in err and not Path("memory.part").exists()
+    ids += tokenizer.encode(question, bos=False)
+    expected = tokenizer.sp.decode(greedy_by_hand(lococo, ids))[len(tokenizer.sp.decode(ids)) :]
+    ask += " --prompt question --load-memory memory"
+    for _ in range(2):  # the file stays as it is
+        assert run(generate, ask)[:2] == (0, expected + "\n")
+    whole = Path("memory").read_bytes()
+    Path("broken").write_bytes(whole[:-9] + bytes([whole[-9] ^ 64]) + whole[-8:])
+    for flags, sentence in (
+        ("--dtype bfloat16", "memory: made with another model, adapter, method or --dtype"),
+        ("--mem 32" if settings else "--adapter nan", "memory: made with another"),
+        ("--model other-base", "another"),
+        ("--load-memory broken", "broken: damaged"),
+        ("--show-memory 0 0", "a saved memory does not say which tokens were read"),
+        ("--save-memory memory", "--save-memory memory: there is such a file already"),
     ):
-        code, out, err = run(generate, *ask, *words)
-        assert code == 2 and sentence in err and out == "", err
+        code, out, err = run(generate, f"{ask} {flags}")
+        assert (code, out, err.count("\n")) == (2, "", 1) and sentence in err, err
 
 
-def test_sampling_takes_the_fewest_tokens_that_reach_top_p():
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    generator = torch.Generator().manual_seed(0)
-    for top_p, allowed in ((0.1, {0}), (0.5, {0}), (0.6, {0, 1}), (0.81, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
-        assert {sample(logits, 1.0, top_p, generator) for _ in range(400)} == allowed
-    drawn = np.bincount([sample(logits, 1.0, 1.0, generator) for _ in range(4000)], minlength=4) / 4000
-    assert np.allclose(drawn, [0.5, 0.3, 0.15, 0.05], atol=0.03)
+@pytest.mark.parametrize("temperature, top_p, expected", [
+    (0, 0.01, [0, 1, 0, 0]), (1, 0.6, [0, 1, 0, 0]), (1, 0.99, [0.04, 0.64, 0.16, 0.16]),
+    (2, 0.8, [0, 0.5, 0.25, 0.25]),  # their roots are 0.2, 0.8, 0.4 and 0.4; the sum is 1.8
+    (2, 1, [1 / 9, 4 / 9, 2 / 9, 2 / 9])])  # fmt: skip
+def test_sampling_takes_the_fewest_tokens_that_reach_top_p(temperature, top_p, expected):
+    torch.manual_seed(0)
+    logits = torch.tensor([0.04, 0.64, 0.16, 0.16]).log() + 3
+    drawn = [sample(logits, temperature, top_p) for _ in range(2000)]
+    shares = np.bincount(drawn, minlength=4) / 2000
+    assert np.allclose(shares, expected, atol=0.04) and not shares[np.equal(expected, 0)].any()
 
 
-@pytest.mark.parametrize("text", ["    return x", "  a  b ", "naïve", "北京 🐍\n", "\n\n    x", "🐍"])
-def test_streamed_text_is_the_text(tokenizer, text):
-    prompt = tokenizer.encode("prompt:")
-    ids = tokenizer.encode("prompt:" + text)[len(prompt) :]
-    stream = TextStream(tokenizer, prompt)
-    pieces = [stream.add(token) for token in ids]
-    assert "".join(pieces) == text and stream.rest() == ""
-    assert not any("\ufffd" in piece for piece in pieces)
+@pytest.mark.parametrize("text", ["    return x", "  a  b ", "naïve", "北京 🐍\n", "\n\n x"])
+def test_text_is_shown_as_it_comes_and_in_whole_characters(tokenizer, text):
+    prompt = tokenizer.encode("the prompt:")
+    ids = tokenizer.encode("the prompt:" + text + "🐍")[len(prompt) :]
+    pieces = list(as_text(iter(ids), tokenizer, prompt))
+    assert "".join(pieces) == text + "🐍" and len(pieces) > 1 and "\ufffd" not in "".join(pieces)
+    assert "".join(as_text(iter(ids[:-1]), tokenizer, prompt)) == text  # a part is held back
 
 
-def test_text_that_ends_inside_a_character_is_shown_at_the_end(tokenizer):
-    stream = TextStream(tokenizer, tokenizer.encode("a"))
-    shown = [stream.add(token) for token in tokenizer.encode("a🐍")[2:-1]]
-    assert "".join(shown) == "" and "\ufffd" in stream.rest()
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_decoding_never_draws_padding_and_ends_at_the_end_of_the_text(tokenizer, temperature):
+    """A model of 8 ids more than the tokenizer has, which it likes best."""
+    logits = torch.zeros(3, 1, 1, 2048 + 8)
+    for n, token in enumerate((5, 7, tokenizer.eos)):
+        logits[n, ..., token] = 50
+    logits[..., 2048:] = 99
+    model = Mock(side_effect=list(logits[1:]))
+    args = Mock(device="cpu", max_new_tokens=9, temperature=temperature, top_p=1)
+    assert list(decode(model, tokenizer, logits[0, 0], None, args)) == [5, 7]
+    assert [call.args[0].tolist() for call in model.call_args_list] == [[[5]], [[7]]]
 
 
-def test_show_memory_prints_the_slots_and_no_text(run):
-    code, out, err = run(generate, "--prompt", *["text/0.py"] * 3, "--show-memory", 3, 1)
-    assert code == 0 and out.startswith("layer 3, head 1: ") and "slots 4-19, merged" in out
-    assert "decode" not in err and "128 slots" in err
-    code, out, err = run(generate, "--prompt", "text/0.py", "--show-memory", "--method", "h2o", "--mem", 400)
-    assert code == 0 and "nothing is compressed before there are more than" in out
+# A program, a line, and what follows it; after | what the sentence must say, if it is not that.
+# No model is called missing: what is refused before this is noticed has cost no work.
+MISTAKES = [
+    (generate, "--prompt text/0.py", "--mem 16 | go with --method; --adapter nan | not finite;"
+    "--adapter old | old/adapter.safetensors: not written by this; --adapter damaged | checksum;"
+    "--adapter adapter --model other-base | for another base; --adapter nowhere | nowhere/adapter"),
+    (generate, LINES[generate], "--temperature nan; --show-memory 4 0; --show-memory 0 2;"
+    "--show-memory 0 -1 | --show-memory -1; --method lococo; --prompt -; --prompt empty;"
+    "--prompt '' | is empty; --prompt nowhere | nowhere: No such file; --prompt text | text: Is a;"
+    "--prompt latin | latin: not UTF-8 text (byte 3); --adapter nan | give one of them;"
+    "--sinks 17 | not fit; --load-memory latin | latin: cannot be read; --model nan-base | finite;"
+    "--model nan-base --save-memory m | not finite; --method full --save-memory m | no slots;"
+    "--model missing --save-memory no/m | no/m; --model missing --save-memory text | memory text"),
+    (eval_ppl, LINES[eval_ppl], "--lengths 99999; --lengths 1; --method lococo;"
+    "-- nowhere | nowhere/adapter; -- damaged | checksum; -- nan | not finite; -- '' | is empty;"
+    "--method magic | choice: 'magic'; --model nan-base | not finite"),
+    (train, LINES[train], "--mem 0; --lr nan; --conv-lr inf; --seq 33; --seq 99999; --device gpu;"
+    "--kernel 4; --steps 1.5 | value: '1.5'; --method magic | choice: 'magic'; --unknown;"
+    "--out '' | is empty; --sinks 9 --recent 8 | not fit; --method full --recent 8 | not fit;"
+    "--method lococo+sinks --sinks 16 | no slot is left to merge into; --model missing | missing/;"
+    "--method h2o --lora-rank 0 | nothing to train; --data text nowhere | nowhere; --device meta;"
+    "--data nowhere | nowhere; --data empty | has only; --model missing --out text | text;"
+    "--out latin/run | latin; --resume nowhere | nowhere/state; --model nan-base --recipe embedded | finite"),
+]  # fmt: skip
+NUMBERS = {train: "seq kernel lora-rank lr conv-lr steps batch micro-batch bptt save-every",
+           generate: "max-new-tokens temperature top-p",
+           eval_ppl: "lengths documents micro-batch"}  # fmt: skip
+BAD = [(generate, "", "required: --prompt"), (eval_ppl, "--data text --mem 16", "with --method")]
+for program, line, mistakes in MISTAKES:
+    for mistake in mistakes.split(";"):
+        words, _, sentence = mistake.partition(" | ")
+        BAD.append((program, f"{line} {words}", sentence or words.strip()))
+for program, line in LINES.items():
+    for name in f"mem segment sinks heavy recent seed {NUMBERS[program]}".split():
+        BAD += [(program, f"{line} --{name} {value}", f"--{name} ") for value in (-3, 10**20)]
 
 
-# --- Bad input -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("program, words, sentence", BAD)
+def test_a_mistake_is_one_sentence(run, program, words, sentence):
+    """Exit code 2, one line on standard error, no traceback, and nothing is written."""
+    before = {file for file in Path().rglob("*") if "cache" not in file.parts}
+    code, _, err = run(program, words)
+    assert code == 2 and err.count("\n") == 1 and sentence in err, err
+    assert err.startswith(f"{program.__name__}.py: ")
+    assert {file for file in Path().rglob("*") if "cache" not in file.parts} == before
 
 
-BAD = [
-    (train, ["--method", "magic"], "unknown method 'magic'; there are full, streaming, h2o, lococo"),
-    (train, ["--mem", "0"], "--mem 0"),
-    (train, ["--mem", "-8"], "--mem -8"),
-    (train, ["--mem", "many"], "invalid int value: 'many'"),
-    (train, ["--kernel", "20"], "--kernel 20: an odd size"),
-    (train, ["--seq", "100"], "--seq 100 is shorter than one segment; --segment is 128"),
-    (train, ["--steps", "0"], "--steps 0"),
-    (train, ["--bptt", "0"], "--bptt 0"),
-    (train, ["--heavy", "-1"], "--heavy -1"),
-    (train, ["--score", "max"], "unknown score 'max'; there are sum, mean, last"),
-    (generate, ["--prompt", "text/0.py", "--method", "lococo"], "--method lococo: its convolution must be trained"),
-    (generate, ["--prompt", "text/0.py", "--method", "h2o", "--full"], "--method h2o does not go with"),
-    (generate, ["--prompt", "text/0.py", "--mem", "64"], "--mem 64 goes with --method"),
-    (eval_ppl, ["--method", "h3o"], "unknown method 'h3o'"),
-    (eval_ppl, ["--heavy", "5"], "--heavy 5 goes with --method"),
-    (train, ["--lr", "-1"], "--lr -1.0"),
-    (train, ["--conv-lr", "inf"], "--conv-lr inf: a number above 0"),
-    (train, ["--blend", "nan"], "--blend nan"),
-    (train, ["--sinks", "600"], "--sinks 600"),
-    (train, ["--method", "streaming", "--lora-rank", "0"], "nothing to train"),
-    (train, ["--model", "nowhere"], "--model nowhere: no such directory"),
-    (train, ["--model", "text"], "text: no tokenizer.model"),
-    (train, ["--data", "nowhere"], "--data nowhere: no such file"),
-    (train, ["--data", "empty.txt"], "--data empty.txt: there is no text in it"),
-    (train, ["--data", "latin.txt"], "latin.txt: not UTF-8 text"),
-    (train, ["--data", "text", "--seq", "100000"], "a sequence needs 100000"),
-    (train, ["--out", "text"], "--out text holds another run"),
-    (train, ["--out", "latin.txt"], "--out latin.txt is not a directory"),
-    (train, ["--seed", "-1"], "--seed -1"),
-    (train, ["--mem", "1024", "--seq", "1024"], "nothing would be merged"),
-    (train, ["--method", "full", "--recent", "8"], "--method full keeps everything"),
-    (train, ["--out", "latin.txt/run"], "latin.txt is not a directory that you may write to"),
-    (train, ["--unknown"], "unrecognized arguments: --unknown"),
-    (generate, [], "the following arguments are required: --prompt"),
-    (generate, ["--prompt", "nowhere.txt"], "--prompt nowhere.txt: No such file"),
-    (generate, ["--prompt", "text"], "--prompt text: Is a directory"),
-    (generate, ["--prompt", "empty.txt"], "--prompt empty.txt: there is no text in it"),
-    (generate, ["--prompt", "latin.txt"], "--prompt latin.txt: not UTF-8 text"),
-    (generate, ["--prompt", "text/0.py", "--adapter", "nowhere"], "nowhere: no adapter there"),
-    (generate, ["--prompt", "text/0.py", "--adapter", "latin.txt"], "latin.txt: not a file of this program"),
-    (generate, ["--prompt", "text/0.py", "--temperature", "-1"], "--temperature -1"),
-    (generate, ["--prompt", "text/0.py", "--top-p", "0"], "--top-p 0"),
-    (generate, ["--prompt", "text/0.py", "--max-new-tokens", "0"], "--max-new-tokens 0"),
-    (generate, ["--prompt", "text/0.py", "--dtype", "int8"], "invalid choice: 'int8'"),
-    (eval_ppl, ["nowhere"], "nowhere: no adapter there"),
-    (eval_ppl, ["--lengths", "1"], "--lengths 1: at least 2"),
-    (eval_ppl, ["--data", "text", "--lengths", "100000"], "--lengths 100000: no document of that many tokens"),
-    (eval_ppl, ["--json", "nowhere/table.json"], "--json nowhere/table.json: not a file in a directory"),
-    (eval_ppl, ["--documents", "0"], "--documents 0"),
-    (eval_ppl, ["--passkey", "2"], "--passkey 2.0: a depth is from 0"),
-    (eval_ppl, ["--passkey", "--lengths", "16"], "--passkey needs texts of 64 tokens"),
-    (train, ["--filters", "3"], "--filters 3: each fills equally many of the 16 slots"),
-    (eval_ppl, ["--model", "nowhere"], "--model nowhere"),
-    (train, ["--shard"], "--shard: there is one process; start several with torchrun"),
-    (train, ["--save-every", "0"], "--save-every 0: at least 1"),
-    (train, ["--resume", "nowhere"], "--resume nowhere: there is no state.safetensors"),
-    (train, ["--resume", "text"], "--resume text: there is no state.safetensors"),
-    (train, ["--resume"], "argument --resume: expected one argument"),
-    (train, ["--batch", "0"], "--batch 0: a number above 0"),
-    (train, ["--micro-batch", "-2"], "--micro-batch -2: a number above 0"),
-    (train, ["--steps", "1.5"], "argument --steps: invalid int value: '1.5'"),
-    (train, ["--lora-rank", "-1"], "--lora-rank -1"),
-    (train, ["--filters", "-1"], "--filters -1"),
-    (train, ["--segment", "0"], "--segment 0"),
-    (train, ["--recent", "-1"], "--recent -1"),
-    (train, ["--kernel", "-3"], "--kernel -3"),
-    (train, ["--positions", "up"], "unknown positions 'up'; there are interpolated, original, slots"),
-    (train, ["--normalise", "max"], "unknown normalise 'max'; there are sum, softmax-relu, softmax"),
-    (train, ["--recipe", "mine"], "invalid choice: 'mine'"),
-    (train, ["--seed", str(2**70)], "from 0 to 2^63 - 1"),
-    (train, ["--lr", "nan"], "--lr nan"),
-    (train, ["--conv-lr", "0"], "--conv-lr 0.0"),
-    (train, ["--blend", "half"], "argument --blend: invalid float value: 'half'"),
-    (train, ["--method", "h2o", "--mem", "8", "--heavy", "9"], "--heavy 9, --recent 0 do not fit into --mem 8"),
-    (train, ["--method", "streaming", "--sinks", "0", "--recent", "0"], "keeps nothing"),
-    (train, ["--data", "packed.txt.zst"], "packed.txt.zst: unpack it first"),
-    (train, ["--data", "lines.jsonl"], "lines.jsonl: line 2 is not a JSON object"),
-    (train, ["--data", "cut.jsonl.gz"], "cut.jsonl.gz: not a complete gzip file"),
-    (train, ["--data", "ids.bin"], "ids.bin: not uint16 or uint32 token ids"),
-    (train, ["--model", "text", "--data", "nowhere"], "text: no tokenizer.model"),
-    (generate, ["--prompt", "text/0.py", "nowhere.txt"], "--prompt nowhere.txt: No such file"),
-    (generate, ["--prompt", "text/0.py", "--num-samples", "0"], "--num-samples 0"),
-    (generate, ["--prompt", "text/0.py", "--temperature", "nan"], "--temperature nan"),
-    (generate, ["--prompt", "text/0.py", "--top-p", "1.5"], "--top-p 1.5"),
-    (generate, ["--prompt", "text/0.py", "--method", "h2o", "--mem", "0"], "--mem 0"),
-    (eval_ppl, ["--method", "h2o", "--segment", "0"], "--segment 0"),
-    (generate, ["--prompt", "text/0.py", "--method", "streaming", "--mem", "4", "--sinks", "9"], "--sinks 9"),
-    (generate, ["--prompt", "text/0.py", "--load-memory", "nowhere"], "--load-memory nowhere: no such file"),
-    (generate, ["--prompt", "text/0.py", "--load-memory", "latin.txt"], "latin.txt: not a file of this program"),
-    (train, ["--method", "streaming", "--filters", "-3"], "--filters -3: at least 0"),
-    (generate, ["--prompt", "text/0.py", "--show-memory", "4", "0"], "--show-memory 4 0: layers are 0 to 3"),
-    (generate, ["--prompt", "text/0.py", "--show-memory", "0", "-1"], "--show-memory 0 -1: layers are 0 to 3"),
-    (generate, ["--prompt", "text/0.py", "--show-memory", "1"], "--show-memory 1: give a layer and a head, or neither"),
-    (generate, ["--prompt", "text/0.py", "--show-memory", "--full"], "--show-memory: a cache that keeps everything"),
-    (generate, ["--prompt", "text/0.py", "--show-memory", "--load-memory", "m"], "--show-memory does not go with"),
-    (generate, ["--prompt", "text/0.py", "--save-memory", "text"], "--save-memory text: not a file"),
-    (generate, ["--prompt", "text/0.py", "--model", "text"], "text: no tokenizer.model"),
-    (eval_ppl, ["--method", "lococo"], "--method lococo: its convolution must be trained"),
-    (eval_ppl, ["--method", "h2o", "--score", "max"], "unknown score 'max'"),
-    (eval_ppl, ["--micro-batch", "0"], "--micro-batch 0: at least 1"),
-    (eval_ppl, ["--part", "best"], "invalid choice: 'best'"),
-    (eval_ppl, ["--lengths", "long"], "invalid int value: 'long'"),
-    (eval_ppl, ["--json", "text"], "--json text: not a file"),
-    (eval_ppl, ["--data", "nowhere"], "--data nowhere: no such file"),
-    (eval_ppl, ["--data", "empty.txt"], "--data empty.txt: there is no text in it"),
-    (eval_ppl, ["latin.txt"], "latin.txt: not a file of this program"),
-]
+@pytest.mark.parametrize("error, code, sentence", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), 2, "smaller --mem"),
+    (RuntimeError("not enough memory: you tried to allocate 8 bytes."), 2, "smaller --mem"),
+    (MemoryError(), 2, "out of memory: try smaller --mem"),
+    (OSError(28, "No space left on device"), 2, "No space left on device"),
+    (OSError(28, "No space left on device", "a file"), 2, "a file: No space left on device"),
+    (UserError("a sentence"), 2, ": a sentence\n"),
+    (KeyboardInterrupt(), 130, ""),
+    (RuntimeError("shapes do not match"), None, ""),
+    (RuntimeError("CUDA error: an illegal memory access was encountered"), None, ""),
+    (ValueError("a bug"), None, ""),
+], ids=repr)  # fmt: skip
+def test_which_errors_are_a_sentence_and_which_a_traceback(capsys, error, code, sentence):
+    with pytest.raises(type(error) if code is None else SystemExit) as raised:
+        generate.run_program(Mock(side_effect=error))
+    err = capsys.readouterr().err
+    assert raised.value is error if code is None else raised.value.code == code
+    assert sentence in err and "None" not in err and err.count("\n") == (code == 2)
 
 
-@pytest.mark.parametrize("program, words, sentence", BAD, ids=lambda v: getattr(v, "__name__", None) or " ".join(v)
-                         if isinstance(v, list) else "")  # fmt: skip
-def test_bad_input_is_one_sentence_and_exit_code_2(run, tmp_path, program, words, sentence):
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
-    (tmp_path / "packed.txt.zst").write_bytes(b"packed")
-    (tmp_path / "lines.jsonl").write_text('{"text": "fine"}\n{"txt": "not"}\n')
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "fine"}\n' * 99)[:-9])
-    (tmp_path / "ids.bin").write_bytes(b"\xff" * 16)
-    before = {f for f in tmp_path.rglob("*") if "cache" not in f.parts}
-    code, out, err = run(program, *words)
-    assert code == 2 and (program != train or "--out" not in words or out == "")  # before any work
-    assert sentence in err and "Traceback" not in err
-    assert err.strip().splitlines()[-1].startswith(program.__name__ + ".py: ")
-    assert {f for f in tmp_path.rglob("*") if "cache" not in f.parts} == before
-    assert not list(tmp_path.rglob("*.part"))
+@pytest.mark.parametrize("program", LINES)
+def test_help(run, program):
+    code, out, err = run(program, "--help")
+    assert (code, err) == (0, "") and f"python {program.__name__}.py" in out and "--mem MEM" in out
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("device", ["cuda", "gpu", "meta"])
-def test_a_device_that_is_not_there(run, device):
-    code, _, err = run(generate, "--prompt", "text/0.py", "--device", device)
-    assert code == 2 and err == f"generate.py: --device {device}: there is no such device here\n"
-
-
-def test_a_truncated_model_is_named(run, tmp_path):
-    (tmp_path / "model").mkdir()
-    for name in ("config.json", "tokenizer.model", "model.safetensors"):
-        content = (TINY / name).read_bytes()
-        (tmp_path / "model" / name).write_bytes(content[: len(content) // 2] if "safetensors" in name else content)
-    code, _, err = run(generate, "--prompt", "text/0.py", "--model", "model")
-    assert code == 2 and "model.safetensors: cannot be read as weights, is it truncated?" in err
-
-
-def test_an_adapter_that_keeps_everything(run):
-    assert run(train, "--data", "text", "--out", "run", "--method", "full", *RUN)[0] == 0
-    code, _, err = run(generate, "--prompt", "text/0.py", "--adapter", "run", "--max-new-tokens", 3)
-    assert code == 0 and "no limit" in err
-    model = Llama.from_pretrained(TINY)
-    assert type(LoCoCo.load("run", model).cache()) is KVCache
-
-
-def test_an_adapter_of_another_base(run, tmp_path):
-    shutil.copytree(TINY, "base")
-    weights = load_file("base/model.safetensors")
-    save_file({name: w * 1.01 for name, w in weights.items()}, "base/model.safetensors")
-    code, _, err = run(generate, "--prompt", "text/0.py", "--model", "base", "--adapter", TINY)
-    assert code == 2 and "made for another base model" in err
-
-
-def test_the_embedded_model_is_small_and_uses_distant_context(tokenizer):
-    """Its own figures are in tiny/pretrain.jsonl; here a sample of this machine's library: 4 documents."""
-    sizes = {file.name: file.stat().st_size for file in TINY.iterdir()}
-    assert sizes["model.safetensors"] <= 8e6 and sizes["adapter.safetensors"] <= 4e6
-    figures = json.loads((TINY / "pretrain.jsonl").read_text().splitlines()[-1])
-    assert figures["ratio"] >= 1.12
-    model = Llama.from_pretrained(TINY)
-    modules = [file for file in Path(json.__file__).parents[1].glob("*.py") if file.stat().st_size > 4000]
-    corpus = Corpus(sorted(modules), tokenizer)
-    documents = scored_batches(corpus, "held-out", model.config.context, "cpu", 4, 4)
-    full = perplexity(model, lambda: KVCache(4), documents, 512)
-    window = LoCoCo(model, Settings.of("streaming", 63, 1, model.config.context, lora_rank=0))
-    assert perplexity(model, window.cache, documents, 1) > 1.05 * full
-
-
-def test_memory_does_not_grow_with_the_sequence(tmp_path):
-    """Peak resident memory of whole training runs, as the operating system counts it: 16,384 tokens against 2,048."""
-    np.random.default_rng(0).integers(3, 2000, 40_000).astype(np.uint16).tofile(tmp_path / "tokens.bin")
-    measure = "import resource as r, subprocess, sys; subprocess.run(sys.argv[1:], check=True); " \
-              "print(r.getrusage(r.RUSAGE_CHILDREN).ru_maxrss)"  # fmt: skip
-    peaks = []
-    for length in (2048, 16384):
-        command = [sys.executable, "-c", measure, sys.executable, HERE / "train.py", "--data", "tokens.bin",
-                   "--device", "cpu", "--steps", "1", "--batch", "1", "--seq", length, "--out", length]  # fmt: skip
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
-        peaks.append(int(done.stdout.split()[-1]))
-    assert peaks[1] < 1.05 * peaks[0], f"{peaks} KiB"
+def test_as_a_process():
+    """In a terminal of ASCII only: an error, and output; and `| head`, which closes the pipe."""
+    Path("né").write_text("x = 1\n" * 40)
+    read, closed = os.pipe()
+    os.close(read)
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, generate.__file__, "--device", "cpu", *LINES[generate].split()]
+    line += ["--prompt", "né", "--show-memory", "0"]
+    started = [Popen([*line, head], stdout=out, stderr=PIPE, text=True, env=environment)
+               for head, out in (("9", PIPE), ("0", PIPE), ("0", closed))]  # fmt: skip
+    os.close(closed)
+    (_, error), (slots, figures), (_, nothing) = (process.communicate() for process in started)
+    assert [process.returncode for process in started] == [2, 0, 1]
+    assert error.startswith("generate.py: --show-memory 0 9: ") and error.count("\n") == 1
+    assert "heavy    ???? 1.00" in slots and "16 slots" in figures and nothing == ""

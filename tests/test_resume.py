@@ -1,237 +1,171 @@
-"""A run that is stopped, killed, starved of disk or fed with not-a-numbers goes on, or ends in a sentence."""
+"""train.py --resume: a run that is stopped, killed or fed with what is not a number goes on."""
 
-import fcntl
 import json
 import multiprocessing
 import os
-import random
-import resource
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 import eval_ppl
-import lococo
+import generate
 import train
-from eval_ppl import exit_on_user_error
-from lococo import read_file, segment_losses
+from generate import TINY, read_file
+from lococo import segment_losses
 
-RUN = "--data text --mem 16 --seq 64 --segment 16 --batch 2 --micro-batch 1 --device cpu --save-every 1 --out run"
+SMALL = "--data text --mem 16 --seq 64 --batch 2 --micro-batch 1 --device cpu --score-documents 1"
+RUN = f"{SMALL} --recipe embedded --steps 4 --out run --save-every"
+STATE = Path("run/state.safetensors")
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["train", "torch._dynamo"])  # what else takes seconds to start
+PROCESSES.set_forkserver_preload(["train"])  # what takes seconds to start
 
 
-pytestmark = pytest.mark.usefixtures("own_folders")
+@pytest.fixture(autouse=True)
+def run(own_folders, monkeypatch, capsys):
+    """Run train.py with a command line; returns (exit code, stdout, stderr)."""
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the processes below: the order of sums is in the bits
 
-
-def work(folder: Path, words: str, die: str) -> None:
-    """A process that trains; `die` is the call in which it kills itself, when the state is written."""
-    os.chdir(folder)
-    eval_ppl.CACHE = folder / "cache"
-    sys.stdout = sys.stderr = open("output", "a")
-    sys.argv = ["train.py", *words.split()]
-    torch.set_num_threads(1)
-    if die:
-        setattr(lococo.os, die, lambda *a: os.kill(os.getpid(), signal.SIGKILL))
-    exit_on_user_error(train.main)
-
-
-def begin(folder: Path, words: str, die: str = ""):
-    process = PROCESSES.Process(target=work, args=(folder, words, die))
-    process.start()
-    return process
-
-
-def finish(folder: Path, words: str) -> int:
-    process = begin(folder, words)
-    process.join(120)
-    return process.exitcode
-
-
-def state_step(out: str = "run") -> int:
-    return read_file(Path(out) / "state.safetensors", "state")[1]["step"]
-
-
-def same_adapters(a: str, b: str) -> bool:
-    a, b = (load_file(f"{name}/adapter.safetensors") for name in (a, b))
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_killed_at_any_moment_and_resumed_ends_with_the_same_adapter(tmp_path):
-    words, dice = f"{RUN} --steps 30", random.Random(0)
-    assert finish(tmp_path, words) == 0
-    shutil.move("run", "whole")
-    deaths = {"by the clock": 0, "fsync": 0, "replace": 0}
-    for n in range(20):
-        resumes = Path("run/state.safetensors").is_file()
-        die = ("", "fsync", "", "replace")[n % 4]
-        process = begin(tmp_path, "--resume run --save-every 1" if resumes else words, die)
-        process.join(60 if die else dice.uniform(0.2, 0.7))
-        process.kill()
-        process.join()
-        if Path("run/adapter.safetensors").is_file() and not Path("run/state.safetensors").is_file():
-            shutil.rmtree("run")  # it was done already: begin again
-        else:
-            assert process.exitcode == -signal.SIGKILL, Path("output").read_text()[-2000:]
-            deaths[die or "by the clock"] += 1
-    assert sum(deaths.values()) >= 18 and min(deaths.values()) >= 4, deaths
-    assert finish(tmp_path, "--resume run" if Path("run/state.safetensors").is_file() else words) == 0
-    assert same_adapters("run", "whole")
-    steps = [json.loads(line)["step"] for line in Path("run/log.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 31))
-    assert sorted(os.listdir("run")) == ["adapter.safetensors", "log.jsonl"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_what_is_done_and_says_how_to_go_on(tmp_path, number):
-    words = RUN.replace("--save-every 1", "--save-every 1000") + " --steps 16"
-    assert finish(tmp_path, words) == 0
-    shutil.move("run", "whole")
-    process = begin(tmp_path, words)
-    while not (Path("run/log.jsonl").is_file() and Path("run/log.jsonl").read_text().count("\n") > 2):
-        time.sleep(0.01)
-        assert process.is_alive()
-    os.kill(process.pid, number)
-    process.join(60)
-    assert process.exitcode == 128 + number
-    assert "train.py --resume run" in Path("output").read_text() and "Traceback" not in Path("output").read_text()
-    assert 2 < state_step() < 16
-    assert finish(tmp_path, "--resume run") == 0
-    assert same_adapters("run", "whole")
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
     def call(words):
         monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
+        code = 0
         try:
-            exit_on_user_error(train.main)
-            code = 0
+            generate.run_program(train.main)
         except SystemExit as stop:
             code = stop.code
-        return code, capsys.readouterr().err
+        return code, *capsys.readouterr()
 
-    return call
-
-
-def poisoned(monkeypatch, steps: set[int], kind: str):
-    """Losses, or their gradients alone, are not numbers in these steps."""
-    calls = iter(range(10**6))
-
-    def losses(*args):
-        step = next(calls) // 2  # two sequences a step
-        for x in segment_losses(*args):
-            if step in steps and kind == "gradient":
-                x = x + (x - x.detach()).sqrt() * 0  # 0, whose derivative is infinite times 0
-            yield x * float("nan") if step in steps and kind == "loss" else x
-
-    monkeypatch.setattr(train, "segment_losses", losses)
-
-
-@pytest.mark.parametrize("kind", ["loss", "gradient"])
-def test_a_step_that_is_not_a_number_is_left_out(run, monkeypatch, kind):
-    values = []
-
-    def note(file, what, tensors, **about):
-        values.append({name: t.clone() for name, t in tensors.items()})
-        lococo.write_file(file, what, tensors, **about)
-
-    monkeypatch.setattr(train, "write_file", note)
-    poisoned(monkeypatch, {1, 2, 4}, kind)
-    code, _ = run(f"{RUN} --steps 6")
-    assert code == 0 and len(values) == 1 + 3  # at the start and after steps 0, 3 and 5
-    assert all(bool(t.isfinite().all()) for state in values for t in state.values() if t.is_floating_point())
-    assert [float(state["step.norm.weight"]) for state in values[1:]] == [1, 2, 3]
-    assert load_file("run/adapter.safetensors").keys() and len(Path("run/log.jsonl").read_text().splitlines()) == 6
-
-
-def test_three_such_steps_in_a_row_end_the_run_and_its_state_is_whole(run, monkeypatch):
-    poisoned(monkeypatch, {2, 3, 4}, "loss")
-    code, err = run(f"{RUN} --steps 9")
-    assert code == 2 and "step 5: the loss is nan" in err and "Traceback" not in err
-    assert state_step() == 2 and not Path("run/adapter.safetensors").exists()
-    monkeypatch.undo()
-
-
-@pytest.mark.parametrize("what", ["vanished", "full"])
-def test_a_disk_that_fails_is_one_sentence(run, monkeypatch, what):
-    """The directory goes, or the disk is full, when the state of step 2 is written."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fail(file, kind, tensors, **about):
-        if about.get("step") == 2 and what == "vanished":
-            shutil.rmtree("run")
-        if about.get("step") == 2 and what == "full":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-        lococo.write_file(file, kind, tensors, **about)
-
-    monkeypatch.setattr(train, "write_file", fail)
-    try:
-        code, err = run(f"{RUN} --steps 4")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert code == 2 and "run/state.safetensors: cannot be written" in err and "Traceback" not in err
-    if what == "full":
-        assert state_step() == 1 and not list(Path("run").glob("*.part"))
+    yield call
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
-def stopped(run, monkeypatch):
-    """A run that ended after its second step."""
-    poisoned(monkeypatch, {2, 3, 4}, "loss")
-    assert run(f"{RUN} --steps 9")[0] == 2
+def ends_well(run, kept={}):  # noqa: B006
+    """Says whether the adapter is, to the bit, that of a run which nothing disturbs."""
+    if not kept:
+        assert run(f"{RUN} 1000")[0] == 0
+        kept.update(load_file("run/adapter.safetensors"))
+        shutil.rmtree("run")
+
+    def check():
+        adapter = load_file("run/adapter.safetensors")
+        log = [json.loads(line)["step"] for line in open("run/log.jsonl")]
+        return all(torch.equal(adapter[n], t) for n, t in kept.items()) and {*log} == {1, 2, 3, 4}
+
+    return check
+
+
+def at_call(n, function, then):
+    """The function, but in its n-th call something happens first."""
+    calls = []
+
+    def changed(*args):
+        calls.append(args)
+        if len(calls) == n:
+            then()
+        return function(*args)
+
+    return changed
+
+
+@pytest.mark.parametrize("step, number", zip((1, 2, 3, 4), 2 * (signal.SIGINT, signal.SIGTERM)))
+def test_a_signal_lets_the_step_end(run, ends_well, monkeypatch, step, number):
+    stop = at_call(step, train.gradients, lambda: os.kill(os.getpid(), number))
+    monkeypatch.setattr(train, "gradients", stop)
+    code, out, err = run(f"{RUN} 1000")
+    assert code == 128 + number and "python train.py --resume run\n" in out, err
+    assert read_file(STATE)[1]["step"] == step == len(open("run/log.jsonl").readlines())
+    assert not Path("run/adapter.safetensors").exists()
+    assert run("--resume run")[0] == 0 and ends_well()
+
+
+def work(folder, module, name, call):
+    """A process that trains and kills itself."""
+    os.chdir(folder)
+    eval_ppl.CACHE = str(folder / "cache")
+    sys.stdout = sys.stderr = open("output", "w")
+    sys.argv = ["train.py", *f"{RUN} 1".split()]
+    torch.set_num_threads(1)
+    module = {"train": train, "os": os}[module]
+    kill = at_call(call, getattr(module, name), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    setattr(module, name, kill)
+    train.main()
+
+
+@pytest.mark.parametrize("module, name, call, step",
+                         [("train", "gradients", 3, 2), ("os", "fsync", 4, 1), ("os", "replace", 4, 1)])
+def test_a_killed_run_goes_on_from_its_last_whole_state(run, ends_well, tmp_path, module, name, call, step):
+    """The files that are written first: the tokens, the state of the start, and one a step."""
+    process = PROCESSES.Process(target=work, args=(tmp_path, module, name, call))
+    process.start()
+    process.join(100)
+    assert process.exitcode == -signal.SIGKILL, Path("output").read_text()
+    assert Path("run/state.safetensors.part").exists() == (module == "os")
+    assert read_file(STATE)[1]["step"] == step
+    assert run("--resume run")[0] == 0 and ends_well()
+    assert sorted(os.listdir("run")) == ["adapter.safetensors", "log.jsonl", "state.safetensors"]
+    assert run("--resume run")[0] == 0 and ends_well()  # of a run that has ended, too
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(run, ends_well, monkeypatch):
+    def poisoned(*args):
+        return (x * torch.nan for x in segment_losses(*args))
+
+    poison = at_call(3, train.gradients, lambda: setattr(train, "segment_losses", poisoned))
+    monkeypatch.setattr(train, "gradients", poison)
+    code, out, err = run(f"{RUN} 1")
     monkeypatch.setattr(train, "segment_losses", segment_losses)
+    assert code == 2 and "Traceback" not in err
+    assert any(line.startswith("train.py: step 3: the gradient is") for line in err.splitlines())
+    state, about = read_file(STATE)
+    assert about["step"] == 2 and all(t.isfinite().all() for t in state.values())
+    assert run("--resume run")[0] == 0 and ends_well()
 
 
-def test_resuming_takes_the_flags_of_the_run_and_refuses_others(run, stopped, tmp_path):
-    for words, sentence in (("--steps 10", "--steps 10: the run to resume has 9"),
-                            ("--mem 32", "--mem 32: the run to resume has 16"),
-                            ("--method h2o", "--method h2o: the run to resume has lococo"),
-                            ("--data other", f"--data ['{tmp_path}/other']: the run to resume has ['{tmp_path}/text']"),
-                            ("--out elsewhere", "--out elsewhere: --resume goes on in run")):  # fmt: skip
-        code, err = run(f"--resume run {words}")
-        assert code == 2 and sentence in err, err
-    assert run("--resume nowhere") == (2, "train.py: --resume nowhere: there is no state.safetensors of a run\n")
-    other = (tmp_path / "text" / "0.py").read_text().replace("+ 7", "+ 8")  # as many tokens
-    (tmp_path / "text" / "0.py").write_text(other)
-    assert "the text to train on has changed" in run("--resume run")[1]
+def test_what_a_resumed_run_takes_and_refuses(run, ends_well, monkeypatch):
+    """Its own arguments, and the few of MAY_CHANGE; nothing that has changed or is damaged."""
+    shutil.copytree(TINY, "base", ignore=shutil.ignore_patterns("adapter*"))
+    stop = at_call(2, train.gradients, lambda: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(train, "gradients", stop)
+    assert run(f"{RUN} 1000 --model base")[0] == 130
+    for words in ("--mem 32", "--steps 9", "--method h2o", "--data base", "--seed 1", "--seq 65",
+                  "--conv-lr 0.5", "--lora-rank 0", "--micro-batch -1", "--save-every 0"):  # fmt: skip
+        code, out, err = run(f"--resume run {words}")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"train.py: {words.split()[0]}"), err
+
+    state, weights = STATE.read_bytes(), load_file("base/model.safetensors")
+    name, changed = "model.layers.1.mlp.gate_proj.weight", "the model or the text has changed since"
+    other = save(weights | {name: weights[name] * 1.1}, {"format": "pt"})
+    text = Path("text/0.py").read_bytes().replace(b"+ 7", b"+ 8")  # as many tokens
+    for file, content, sentence in (
+        (Path("base/model.safetensors"), other, changed), (Path("text/0.py"), text, changed),
+        (STATE, state[:-1], "state"), (STATE, state[: len(state) // 2], "state"), (STATE, b"", "state"),
+        (STATE, state[:-5] + b"\x77" + state[-4:], "state.safetensors: damaged"),
+    ):
+        before = file.read_bytes()
+        file.write_bytes(content)
+        code, _, err = run("--resume run")
+        assert (code, err.count("\n")) == (2, 1) and sentence in err, err
+        file.write_bytes(before)
+    assert run("--resume run --save-every 3 --data text --model base --mem 16")[0] == 0
+    assert ends_well()
+    assert run("--resume run --micro-batch 2 --recompute")[0] == 0
 
 
-def test_a_resumed_run_may_be_told_what_it_knows_already_and_ends(run, stopped, tmp_path, monkeypatch):
-    assert read_file(Path("run/state.safetensors"), "state")[1]["flags"]["save_every"] == 1
-    assert run(f"--steps 9 --micro-batch 2 --recompute --save-every 3 {RUN.split('--micro')[0]} --resume run")[0] == 0
-    code, err = run("--resume run")
-    assert code == 2 and "--resume run: this run is finished" in err
-    assert len(Path("run/log.jsonl").read_text().splitlines()) == 9
-
-
-def test_a_run_is_resumed_from_any_directory(run, stopped, tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert run("--resume ../run")[0] == 0
-
-
-def test_a_run_belongs_to_one_process(run, stopped):
-    with open("run/log.jsonl") as log:
-        fcntl.flock(log, fcntl.LOCK_SH)  # which a shared lock of the run would bear
-        code, err = run("--resume run")
-        assert code == 2 and "run: another process is at work on this run" in err
-    Path("taken").mkdir()
-    with open("taken/log.jsonl", "w") as log:  # as of a run that has begun since this one looked
-        fcntl.flock(log, fcntl.LOCK_SH)  # which a shared lock of the run would bear
-        code, err = run(RUN.replace("--out run", "--out taken"))
-        assert code == 2 and "taken: another process is at work on this run" in err
-
-
-def test_a_damaged_state_is_refused(run, stopped):
-    file = Path("run/state.safetensors")
-    whole = file.read_bytes()
-    file.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
-    code, err = run("--resume run")
-    assert code == 2 and "state.safetensors: not a file of this program, or damaged" in err
+def test_a_run_never_writes_into_a_directory_that_exists(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "HERE", tmp_path)
+    for end in ("", "-2", "-3"):
+        out = run(f"{SMALL} --steps 1")[1]
+        assert f"adapter: runs/lococo+window-mem16-seq64{end}/adapter.safetensors" in out
+    monkeypatch.setattr(train, "load_base", None)  # it is refused before any work
+    code, out, err = run(f"{SMALL} --steps 1 --out runs")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "runs" in err

@@ -1,154 +1,135 @@
-"""eval_ppl.py's first half: text into documents, documents into sequences, and the parts that stay apart."""
+"""eval_ppl.py's text: files into documents, documents into token streams, those into sequences."""
 
 import gzip
-import json
 import zlib
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import eval_ppl
-from eval_ppl import PARTS, Corpus, text_chunks
+from eval_ppl import by_position, last_seen, long_documents, sequence, token_streams
 from model import UserError
-from train import Sequences
+
+pytestmark = pytest.mark.usefixtures("own_folders")  # 60 files in text/, an empty cache/
+TEXT = Path("text")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(eval_ppl, "CACHE", tmp_path / "cache")
+def texts(paths, tokenizer) -> list[str]:
+    """The documents of all parts, sorted. Each begins with its only BOS."""
+    found = []
+    for ids in token_streams(paths, tokenizer).values():
+        documents = np.split(ids, np.flatnonzero(ids == tokenizer.bos))[1:]
+        found += [tokenizer.sp.decode(document[1:].tolist()) for document in documents]
+    return sorted(found)
 
 
-def texts(corpus, tokenizer):
-    return [tokenizer.decode(corpus.read(d, 0, 10**9).tolist()) for d in corpus.documents]
+def test_text_files_folders_and_json_lines(tokenizer, capsys):
+    folder = Path("some")
+    for name, content in {
+        "a.txt": b"first\r\n  document <s>\n", "deep/b.md": "na\u00efve".encode(),
+        "deep/.hidden": b"no", ".git/c.txt": b"no", "image.png": b"\xff\xfe\x00",
+        "c.jsonl": b'{"text": "line 1", "more": {}}\n\n{"text": "a\\ud800b"}',  # half a character
+        "d.jsonl.gz": gzip.compress(b'{"text": "packed"}\n'),
+    }.items():  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    expected = ["a?b", "first\r\n  document <s>\n", "line 1", "na\u00efve", "packed"]
+    assert texts([folder], tokenizer) == expected
+    assert "left out 1 files not in UTF-8: some/image.png" in capsys.readouterr().err
+    named = [folder / "a.txt", folder / ".git", folder / "deep" / ".hidden"]
+    assert texts(named, tokenizer) == [expected[1], "no", "no"]  # hidden ones only by name
 
 
-def test_text_files_folders_and_json_lines(tmp_path, tokenizer):
-    folder = tmp_path / "text"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "a.txt").write_text("first\n  document\n")
-    (folder / "deep" / "b.md").write_text("naïve 北京")
-    (folder / "deep" / ".hidden").write_text("not read")
-    (folder / "image.png").write_bytes(b"\xff\xfe\x00")
-    lines = [json.dumps({"text": f"line {i}", "meta": {}}) for i in range(3)]
-    (folder / "c.jsonl").write_text("\n".join(lines) + "\n\n")
-    with gzip.open(folder / "d.jsonl.gz", "wt") as out:
-        out.write("\n".join(lines[:2]) + "\n")
-    expected = ["first\n  document\n", "line 0", "line 1", "line 2", "line 0", "line 1", "naïve 北京"]
-    assert texts(Corpus([folder], tokenizer), tokenizer) == expected
-    both = Corpus([folder / "a.txt", folder / "c.jsonl"], tokenizer)
-    assert texts(both, tokenizer) == expected[:4]
-    assert all(both.read(d, 0, 5)[0] == tokenizer.bos for d in both.documents)
+@pytest.mark.parametrize("name, content", [
+    ("a.jsonl", b'{"content": "x"}\n'), ("a.jsonl", b'{"text": "x"}\n{"text'),
+    ("a.jsonl", b'{"text": 3}\n'), ("a.jsonl", b'{"text": "caf\xe9"}\n'), ("a.txt", b"caf\xe9"),
+    ("a.jsonl.gz", b"not gzip"), ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n')[:-6]),
+    ("a.jsonl.gz", gzip.compress(b"x" * 99)[:12] + bytes(20)), ("nowhere", b""),
+])  # fmt: skip
+def test_text_that_cannot_be_used_is_named(tokenizer, name, content):
+    if content:
+        Path(name).write_bytes(content)
+    others = {"a.txt": "--data a.txt: there is no text", "nowhere": "--data nowhere: no such file"}
+    with pytest.raises(UserError, match=others.get(name, f"{name}: damaged, or a line is not")):
+        token_streams([Path(name)] if name == "a.txt" else [Path(name), TEXT], tokenizer)
 
 
-def test_text_is_tokenized_once_and_again_when_it_changes(tmp_path, tokenizer, monkeypatch):
-    file = tmp_path / "a.txt"
-    file.write_text("some text")
-    Corpus([file], tokenizer)
-    with monkeypatch.context() as patch:
-        patch.setattr(eval_ppl, "text_documents", None)  # any use would fail
-        assert texts(Corpus([file], tokenizer), tokenizer) == ["some text"]
-    file.write_text("other text")
-    assert texts(Corpus([file], tokenizer), tokenizer) == ["other text"]
+def test_parts_are_by_the_checksum_of_the_documents_name(tokenizer):
+    documents = {f.name: f.read_text() for f in sorted(TEXT.iterdir())}
+    documents |= {f"z.jsonl:{n}": f"line {n}" for n in range(1, 50)}
+    (TEXT / "z.jsonl").write_text("".join(f'{{"text": "line {n}"}}\n' for n in range(1, 50)))
+    expected = {"held-out": [], "choosing": [], "training": []}
+    for name, text in documents.items():
+        part = {0: "held-out", 1: "held-out", 2: "choosing"}.get(zlib.crc32(name.encode()) % 20)
+        expected[part or "training"] += tokenizer.encode(text)
+    streams = token_streams([TEXT], tokenizer)
+    assert {part: ids.tolist() for part, ids in streams.items()} == expected
+    assert all(ids.dtype == np.uint16 and len(ids) for ids in streams.values())
 
 
-@pytest.mark.parametrize("text", ["def f():\n    return 1\n\n\n" * 50 + "end without newline",
-                                  "one line,  two   spaces and more: " * 50, " \u00e9t\u00e9    " * 200])  # fmt: skip
-def test_long_text_is_tokenized_in_chunks_without_a_trace(tmp_path, tokenizer, monkeypatch, text):
-    file = tmp_path / "a.py"
-    file.write_text(text)
-    monkeypatch.setattr(eval_ppl, "CHUNK", 64)
-    chunks = list(text_chunks(file))
-    assert len(chunks) > 10 and max(map(len, chunks)) <= 2 * 64 and "".join(chunks) == text
-    corpus = Corpus([file], tokenizer)
-    assert corpus.read(corpus.documents[0], 0, 10**9).tolist() == tokenizer.encode(text)
+def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch, capsys):
+    """Also where a part is empty. Anew if what is kept is damaged, or where nothing can be kept."""
+    calls, inner, one = [], eval_ppl.tokenize, TEXT / "0.py"
+    monkeypatch.setattr(eval_ppl, "tokenize", lambda *args: calls.append(args) or inner(*args))
+    one.write_text("a text")
+    for expected, paths in ((1, [one]), (1, [one]), (2, [TEXT]), (2, [TEXT]), (2, [one])):
+        assert "a text" in texts(paths, tokenizer) and len(calls) == expected
+    one.write_text("another")
+    assert texts([one], tokenizer) == ["another"] and len(calls) == 3
+    large = SimpleNamespace(vocab_size=70000, encode=lambda text: [1, 69999], file=one)
+    assert token_streams([TEXT], large)["held-out"][1] == 69999  # does not fit into uint16
+    kept = [(file, file.read_bytes()) for file in Path("cache").iterdir()]
+    for n, damaged in enumerate((b"", b"text", kept[0][1][:-1], bytes(kept[0][1][:-1] + b"x"))):
+        for file, whole in kept:
+            file.write_bytes(damaged)
+            Path(f"{file}.part").write_bytes(whole[:99])  # the writing was interrupted
+        assert texts([one], tokenizer) == ["another"] and len(calls) == 5 + n
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(eval_ppl, "CACHE", "text/2.py/below")
+    assert texts([one], tokenizer) == ["another"] and len(calls) == 9
+    assert "tokens are not kept" in capsys.readouterr().err
 
 
-def test_text_without_spaces_is_cut_anywhere(tmp_path, tokenizer, monkeypatch):
-    file, text = tmp_path / "a.txt", "0123456789\u4e16\u754c" * 100
-    file.write_text(text)
-    monkeypatch.setattr(eval_ppl, "CHUNK", 64)
-    assert max(map(len, text_chunks(file))) <= 64
-    assert texts(Corpus([file], tokenizer), tokenizer) == [text]
+def test_sequences_are_pieces_of_the_text_shuffled_for_each_pass():
+    ids, orders = np.arange(107, dtype=np.uint16), {tuple(range(0, 100, 10))}
+    for n, seed in ((0, 0), (1, 0), (2, 0), (0, 1), (0, 2)):
+        rows = [sequence(ids, 10, seed, i) for i in range(10 * n, 10 * n + 10)]
+        starts = tuple(int(row[0]) for row in rows)
+        assert sorted(starts) == list(range(0, 100, 10))  # each piece once
+        assert all(torch.equal(row, torch.arange(row[0], row[0] + 10)) for row in rows)
+        np.random.seed(n)
+        assert torch.equal(sequence(ids, 10, seed, 10 * n + 7), rows[7])
+        orders.add(starts)
+    assert len(orders) == 6
+    assert sequence(ids, 107, 0, 5).tolist() == list(range(107))
+    with pytest.raises(UserError, match="--seq 108: .* only 107 tokens"):
+        sequence(ids, 108, 0, 0)
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_files_of_token_ids(tmp_path, tokenizer, dtype, monkeypatch):
-    monkeypatch.setattr(eval_ppl, "CHUNK", 2)  # documents cross the blocks in which the file is searched
-    ids = [1, 50, 60, 70, 1, 80, 1, 90, 91]
-    np.array(ids, dtype).tofile(tmp_path / "tokens.bin")
-    corpus = Corpus([tmp_path / "tokens.bin"], tokenizer)
-    assert [corpus.read(d, 0, 99).tolist() for d in corpus.documents] == [[1, 50, 60, 70], [1, 80], [1, 90, 91]]
-    np.array(ids[1:4], dtype).tofile(tmp_path / "no-bos.bin")
-    corpus = Corpus([tmp_path / "no-bos.bin"], tokenizer)
-    assert [corpus.read(d, 0, 99).tolist() for d in corpus.documents] == [[1, 50, 60, 70]]
+def test_long_documents():
+    ids = np.array([1, 5, 6, 1, 7, 1, 8, 9, 10, 11, 1, 2, 3], np.uint16)
+    assert long_documents(ids, 1, 3, 9).tolist() == [[1, 5, 6], [1, 8, 9], [1, 2, 3]]
+    assert long_documents(ids, 1, 3, 2).tolist() == [[1, 5, 6], [1, 8, 9]]
+    assert long_documents(ids, 1, 6, 9).shape == long_documents(ids[:0], 1, 6, 9).shape == (0, 6)
 
 
-@pytest.mark.parametrize(
-    "name, content, sentence",
-    [
-        ("a.txt", b"caf\xe9", "a.txt: not UTF-8 text"),
-        ("a.txt", b"", "no text in it"),
-        ("a.jsonl", b'{"content": "x"}\n', 'a.jsonl: line 1 is not a JSON object with a "text" field'),
-        ("a.jsonl", b'{"text": "x"}\n{"text', "a.jsonl: line 2"),
-        ("a.jsonl", b'{"text": 3}\n', "a.jsonl: line 1"),
-        ("a.jsonl.gz", b"not gzip", "a.jsonl.gz: not a complete gzip file"),
-        ("a.jsonl.zst", b"x", "unpack it first, with `zstd -d .*a.jsonl.zst`"),
-        ("a.bin", b"", "a.bin: not uint16 or uint32"),
-        ("a.bin", b"\xff\xff\xff\xff", "a.bin: not uint16 or uint32 token ids below the vocabulary's 2048"),
-        ("a.bin", b"\x01\x00\x02", "a.bin: not uint16 or uint32"),
-    ],
-)
-def test_text_that_cannot_be_used_is_named(tmp_path, tokenizer, name, content, sentence):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=sentence):
-        Corpus([tmp_path / name], tokenizer)
-    assert not list((tmp_path / "cache").glob("*"))
-
-
-def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path, tokenizer):
-    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}')  # seen in web crawls; no UTF-8 text can hold it
-    assert texts(Corpus([tmp_path / "a.jsonl"], tokenizer), tokenizer) == ["a?b"]
-
-
-def test_a_missing_path_is_named(tmp_path, tokenizer):
-    with pytest.raises(UserError, match="--data .*nowhere: no such file"):
-        Corpus([tmp_path / "nowhere"], tokenizer)
-
-
-def test_parts_are_apart_and_follow_the_files_name(tmp_path, tokenizer):
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(200):
-        (folder / f"{i}.txt").write_text("words " * (i + 1))
-    corpus = Corpus([folder], tokenizer)
-    counts = {name: len(corpus.part(name)) for name in PARTS}
-    assert sum(counts.values()) == 2 * 200 and counts["all"] == 200 and all(counts.values())
-    held = {zlib.crc32(f"{i}.txt".encode()) for i in range(200) if zlib.crc32(f"{i}.txt".encode()) % 20 in (0, 1)}
-    assert {int(d[3]) for d in corpus.part("held-out")} == held
-    long = corpus.part("training", at_least=100)
-    assert all(len(corpus.read(d, 0, 10**9)) >= 100 for d in long) and 0 < len(long) < counts["training"]
-
-
-def test_sequences_are_the_shuffled_documents_end_to_end(tmp_path, tokenizer):
-    """Every token of a pass appears once, in document order, and sequence i is a function of the seed alone."""
-    np.concatenate([[1, *range(100 * n, 100 * n + 3 * n)] for n in range(1, 8)]).astype(np.uint16).tofile(
-        tmp_path / "a.bin"
-    )
-    corpus = Corpus([tmp_path / "a.bin"], tokenizer)
-    documents = corpus.documents
-    data = Sequences(corpus, documents, L=10, seed=0)
-    total = sum(1 + 3 * n for n in range(1, 8))
-    assert data.per_pass == total // 10
-    for epoch in (0, 1):
-        rows = [data[epoch * data.per_pass + i] for i in range(data.per_pass)]
-        assert all(row.shape == (10,) and row.dtype == np.int64 for row in rows)
-        flat = np.concatenate(rows)
-        assert len(set(flat[flat != 1].tolist())) == len(flat[flat != 1])  # nothing twice
-        for row in rows:  # inside a row a document goes on, or the next begins with BOS
-            assert all(b in (a + 1, 1) or a == 1 for a, b in zip(row, row[1:]))
-    again = Sequences(corpus, documents, L=10, seed=0)
-    assert np.array_equal(again[7], data[7]) and np.array_equal(again[2], data[2])
-    other = Sequences(corpus, documents, L=10, seed=1)
-    assert any(not np.array_equal(other[i], data[i]) for i in range(data.per_pass))
-    with pytest.raises(UserError, match=f"{total} tokens to train on, a sequence needs 1000"):
-        Sequences(corpus, documents, L=1000, seed=0)
+def test_last_seen_and_the_kinds_of_tokens():
+    documents = torch.randint(4, (2, 600))
+    ago = torch.zeros(2, 599, dtype=torch.int64)
+    for row, ids in zip(ago, documents.tolist()):
+        for t in range(2, 600):
+            same = (n for n in range(1, t - 1) if ids[t - n - 2 : t - n + 1] == ids[t - 2 : t + 1])
+            row[t - 1] = next(same, 0)
+    assert torch.equal(torch.stack([last_seen(document) for document in documents]), ago)
+    position = torch.arange(1, 600).expand(2, 599)
+    expected = {
+        "position to 256": position < 256, "position to 512": (position >= 256) & (position < 512),
+        "position to 600": position >= 512, "never seen before": ago == 0,
+        "last seen up to 100 ago": (ago > 0) & (ago <= 100), "last seen longer ago": ago > 100,
+    }  # fmt: skip
+    kinds = by_position(documents, 100)
+    assert list(kinds) == list(expected)
+    assert all(torch.equal(kinds[kind], expected[kind]) for kind in kinds)

@@ -1,11 +1,14 @@
-"""Make the embedded model: a small Llama-2 and its tokenizer, from the source of Python's standard library.
+"""Make the embedded model: a small Llama-2 and its tokenizer, from Python's standard library.
 
-    python tiny/pretrain.py --out runs/tiny     # 18 minutes on two cores; an adapter belongs to the base it was made on
+    python tiny/pretrain.py --out runs/tiny     # 18 minutes on two cores
 
-A plain language model of this size makes little use of distant context, and without that no memory can be told
-from another. So its start contains a recall head (`init`), and half of what it reads asks for one: a quarter of the
-sequences repeat one of their own passages further on, a quarter are random tokens repeated.
-Held-out and choosing documents (eval_ppl.py, PARTS) are never seen. Writes the official Hugging Face layout.
+A plain language model of this size makes little use of distant context, and without that no memory
+can be told from another. So its start contains a recall head (`init`), and half of what it reads
+asks for one: a quarter of the sequences repeat one of their own passages further on, a quarter are
+random tokens repeated. Held-out and choosing documents (eval_ppl.py, PARTS) are never seen.
+
+Writes Hugging Face's layout. A new base needs a new adapter, as one belongs to its base:
+`python train.py --model runs/tiny --recipe embedded`.
 """
 
 import argparse
@@ -21,18 +24,27 @@ import sentencepiece
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import PARTS, Corpus, default_files, perplexity, scored_batches  # noqa: E402
-from lococo import LoCoCo, Settings  # noqa: E402
-from model import KVCache, Llama, LlamaConfig, Tokenizer, hugging_face_name, rope, rotate  # noqa: E402
-from train import Sequences  # noqa: E402
+from eval_ppl import (  # noqa: E402
+    PARTS, find_files, long_documents, sequence, token_losses, token_streams,
+)  # fmt: skip
+from lococo import LoCoCo, settings_for  # noqa: E402
+from model import Llama, LlamaConfig, Tokenizer, hugging_face_name, rope, rotate  # noqa: E402
 
-def train_tokenizer(out: Path, vocab_size: int) -> None:
-    """Llama-2's own settings (BPE, byte fallback, no normalisation, split digits) on the training files."""
+CONFIG = LlamaConfig(
+    dim=128, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=344, vocab_size=2048, context=1024,
+    rope_theta=1e6,  # slow, so that half of a head's channels can match tokens 1,000 apart
+)  # fmt: skip
+
+
+def train_tokenizer(out: Path) -> None:
+    """Llama-2's own settings (BPE, byte fallback, no normalisation, split digits)."""
+
     def lines():
-        for file in default_files():
+        for file in find_files([]):
             if zlib.crc32(file.name.encode()) % 20 in PARTS["training"]:
                 try:
                     yield from file.read_text(encoding="utf-8").splitlines()
@@ -40,40 +52,40 @@ def train_tokenizer(out: Path, vocab_size: int) -> None:
                     pass
 
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines(), model_prefix=str(out / "tokenizer"), vocab_size=vocab_size, model_type="bpe",
-        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True,
-        allow_whitespace_only_pieces=True, character_coverage=0.9995, input_sentence_size=200_000,
-        shuffle_input_sentence=True, num_threads=2, minloglevel=2,
+        sentence_iterator=lines(), model_prefix=str(out / "tokenizer"), model_type="bpe",
+        vocab_size=CONFIG.vocab_size, byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, split_digits=True, allow_whitespace_only_pieces=True,
+        character_coverage=0.9995, input_sentence_size=200_000, shuffle_input_sentence=True,
+        num_threads=2, minloglevel=2,
     )  # fmt: skip
     (out / "tokenizer.vocab").unlink()
 
 
-def repeated(L: int, rng: np.random.Generator, vocab_size: int) -> np.ndarray:
-    """L random tokens that repeat with a period drawn log-uniformly from 8 to L/2: only recall predicts them."""
-    period = int(np.exp(rng.uniform(np.log(8), np.log(L // 2))))
-    return np.resize(rng.integers(3, vocab_size, period), L)
-
-
-def recall_mixture(tokens: np.ndarray, rng: np.random.Generator, vocab_size: int) -> np.ndarray:
-    """Half of the sequences stay; a quarter repeat a passage of 32 to 256 tokens, a quarter are random, repeated."""
+def recall_mixture(tokens: Tensor, rng: np.random.Generator) -> Tensor:
+    """Half of the sequences (L,) stay; a quarter repeat a passage of 32 to 256 tokens; a quarter
+    are random tokens that repeat, with a period of 8 to L/2 (log-uniform): only recall predicts
+    them."""
     L, kind = len(tokens), rng.integers(4)
     if kind == 2:
         n = int(rng.integers(32, 257))
         source = int(rng.integers(0, L - 2 * n))
         target = int(rng.integers(source + n, L - n))
         tokens[target : target + n] = tokens[source : source + n]
-    return repeated(L, rng, vocab_size) if kind == 3 else tokens
+    if kind == 3:
+        period = int(np.exp(rng.uniform(np.log(8), np.log(L // 2))))
+        tokens = torch.from_numpy(np.resize(rng.integers(3, CONFIG.vocab_size, period), L))
+    return tokens
 
 
 @torch.no_grad()
 def init(model: Llama) -> Llama:
-    """Random weights, and in them an induction head written by hand (arXiv 2209.11895): see this token, look for
-    its last occurrence, expect what followed it. Left to chance it had not formed in 14 M tokens; training goes on
-    from here and may change every number.
+    """Random weights, and in them an induction head written by hand (arXiv 2209.11895): see this
+    token, look for its last occurrence, expect what followed it. Left to chance it had not formed
+    in 14 M tokens; training goes on from here and may change every number.
 
-    Of the 128 channels A = 0..62 hold the token, B = 63..125 are to hold the token before it, 126 is a constant.
+    Of 128 channels A = 0..62 hold the token, B = 63..125 the token before it, 126 a constant.
     """
-    c, A, B, ONE = model.config, slice(0, 63), slice(63, 126), 126
+    A, B, ONE = slice(0, 63), slice(63, 126), 126
     for name, p in model.named_parameters():
         if p.dim() > 1:  # layers that add to the residual stream start smaller
             p.normal_(std=0.01 if name.endswith(("wo.weight", "w2.weight")) else 0.08)
@@ -83,19 +95,21 @@ def init(model: Llama) -> Llama:
     model.output.weight.normal_(std=0.02)
     model.output.weight[:, A] = embedding[:, A]
 
-    # Layer 0, head 0, previous token: from the constant, q = u and k = u turned by one position, so that q . k is
-    # largest where the key is one position before the query. Its value, the token, goes from A to B.
-    first, D, identity = model.layers[0].attention, c.head_dim, torch.eye(63)
+    # Layer 0, head 0, previous token: from the constant, q = u and k = u turned by one position, so
+    # that q . k is largest where the key is one position before the query. Its value, the token,
+    # goes from A to B.
+    first, D, identity = model.layers[0].attention, CONFIG.head_dim, torch.eye(63)
     u = torch.zeros(1, 1, 1, D)
     u[..., :12] = 7.0  # the fast rotations tell neighbours apart
     first.wq.weight[:D] = first.wk.weight[:D] = first.wv.weight[:D] = 0.0
     first.wq.weight[:D, ONE] = u.flatten() / 9
-    first.wk.weight[:D, ONE] = rotate(u, *rope(torch.tensor([1]), c)).flatten() / 9
+    first.wk.weight[:D, ONE] = rotate(u, *rope(torch.tensor([1]), CONFIG)).flatten() / 9
     first.wv.weight[:63, A] = 0.2 * identity
     first.wo.weight[B, :63] = identity
 
-    # Layer 1, head 0, match: this token (A) against the token before the key (B), in the slow channels, which
-    # hardly turn within the context. The value, the token found, is added to A, from where the output reads it.
+    # Layer 1, head 0, match: this token (A) against the token before the key (B), in the slow
+    # channels, which hardly turn within the context. The value, the token found, is added to A,
+    # from where the output reads it.
     second, P = model.layers[1].attention, torch.linalg.qr(torch.randn(63, D // 2)).Q.T
     slow = [*range(D // 4, D // 2), *range(3 * D // 4, D)]
     second.wq.weight[:D] = second.wk.weight[:D] = second.wv.weight[:D] = 0.0
@@ -108,7 +122,8 @@ def init(model: Llama) -> Llama:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--batch", type=int, default=16)
@@ -116,15 +131,14 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    config = LlamaConfig.preset("tiny")
     if not (args.out / "tokenizer.model").is_file():
-        train_tokenizer(args.out, config.vocab_size)
+        train_tokenizer(args.out)
     tokenizer = Tokenizer(args.out)
-    corpus = Corpus([], tokenizer)
-    data = Sequences(corpus, corpus.part("training"), config.context + 1, seed=0)
-    print(f"{data.per_pass * data.L / 1e6:.1f} M training tokens", flush=True)
-    model = init(Llama(config))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    streams = token_streams([], tokenizer)
+    ids, L = streams["training"], CONFIG.context + 1
+    print(f"{len(ids) / 1e6:.1f} M training tokens", flush=True)
+    model = init(Llama(CONFIG))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     checkpoint, first = args.out / "pretrain.pt", 0
     if checkpoint.is_file():
         state = torch.load(checkpoint, weights_only=True)
@@ -135,9 +149,10 @@ def main() -> None:
     begun, seen = time.time(), 0
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=10)
     for step in bar:
-        rng = np.random.default_rng((1, step))
-        batch = [recall_mixture(data[step * args.batch + i].copy(), rng, config.vocab_size) for i in range(args.batch)]
-        tokens = torch.from_numpy(np.stack(batch))
+        rng, batch = np.random.default_rng((1, step)), []
+        for i in range(step * args.batch, (step + 1) * args.batch):
+            batch.append(recall_mixture(sequence(ids, L, 0, i), rng))
+        tokens = torch.stack(batch)
         warm, done = min(1, (step + 1) / 50), step / args.steps
         for group in optimizer.param_groups:
             group["lr"] = args.lr * warm * (0.5 + 0.5 * math.cos(math.pi * done))
@@ -151,7 +166,8 @@ def main() -> None:
         seen += tokens[:, 1:].numel()
         if (step + 1) % 20 == 0:
             rate = seen / (time.time() - begun)
-            log.write(json.dumps(dict(step=step + 1, loss=round(loss.item(), 4), tokens_per_s=round(rate))) + "\n")
+            row = dict(step=step + 1, loss=round(loss.item(), 4), tokens_per_s=round(rate))
+            log.write(json.dumps(row) + "\n")
             log.flush()
             bar.set_postfix_str(f"loss {loss.item():.3f}, {rate:,.0f} tokens/s")
         if (step + 1) % 100 == 0 or step + 1 == args.steps:
@@ -159,34 +175,39 @@ def main() -> None:
             torch.save(state, checkpoint.with_suffix(".part"))
             checkpoint.with_suffix(".part").rename(checkpoint)
     save(model, args.out)
-    row = figures(model, corpus)
+    row = figures(model, long_documents(streams["held-out"], tokenizer.bos, CONFIG.context, 64))
     log.write(json.dumps(row) + "\n")
     print(row)
 
 
-def figures(model: Llama, corpus: Corpus) -> dict[str, float]:
-    """Does it use distant context? Held-out perplexity at the full context, with all of it and with 64 tokens."""
-    context = model.config.context
-    documents = scored_batches(corpus, "held-out", context, "cpu", 64, 16)
-    window = LoCoCo(model, Settings.of("streaming", 63, 1, context, lora_rank=0))  # and the token itself
-    narrow = perplexity(model, window.cache, documents, 1)
-    window.remove()
-    full = perplexity(model, lambda: KVCache(model.config.n_layers), documents, context)
-    return {"documents": sum(map(len, documents)), "full_attention": full, "window_64": narrow, "ratio": narrow / full}
+def figures(model: Llama, documents: Tensor) -> dict[str, float]:
+    """Does it use distant context? Held-out perplexity with all of it and with 64 tokens."""
+    args = argparse.Namespace(device="cpu", dtype=torch.float32, micro_batch=16)
+
+    def perplexity(method: str, mem: int, segment: int) -> float:
+        settings = settings_for(method, mem, segment, CONFIG.context, lora_rank=0)
+        losses, _ = token_losses(LoCoCo(model, settings), documents, args)
+        return math.exp(losses.double().mean())
+
+    narrow = perplexity("streaming", 63, 1)  # and the token itself
+    full = perplexity("full", 63, CONFIG.context)
+    count, ratio = len(documents), narrow / full
+    return dict(documents=count, full_attention=full, window_64=narrow, ratio=ratio)
 
 
 def save(model: Llama, out: Path) -> None:
     """config.json and model.safetensors as Hugging Face's Llama has them."""
     c = model.config
     content = dict(
-        architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu", hidden_size=c.dim,
-        intermediate_size=c.ffn_dim, num_hidden_layers=c.n_layers, num_attention_heads=c.n_heads,
-        num_key_value_heads=c.n_kv_heads, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
-        max_position_embeddings=c.context, rope_theta=c.rope_theta, rope_scaling=None, tie_word_embeddings=False,
-        bos_token_id=1, eos_token_id=2, torch_dtype="float32",
+        architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu",
+        hidden_size=c.dim, intermediate_size=c.ffn_dim, num_hidden_layers=c.n_layers,
+        num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads, vocab_size=c.vocab_size,
+        rms_norm_eps=c.norm_eps, max_position_embeddings=c.context, rope_theta=c.rope_theta,
+        rope_scaling=None, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        torch_dtype="float32",
     )  # fmt: skip
     (out / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-    weights = {hugging_face_name(name): p.detach().contiguous() for name, p in model.named_parameters()}
+    weights = {hugging_face_name(n): p.detach().contiguous() for n, p in model.named_parameters()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -1,0 +1,130 @@
+"""Tests that teach: what the paper says, computed a second time in the plainest way. Equations and
+algorithms have the paper's numbers, letters are those of model.py."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import meta_state, reference_logits, remembered
+
+from lococo import METHODS, POSITIONS, Compressor, LoCoCo, segment_losses, settings_for
+from model import KVCache
+
+TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(1))
+
+
+def weights_by_loop(compressor, k, v):
+    """(6) and (7) for one head, k and v (S, D) -> W (slots, S), in float64."""
+    entries = torch.cat((k, v), dim=1).double()
+    g, bias = compressor.conv.weight.double(), compressor.conv.bias.double()
+    (slots, _, kernel), S = g.shape, len(entries)
+    W = torch.zeros(slots, S, dtype=torch.float64)
+    for i in range(slots):
+        for j in range(S):
+            logit = bias[i]
+            for tap in range(kernel):
+                neighbour = j + tap - kernel // 2
+                if 0 <= neighbour < S:  # beyond the ends are zeros
+                    logit = logit + g[i, :, tap] @ entries[neighbour]  # (6)
+            W[i, j] = logit.clamp(min=0) if compressor.normalise == "sum" else logit.exp()
+        W[i] = W[i] / W[i].sum() if W[i].any() else 1 / S  # (7)
+    return W.detach()
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 21])
+@pytest.mark.parametrize("normalise", ["sum", "softmax"])
+def test_compressor_equals_a_loop_over_the_equations(normalise, kernel):
+    torch.manual_seed(0)
+    compressor = Compressor(4, 5, kernel, normalise)
+    k, v = torch.randn(2, 3, 12, 4), torch.randn(2, 3, 12, 4)  # (B, G, S, D)
+    k_new, v_new, w = compressor(k, v)
+    assert torch.allclose(w.sum(dim=-1), torch.ones(2, 3, 5)) and (w >= 0).all()
+    for b in range(2):
+        for head in range(3):
+            W = weights_by_loop(compressor, k[b, head], v[b, head])
+            assert torch.allclose(w[b, head].double(), W, atol=1e-5)
+            for i in range(5):
+                for new, old in ((k_new, k), (v_new, v)):  # (4) and (5)
+                    mixed = sum(W[i, j] * old[b, head, j].double() for j in range(12))
+                    assert torch.allclose(new[b, head, i].double(), mixed, atol=1e-5)
+
+
+def test_the_papers_number_of_weights():
+    """22.0 M for M = 128 in the 32 layers of Llama-2 7B, whose heads have 128 channels."""
+    compressor = Compressor(head_dim=128, slots=128, kernel=21, normalise="sum")
+    assert 32 * compressor.conv.weight.numel() == 22_020_096
+
+
+@pytest.mark.parametrize("sizes", [[1] * 40, [6] * 6, [5, 1, 6, 3, 6, 6, 2, 6, 5]])
+def test_memory_is_bounded_and_keeps_what_it_says(model, sizes):
+    """Algorithm 2 with M = 8, T = 6. Keys and values of the first layer depend on one token each:
+    what is kept must be what the full cache of algorithm 1 holds for those tokens."""
+    memory = LoCoCo(model, settings_for("lococo", 8, 6, 40, sinks=2, recent=3)).cache()
+    full, held = KVCache(model.config), 0
+    model(TOKENS[:, :40], full)
+    for T in sizes:
+        seen = memory.seen
+        model(TOKENS[:, seen : seen + T], memory)
+        compressed = held + T > 8 + 6
+        held = (8 if compressed else held) + T
+        assert memory.held == held <= 8 + 6
+        for own, every in ((memory.keys[0], full.keys[0]), (memory.values[0], full.values[0])):
+            assert torch.allclose(own[:, :, :2], every[:, :, : min(held, 2)], atol=1e-6)
+            assert torch.allclose(own[:, :, -T:], every[:, :, seen : seen + T], atol=1e-6)
+            if compressed:
+                assert torch.allclose(own[:, :, 5:8], every[:, :, seen - 3 : seen], atol=1e-6)
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("method", METHODS)
+def test_segments_equal_the_whole_while_nothing_is_compressed(model, method, positions):
+    """Algorithm 1: with a slot for each token, the logits are those of attention (1) over all."""
+    weights, settings = meta_state(model), settings_for(method, 40, 6, 128, positions=positions)
+    cache = LoCoCo(model, settings).cache()
+    logits = torch.cat([model(x, cache) for x in TOKENS[:, :40].split(6, dim=1)], dim=1)
+    by_slot = positions == "slots" and settings.mem
+    scale = 1.0 if by_slot or positions == "original" else 2.0  # 128 tokens into a context of 64
+    config = replace(model.config, rope_scale=scale)
+    expected = reference_logits(weights, config, TOKENS[0, :40])
+    assert torch.allclose(logits[0].double(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("bptt", [1, 5])
+def test_a_segments_loss_trains_the_compression_before_it(model, monkeypatch, bptt):
+    """The loss of the fifth segment. With bptt = 1 its gradient is the numerical derivative while
+    the memory after four segments is held fixed; with bptt = 5 nothing is fixed."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # all in float64
+    lococo, tokens = LoCoCo(model, settings_for("lococo", 8, 6, 40)).double(), TOKENS[:, :31]
+    losses = torch.cat(list(segment_losses(model, tokens, lococo.cache(), 6, bptt)), dim=1)
+    losses[:, 24:].sum().backward()
+
+    start = lococo.cache()
+    if bptt == 1:
+        for segment in tokens[:, :24].split(6, dim=1):
+            model(segment, start)
+
+    def loss():
+        cache = lococo.cache()
+        cache.keys, cache.values, cache.seen = [*start.keys], [*start.values], start.seen
+        return list(segment_losses(model, tokens[:, start.seen :], cache, 6))[-1].sum().item()
+
+    for compressor in lococo.compressors:
+        weight, gradient = compressor.conv.weight.data.view(-1), compressor.conv.weight.grad
+        for n in gradient.abs().view(-1).topk(3).indices:
+            value, h = weight[n].item(), 1e-5
+            weight[n] = value + h
+            above = loss()
+            weight[n] = value - h
+            slope = (above - loss()) / (2 * h)
+            weight[n] = value
+            assert gradient.view(-1)[n].item() == pytest.approx(slope, rel=1e-5)
+
+
+def test_what_backward_remembers_does_not_grow_with_the_text(model):
+    """In bytes, segment by segment; from the fourth one on each compresses M + T entries first."""
+    lococo = LoCoCo(model, settings_for("lococo", 8, 6, 180))
+    losses, loss, saved = segment_losses(model, TOKENS, lococo.cache(), 6), [], []
+    for _ in range(30):
+        saved.append(sum(remembered(lambda: loss.append(next(losses))).values()))
+        loss.pop().sum().backward()  # fails if its graph reaches back into the segment before
+    assert max(saved) == saved[3] == saved[-1]
