@@ -50,8 +50,11 @@ def find_files(paths: list[Path]) -> list[Path]:
         return sorted(f for f in library.rglob("*.py") if "site-packages" not in f.parts)
     files = []
     for path in paths:
-        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-        files += [f for f in inside if f.is_file() and "/." not in f"/{f.relative_to(path)}"]
+        if not path.exists():
+            raise UserError(f"--data {path}: no such file or folder")
+        inside = sorted(path.rglob("*")) if path.is_dir() else []
+        hidden = {f for f in inside if "/." in f"/{f.relative_to(path)}"}
+        files += [f for f in inside if f.is_file() and f not in hidden] or [path]
     return files
 
 
@@ -67,10 +70,10 @@ def read_documents(file: Path) -> Iterator[tuple[str, str]]:
                 if line.strip():
                     text = json.loads(line)["text"].encode("utf-8", "replace").decode()
                     yield f"{file.name}:{number}", text
-    except UnicodeDecodeError:
-        raise
     except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, LookupError, TypeError,
             AttributeError) as error:  # fmt: skip
+        if isinstance(error, UnicodeDecodeError) and ".jsonl" not in file.name:
+            raise  # a folder may have files that are not text
         raise UserError(f'{file}: damaged, or a line is not {{"text": "..."}} ({error})') from None
 
 

@@ -144,7 +144,8 @@ def checksum(tensors: dict[str, Tensor], about: str) -> str:
     digest = hashlib.sha256(about.encode())
     for name, t in sorted(tensors.items()):
         digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        digest.update(t.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        column = t.detach().cpu().reshape(-1, 1).contiguous()
+        digest.update(column.view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -159,7 +160,8 @@ def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
             os.fsync(written.fileno())
         os.replace(beside, file)
     except DAMAGED as error:
-        beside.unlink(missing_ok=True)
+        if beside.is_file():
+            beside.unlink()
         raise UserError(f"{file}: cannot be written ({error}); it is as it was before") from None
 
 
@@ -171,7 +173,7 @@ def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
             metadata = handle.metadata() or {}
     except DAMAGED as error:
         raise UserError(f"{file}: cannot be read ({error})") from None
-    if "checksum" not in metadata:
+    if not {"about", "checksum"} <= metadata.keys():
         raise UserError(f"{file}: not written by this program, or before November 2026")
     if checksum(tensors, metadata["about"]) != metadata["checksum"]:
         raise UserError(f"{file}: damaged, its content does not have its checksum")

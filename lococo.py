@@ -146,11 +146,8 @@ class Memory(KVCache):
         self.scores: list[Tensor | None] = [None] * config.n_layers  # attention received, (B, G, S)
 
     def enter(self, T: int) -> int:
-        """Makes room for T tokens, and returns the position of the first one.
-
-        What is held is compressed only now, as part of the graph of the segment that comes: so the
-        loss of that segment trains the convolution.
-        """
+        """Make room for T tokens; return the position of the first one. What is held is compressed
+        only now, in the graph of the next segment: so its loss trains the convolution."""
         assert T <= self.settings.segment
         if self.held + T > self.settings.mem + self.settings.segment:
             for layer in range(self.config.n_layers):
@@ -168,10 +165,8 @@ class Memory(KVCache):
         return read
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Steps 4 and 5: the layer's S entries (B, G, S, D) become M slots.
-
-        Returns the order (B, G, S) in which W takes the entries, and the rows of its merged slots.
-        """
+        """Steps 4 and 5: the layer's S entries (B, G, S, D) become M slots. Returns the order
+        (B, G, S) in which W takes the entries, and the rows of its merged slots."""
         s, k, v = self.settings, self.keys[layer], self.values[layer]
         kept, S = s.sinks + s.heavy, k.shape[2]
         parts = (kept, S - kept - s.recent, s.recent)
@@ -266,10 +261,8 @@ def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tenso
 
 def interpolation(config: LlamaConfig, settings: Settings) -> float:
     """The number by which positions are divided so that all lie inside the pretrained context.
-
     "interpolated" (the paper): a token's position in the text, which reaches L. "slots": its place
-    in the cache, which never exceeds M + T, whatever L is. "original": not divided.
-    """
+    in the cache, which never exceeds M + T, whatever L is. "original": not divided."""
     if settings.positions == "original":
         return config.rope_scale
     by_slot = settings.positions == "slots" and settings.mem

@@ -6,9 +6,8 @@ below keeps every key and value; the Memory of lococo.py keeps M slots instead.
 
 Source: Llama 2 (arXiv 2307.09288) and the checkpoint layouts of Meta and Hugging Face.
 
-Letters in all files: B batch, T tokens of a segment, which enter together (the paper's B),
-S cached entries, M slots, H query heads, G key/value heads, D head dimension, L tokens of a whole
-sequence, V vocabulary.
+Letters: B batch, T tokens of a segment, which enter together (the paper's B), S cached entries,
+M slots, H query heads, G key/value heads, D head dimension, L whole sequence, V vocabulary.
 """
 
 import json
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-class UserError(ValueError):
+class UserError(Exception):
     """What the user can mend: the programs print its sentence and exit with code 2."""
 
 
@@ -158,8 +157,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.float()
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-        return h.type_as(x) * self.weight
+        scale = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (h * scale).type_as(x) * self.weight
 
 
 class Attention(nn.Module):
@@ -258,31 +257,28 @@ DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionEr
 
 
 def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
-    """A model from a directory in Meta's layout (params.json) or Hugging Face's (config.json).
-
-    One tensor at a time goes from its file to its place: there is never a second copy of them all.
-    """
+    """A model from a directory in Meta's layout (params.json) or Hugging Face's (config.json). One
+    tensor at a time goes from its file to its place: there is never a second copy of them all."""
     meta = (path / "params.json").is_file()
     file = path / ("params.json" if meta else "config.json")
     try:
         config = (meta_config if meta else hugging_face_config)(file)
-        if config.dim % (2 * config.n_heads) or config.n_heads % config.n_kv_heads:
-            raise ValueError(f"{config.n_heads} and {config.n_kv_heads} heads in {config.dim}")
         with torch.device("meta"):  # just shapes
             model = Llama(config)
+        ours = {name if meta else hugging_face_name(name): name for name in model.state_dict()}
+        shapes = {name: tuple(model.get_parameter(ours[name]).shape) for name in ours}
+        state = {}
+        for file, name, tensor in (meta_weights if meta else hugging_face_weights)(path, config):
+            if shapes.get(name) != tensor.shape or not tensor.is_floating_point():
+                right = shapes.get(name, "expected at all")
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {right}")
+            state[ours[name]] = tensor.to(device, dtype, copy=True)
+        missing = [name for name in ours if ours[name] not in state]
+        if missing:
+            raise ValueError(f"{len(missing)} tensors are missing; the first is {missing[0]}")
     except DAMAGED as error:
-        raise UserError(f"{file}: not the configuration of a Llama-2 ({error!r})") from None
-    ours = {name if meta else hugging_face_name(name): name for name in model.state_dict()}
-    shapes = {name: tuple(model.get_parameter(ours[name]).shape) for name in ours}
-    state = {}
-    for file, name, tensor in (meta_weights if meta else hugging_face_weights)(path, config):
-        if shapes.get(name) != tensor.shape or not tensor.is_floating_point():
-            found, right = (tensor.dtype, tuple(tensor.shape)), shapes.get(name, "no such tensor")
-            raise UserError(f"{file}: {name} is {found}, the configuration says {right}")
-        state[ours[name]] = tensor.to(device, dtype, copy=True)
-    missing = [name for name in ours if ours[name] not in state]
-    if missing:
-        raise UserError(f"{path}: {len(missing)} tensors are missing; the first is {missing[0]}")
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"{file}: not a plain Llama-2, or damaged: {reason:.250}") from None
     model.load_state_dict(state, strict=True, assign=True)
     return model
 
@@ -295,7 +291,9 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                 for name in handle.keys():
                     yield name, handle.get_tensor(name)
         else:
-            yield from torch.load(file, map_location="cpu", mmap=True, weights_only=True).items()
+            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            for name, tensor in content.items():
+                yield name, tensor.detach()  # not every file has tensors
     except DAMAGED as error:
         reason = getattr(error, "strerror", None) or f"damaged or refused: {type(error).__name__}"
         raise UserError(f"{file}: cannot be read as weights ({reason})") from None
@@ -322,13 +320,16 @@ def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[Path, str, T
     shards = [dict(read_tensors(file)) for file in sorted(path.glob("consolidated.*.pth"))]
     for name in sorted({name for shard in shards for name in shard} - {"rope.freqs"}):
         parts = [shard[name] for shard in shards if name in shard]
-        kind = name.split(".")[-2]
-        cut = 1 if kind in ("tok_embeddings", "wo", "w2") else 0
-        tensor = parts[0] if "norm" in kind else torch.cat(parts, dim=cut)
-        if kind in ("wq", "wk"):
-            # Meta turns neighbouring channels (2i, 2i + 1), `rotate` turns (i, i + D/2).
-            pairs = tensor.unflatten(0, (-1, config.head_dim // 2, 2))
-            tensor = pairs.transpose(1, 2).flatten(0, 2)
+        kind = name.split(".")[-2:][0]
+        try:
+            cut = 1 if kind in ("tok_embeddings", "wo", "w2") else 0
+            tensor = parts[0] if "norm" in kind else torch.cat(parts, dim=cut)
+            if kind in ("wq", "wk"):
+                # Meta turns neighbouring channels (2i, 2i + 1), `rotate` turns (i, i + D/2).
+                pairs = tensor.unflatten(0, (-1, config.head_dim // 2, 2))
+                tensor = pairs.transpose(1, 2).flatten(0, 2)
+        except RuntimeError:
+            raise ValueError(f"{name} does not fit the configuration, or its shards") from None
         yield path, name, tensor
 
 

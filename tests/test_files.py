@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 import generate
-from generate import described, load_adapter, load_memory, read_file, save_memory, write_file
+from generate import (
+    checksum, described, load_adapter, load_memory, read_file, save_memory, write_file,
+)  # fmt: skip
 from lococo import LoCoCo, prefill, settings_for
 from model import UserError, load_llama
 
@@ -55,6 +57,9 @@ def test_a_changed_byte_is_noticed(tmp_path):
         except UserError as error:
             assert str(error).startswith(f"{file}: ") and str(error).isprintable()
     assert 1 <= read < 10  # the whole, and changes of its padding
+    zeros = torch.zeros(2, 3)
+    alike = (zeros, zeros.T, zeros.flatten(), zeros.int())  # the same bytes
+    assert len({checksum({"a": t}, "") for t in alike}) == 4
 
 
 def test_files_of_other_programs_are_refused(tmp_path):

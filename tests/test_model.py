@@ -199,7 +199,7 @@ def refusal(path, *parts: str) -> str:
 @pytest.mark.parametrize("key, value, sentence", [
     ("model_type", "mistral", "model_type mistral"), ("hidden_act", "gelu", "hidden_act gelu"),
     ("sliding_window", 4096, "sliding_window 4096"), ("mlp_bias", True, "mlp_bias True"),
-    ("attention_bias", True, "attention_bias True"), ("hidden_size", 36, "4 and 2 heads in 36"),
+    ("attention_bias", True, "attention_bias True"), ("hidden_size", 36, "not (64, 36)"),
     ("rope_scaling", {"type": "yarn"}, "yarn"), ("rope_parameters", {"rope_type": "x"}, "type x"),
     ("quantization_config", {"bits": 4}, "quantization_config"), ("hidden_size", 2**70, "config"),
     ("num_hidden_layers", None, "config.json"), ("use_scaled_rope", True, "use_scaled_rope"),
@@ -272,9 +272,10 @@ def test_loading_holds_about_one_copy_of_the_weights(tmp_path, files, monkeypatc
         return inner(*args, **more)
 
     monkeypatch.setattr(torch.Tensor, "to", to)
+    TOKENS.to("cpu")  # looks before the loading
     loaded = load_llama(path)
-    loaded.norm.weight.to("cpu")  # looks once more
-    assert (max(seen) - seen[0]) / sum(p.nbytes for p in loaded.parameters()) < 1.3
+    TOKENS.to("cpu")
+    assert 0.95 < (max(seen) - seen[0]) / sum(p.nbytes for p in loaded.parameters()) < 1.3
 
 
 def test_a_text_comes_back_and_bos_is_only_at_its_start(tokenizer):
