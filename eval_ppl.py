@@ -30,7 +30,7 @@ from generate import (
     TINY, Parser, load_adapter, load_base, precision, prepare, read_file,
     run_program, untrained, write_file,
 )  # fmt: skip
-from lococo import METHODS, LoCoCo, segment_losses
+from lococo import METHODS, LoCoCo, segment_losses, settings_for
 from model import Tokenizer, UserError
 
 # --- Text ----------------------------------------------------------------------------------------
@@ -210,8 +210,9 @@ def main() -> None:
         documents[L] = torch.cat(rows)[: args.documents]
         if L < 2 or not len(documents[L]):
             raise UserError(f"--lengths {L}: there is no document of so many tokens to score")
-    methods = {}  # name: what makes a LoCoCo of a base model
-    for name in ["full"] + args.method:
+    full = settings_for("full", 0, 512, 2**31, positions="original", lora_rank=0)
+    methods = {"base, full": lambda model: LoCoCo(model, full)}
+    for name in args.method:
         methods[f"base, {name}"] = lambda model, name=name: untrained(args, name, model)
     for run in args.runs:
         methods[os.path.relpath(run)] = lambda model, run=run: load_adapter(run, model)

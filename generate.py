@@ -76,7 +76,7 @@ def prepare(args: argparse.Namespace) -> None:
     """Settle device and dtype, and the random state."""
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=args.device)
+        torch.zeros(1, device=args.device).item()
     except (RuntimeError, AssertionError):
         raise UserError(f"--device {args.device}: this torch has no such device") from None
     on_cpu = torch.device(args.device).type == "cpu"
@@ -129,7 +129,7 @@ def run_program(main: Callable[[], None]) -> None:
         if isinstance(error, OSError) and error.filename:
             sentence = f"{error.filename}: {error.strerror}"
         if isinstance(error, (RuntimeError, MemoryError)):
-            if "memory" not in sentence + type(error).__name__.lower():
+            if "allocate" not in sentence and not isinstance(error, MemoryError):
                 raise
             sentence = "out of memory: try smaller --mem, --segment, --micro-batch, or --recompute"
         if os.environ.get("RANK", "0") == "0":  # one of the processes of torchrun
@@ -343,7 +343,8 @@ def main() -> None:
     prepare(args)
     text = read_prompt(args.prompt)
     if args.save_memory:  # a place that cannot be written is noticed before the work
-        args.save_memory.with_name(args.save_memory.name + ".part").touch()
+        args.save_memory.touch()
+        args.save_memory.unlink()
     model, tokenizer = load_base(args)
     ids = tokenizer.encode(text, bos=not args.load_memory)
     run = args.adapter

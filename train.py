@@ -150,6 +150,7 @@ def train(lococo: LoCoCo, ids: np.ndarray, args: argparse.Namespace, optimizer, 
         loss = gradients(lococo, ids, args, step, bar.update)
         norm = torch.nn.utils.clip_grad_norm_(lococo.trained().values(), 1.0)
         if not norm.isfinite():
+            bar.close()
             raise UserError(f"step {step + 1}: the gradient is not finite; try a lower --lr or "
                             "--conv-lr in a new run")  # fmt: skip
         optimizer.step()
@@ -225,19 +226,21 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
     add("--score-documents", type=int, metavar="N", help="held-out documents to score")
     add("--resume", type=Path, metavar="RUN", help="go on with a run, with its own arguments")
     args = parser.parse_args()
-    if args.resume:  # the arguments of a run are its own; just a few may be given anew
+    if args.resume:
         tensors, about = read_file(args.resume / "state.safetensors")
         parser.set_defaults(**about["args"])
-        for name, value in plain(parser.parse_args()).items():
-            if name not in MAY_CHANGE and value != about["args"][name]:
-                parser.error(f"--{name}: this run goes on with {about['args'][name]}")
     else:
+        if args.out and args.out.exists():
+            parser.error(f"--out {args.out}: it is there already; give a new directory")
         recipe = args.recipe or ("embedded" if args.model.resolve() == TINY else "paper")
         parser.set_defaults(recipe=recipe, **RECIPES[recipe])
         tensors, about = None, {"step": 0, "scores": {}}
     args = parser.parse_args()
     args.segment = args.segment or args.mem
     args.model, args.data = args.model.resolve(), [Path(data).resolve() for data in args.data]
+    for name, own in about.get("args", {}).items():  # just a few may be given anew
+        if name not in MAY_CHANGE and plain(args)[name] != own:
+            parser.error(f"--{name.replace('_', '-')}: {args.resume} goes on with {own}")
     args.out = args.resume or args.out
     return args, tensors, {"args": plain(args)} | about
 
