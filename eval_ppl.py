@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Iterator
 
@@ -30,15 +31,15 @@ from generate import (
     TINY, Parser, load_adapter, load_base, precision, prepare, read_file,
     run_program, untrained, write_file,
 )  # fmt: skip
-from lococo import METHODS, LoCoCo, segment_losses, settings_for
+from lococo import METHODS, LoCoCo, Settings, segment_losses
 from model import Tokenizer, UserError
 
 # --- Text ----------------------------------------------------------------------------------------
 
 CACHE = os.environ.get("LOCOCO_CACHE", "~/.cache/lococo")  # of tokens; safe to delete
 
-# The checksum of a document's name, modulo 20, says to which part it belongs for ever. Choosing is
-# for hyperparameters, so that the held-out part is only scored.
+# The checksum of a document's name, modulo 20, decides its part, the same on every machine. Tune on
+# the choosing part; only score the held-out part.
 PARTS = {"held-out": range(0, 2), "choosing": range(2, 3), "training": range(3, 20)}
 
 
@@ -153,12 +154,12 @@ def token_losses(lococo: LoCoCo, documents: Tensor, args) -> tuple[Tensor, int]:
 
 
 def last_seen(tokens: Tensor) -> Tensor:
-    """How many tokens ago each of (L,) after the first ended the same three tokens; 0: never."""
+    """How many tokens ago the three that end with each token last occurred, (L - 1,); 0: never."""
     ids, seen, ago = tokens.tolist(), {}, []
     for t in range(1, len(ids)):
-        run = tuple(ids[max(t - 2, 0) : t + 1])
-        ago.append(t - seen.get(run, t))
-        seen[run] = t
+        three = tuple(ids[max(t - 2, 0) : t + 1])
+        ago.append(t - seen.get(three, t))
+        seen[three] = t
     return torch.tensor(ago)
 
 
@@ -177,9 +178,6 @@ def by_position(documents: Tensor, reach: int) -> dict[str, Tensor]:
     return kinds
 
 
-# --- The table -----------------------------------------------------------------------------------
-
-
 def parse():
     parser = Parser(__doc__)
     add = parser.add_argument
@@ -187,14 +185,17 @@ def parse():
     add("--method", nargs="+", default=[], choices=METHODS, help="methods without training")
     add("--lengths", type=int, nargs="+", default=[2048, 4096, 8192], help="in tokens")
     add("--data", type=Path, nargs="+", default=[], help="as in train.py")
-    add("--part", choices=PARTS, help="default: all of --data, held-out of Python's library")
+    add("--part", choices=PARTS, help="default: held-out; without runs all of --data")
     add("--documents", type=int, default=64, help="at most so many for each length")
     add("--micro-batch", type=int, default=4, help="documents in memory at once")
     add("--by-position", action="store_true", help="also where the loss is, at the last length")
     args = parser.parse_args()
     parser.refuse_counts(args)
-    if not args.runs and not args.method and args.model == TINY:
+    if not args.runs and not args.method and args.model.resolve() == TINY:
         args.runs = [TINY]
+    for run in args.runs:
+        if not (run / "adapter.safetensors").is_file():
+            parser.error(f"{run / 'adapter.safetensors'}: there is no such file")
     return args
 
 
@@ -203,19 +204,19 @@ def main() -> None:
     prepare(args)
     tokenizer = Tokenizer(args.model)
     streams = token_streams(args.data, tokenizer)
-    parts = [args.part] if args.part else list(PARTS) if args.data else ["held-out"]
+    parts = list(PARTS) if args.data and not args.runs else ["held-out"]
+    if args.part:
+        parts = [args.part]
     documents = {}
     for L in args.lengths:
         rows = [long_documents(streams[part], tokenizer.bos, L, args.documents) for part in parts]
         documents[L] = torch.cat(rows)[: args.documents]
         if L < 2 or not len(documents[L]):
             raise UserError(f"--lengths {L}: there is no document of so many tokens to score")
-    full = settings_for("full", 0, 512, 2**31, positions="original", lora_rank=0)
-    methods = {"base, full": lambda model: LoCoCo(model, full)}
-    for name in args.method:
-        methods[f"base, {name}"] = lambda model, name=name: untrained(args, name, model)
-    for run in args.runs:
-        methods[os.path.relpath(run)] = lambda model, run=run: load_adapter(run, model)
+    full = Settings("full", segment=512, length=0, positions="original", lora_rank=0)
+    methods = {"base, full": partial(LoCoCo, settings=full)}
+    methods |= {f"base, {name}": partial(untrained, args, name) for name in args.method}
+    methods |= {os.path.relpath(run): partial(load_adapter, run) for run in args.runs}
 
     width = max(map(len, methods))
     columns = "".join(f"{L:>9}" for L in documents)

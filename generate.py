@@ -3,7 +3,7 @@
     python generate.py --prompt file.txt                          # the embedded model and adapter
     python generate.py --prompt - --adapter runs/my-run < book.txt
     python generate.py --prompt file.txt --method streaming --mem 128         # without an adapter
-    python generate.py --prompt file.txt --show-memory            # what the slots hold
+    python generate.py --prompt file.txt --show-memory 2 1        # the slots of layer 2, head 1
     python generate.py --prompt book.txt --save-memory book.safetensors       # read it once ...
     python generate.py --load-memory book.safetensors --prompt question.txt   # ... and ask often
 
@@ -129,7 +129,8 @@ def run_program(main: Callable[[], None]) -> None:
         if isinstance(error, OSError) and error.filename:
             sentence = f"{error.filename}: {error.strerror}"
         if isinstance(error, (RuntimeError, MemoryError)):
-            if "allocate" not in sentence and not isinstance(error, MemoryError):
+            known = "allocate" in sentence or "out of memory" in sentence
+            if not known and not isinstance(error, MemoryError):
                 raise
             sentence = "out of memory: try smaller --mem, --segment, --micro-batch, or --recompute"
         if os.environ.get("RANK", "0") == "0":  # one of the processes of torchrun
@@ -144,13 +145,13 @@ def checksum(tensors: dict[str, Tensor], about: str) -> str:
     digest = hashlib.sha256(about.encode())
     for name, t in sorted(tensors.items()):
         digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        column = t.detach().cpu().reshape(-1, 1).contiguous()
+        column = t.detach().cpu().reshape(-1, 1).contiguous()  # so that `view` always can
         digest.update(column.view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
 def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
-    """A safetensors file with a JSON object about it: written beside, synced, then renamed."""
+    """A safetensors file with a JSON object: written under another name, synced, then renamed."""
     tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
     text = json.dumps(about)
     beside = file.with_name(file.name + ".part")
@@ -166,7 +167,7 @@ def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
 
 
 def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
-    """The tensors of a file of `write_file` by name, mapped into memory, and what is said of it."""
+    """The tensors of a file of `write_file` by name, mapped into memory, and its JSON object."""
     try:
         with safe_open(file, framework="pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}
@@ -181,7 +182,7 @@ def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
 
 
 def described(lococo: LoCoCo) -> dict:
-    """What its files belong to: the settings, and some values of each frozen tensor of the base."""
+    """Identifies the settings and the base, from a sample of each frozen tensor."""
     frozen = {n: p.flatten() for n, p in lococo.named_parameters() if not p.requires_grad}
     some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
     base = checksum(some, repr(lococo.model.config))
@@ -240,19 +241,18 @@ def sample(logits: Tensor, temperature: float, top_p: float) -> int:
 def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
            args: argparse.Namespace) -> Iterator[int]:  # fmt: skip
     """Token ids that follow what the cache has read, given the logits (1, V) after it."""
-    for n in range(args.max_new_tokens):
-        if n:
-            logits = model(torch.tensor([[token]], device=args.device), cache)[:, -1]
+    for _ in range(args.max_new_tokens):
         # A padded vocabulary has ids that the tokenizer does not know.
         token = sample(logits[0, : tokenizer.vocab_size], args.temperature, args.top_p)
         if token == tokenizer.eos:
             return
         yield token
+        logits = model(torch.tensor([[token]], device=args.device), cache)[:, -1]
 
 
 def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> Iterator[str]:
-    """Text of tokens as they come. Decoded behind the end of the prompt, so that spaces are right;
-    held back while it ends inside a character, which decodes to U+FFFD."""
+    """Text of tokens as they come. The prompt's end is decoded too, or a first space would be lost.
+    Text that ends inside a character, which decodes to U+FFFD, waits."""
     ids = prompt[-8:]
     shown = len(tokenizer.sp.decode(ids))
     for token in tokens:
@@ -291,14 +291,12 @@ def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -
     kinds = [kind for kind in COUNTS for _ in range(getattr(memory.settings, kind))]
     for slot, kind in enumerate(kinds if memory.held < len(ids) else []):
         line = f"{slot:>4} {kind:7}"
-        for share, n in zip(*(t.tolist() for t in memory.shares[slot].topk(3))):
+        top = memory.shares[slot].topk(3)
+        for share, n in zip(top.values.tolist(), top.indices.tolist()):
             if share >= 0.01:
                 piece = repr(tokenizer.sp.id_to_piece(ids[n]).replace("\u2581", " "))
                 line += f"  {'█' * round(4 * share):·<4} {share:.2f} {piece:<10} {n:<5}"
         yield line.rstrip()
-
-
-# --- The program ---------------------------------------------------------------------------------
 
 
 def read_prompt(name: str) -> str:
@@ -330,7 +328,8 @@ def parse() -> argparse.Namespace:
     if args.method and args.adapter:
         parser.error(f"--method {args.method}, --adapter {args.adapter}: give one of them")
     if args.method is None and args.adapter is None:
-        args.adapter, args.method = (TINY, None) if args.model == TINY else (None, "full")
+        embedded = args.model.resolve() == TINY
+        args.adapter, args.method = (TINY, None) if embedded else (None, "full")
     if args.load_memory and args.show_memory:
         parser.error("--show-memory: a saved memory does not say which tokens were read")
     if args.save_memory and args.save_memory.exists():
@@ -365,7 +364,7 @@ def main() -> None:
         print(f"warning: {len(ids):,} tokens, trained for {settings.length:,}", file=sys.stderr)
     with precision(args):
         logits = prefill(model, torch.tensor([ids], device=args.device), cache, settings.segment)
-        sample(logits[0], 0, 1)  # waits for the GPU; refuses NaN
+        sample(logits[0], 0, 1)  # only to wait for the GPU and to refuse NaN
         read = time.time()
         if args.save_memory:
             save_memory(args.save_memory, cache, owner)

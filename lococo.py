@@ -2,10 +2,10 @@
 
 In the order of the paper (arXiv 2406.05317), with its equation numbers: what a memory keeps, the
 compressor (section 3.2.1), the memory and the segment loop (algorithm 2), position interpolation,
-LoRA. Letters as in model.py.
+LoRA. Letters as in model.py. The paper's W of (6) is called logits here; w are its rows after (7).
 
 Where the paper and its code (VITA-Group/LoCoCo) differ, this follows the paper. The code takes a
-softmax of the ReLU instead of (7) and blends W with one-hot rows: see tests/official_code.py.
+softmax of the ReLU instead of (7) and blends w with one-hot rows: see tests/official_code.py.
 Compression waits until a segment needs the room, also while decoding, where the paper compresses
 at every token: that would cost many times the model itself.
 """
@@ -63,15 +63,16 @@ class Settings:
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
-    """A row of METHODS at M = mem. Fields in `changes` that are not None replace its own; then its
-    merged or, without any, its recent slots fill what is left of M. Raises UserError."""
+    """A row of METHODS at M = mem. `changes` that are not None replace fields; what is left of M
+    goes to the merged slots, or to the recent ones if the row has no merged. Raises UserError."""
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
     fills = "merged" if "merged" in row else "recent"
     counts = {name: (row | given).get(name, 0) for name in COUNTS}
     if row and fills not in given:
         counts[fills] += mem - sum(counts.values())
-    total, room = sum(counts.values()), mem if row else 0
+    total = sum(counts.values())
+    room = mem if row else 0
     if min(counts.values()) < 0 or total > room or (row and total == 0):
         raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
     if fills == "merged" and counts["merged"] == 0:
@@ -85,7 +86,7 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
 
 
 class Compressor(nn.Module):
-    """The operator C of (3): mixes S entries into a few slots, with one filter for each slot.
+    """The convolution of section 3.2.1 mixes S entries into a few slots, with a filter for each.
     All heads of a layer share them: 2D * slots * kernel weights, 22.0 M in the 32 layers of Llama-2
     7B with 128 slots and 21 taps."""
 
@@ -93,20 +94,20 @@ class Compressor(nn.Module):
         super().__init__()
         self.normalise = normalise
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2)  # the paper's g
-        # As large as the official code starts it for equation (7). A softmax of such logits would
-        # pick single entries at random; from smaller ones it starts near the mean of all.
+        # 1.0 is the official code's. A softmax of such large logits would pick single entries at
+        # random; with 0.02 each slot starts near the mean of all entries.
         nn.init.normal_(self.conv.weight, std=1.0 if normalise == "sum" else 0.02)
 
     def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and W (B, G, slots, S), whose
+        """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S), whose
         row i says how much of each entry slot i takes."""
         entries = torch.cat((k, v), dim=-1)  # (B, G, S, 2D)
-        logits = self.conv(entries.flatten(0, 1).transpose(1, 2))  # (6), heads join the batch
+        logits = self.conv(entries.flatten(0, 1).transpose(1, 2))  # (6): (B * G, slots, S)
         logits = logits.unflatten(0, k.shape[:2]).float()  # (B, G, slots, S)
         if self.normalise == "softmax":
             w = logits.softmax(dim=-1)
         else:
-            w = logits.relu() + 1e-9  # where all are 0, a plain mean
+            w = logits.relu() + 1e-9  # a row of zeros becomes a plain mean
             w = w / w.sum(dim=-1, keepdim=True)  # (7)
         w = w.type_as(k)
         return w @ k, w @ v, w  # (4), (5)
@@ -114,9 +115,9 @@ class Compressor(nn.Module):
 
 @torch.no_grad()
 def attention_received(q: Tensor, k: Tensor) -> Tensor:
-    """The attention of the last T queries to each of S entries, summed, by which heavy entries are
-    chosen (H2O, arXiv 2306.14048): q (B, H, T, D), k (B, G, S, D) -> (B, G, S), the mean over the
-    query heads that share a key/value head."""
+    """How much attention S entries receive from the last T queries (H2O, arXiv 2306.14048):
+    q (B, H, T, D), k (B, G, S, D) -> (B, G, S), the sum over queries, the mean over the query heads
+    of a key/value head. Computed again, as fused attention does not return its weights."""
     q = q.unflatten(1, (k.shape[1], -1))  # (B, G, H/G, T, D)
     logits = q @ k[:, :, None].transpose(-1, -2) / q.shape[-1] ** 0.5
     mask = causal_mask(q.shape[3], k.shape[2], q.device)
@@ -160,16 +161,16 @@ class Memory(KVCache):
         if self.settings.heavy:
             received = attention_received(q, self.keys[layer])
             if self.scores[layer] is not None:
-                received[:, :, : -k.shape[2]] += self.scores[layer]
+                received[:, :, : -k.shape[2]] += self.scores[layer]  # of the older entries
             self.scores[layer] = received
         return read
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Steps 4 and 5: the layer's S entries (B, G, S, D) become M slots. Returns the order
-        (B, G, S) in which W takes the entries, and the rows of its merged slots."""
+        """The operator C of (3), steps 4 and 5: the layer's S entries (B, G, S, D) become M slots.
+        Returns `order` (B, G, S) and w, from which `mixing_matrix` makes W."""
         s, k, v = self.settings, self.keys[layer], self.values[layer]
-        kept, S = s.sinks + s.heavy, k.shape[2]
-        parts = (kept, S - kept - s.recent, s.recent)
+        S, front = k.shape[2], s.sinks + s.heavy
+        rest = S - front - s.recent
         order = self.order(layer)
         k = k.gather(2, order[..., None].expand_as(k))
         v = v.gather(2, order[..., None].expand_as(v))
@@ -178,30 +179,30 @@ class Memory(KVCache):
             # else moves to position 0: the convolution reads and mixes keys that are not rotated.
             slots = torch.arange(s.mem, device=k.device)
             place = torch.zeros(S, device=k.device)
-            place[:kept] = slots[:kept]
+            place[:front] = slots[:front]
             place[S - s.recent :] = slots[s.mem - s.recent :]
-            k = self.move(k, place - order)
-        # With original positions keys are mixed as they are, each rotated to its own position.
-        k_kept, k_rest, k_recent = k.split(parts, dim=2)
-        v_kept, v_rest, v_recent = v.split(parts, dim=2)
+            k = self.move(k, place - order)  # `order` is the old place
+        # Otherwise keys are mixed as they are, each rotated by its position in the text.
+        k_front, k_rest, k_recent = k.split((front, rest, s.recent), dim=2)
+        v_front, v_rest, v_recent = v.split((front, rest, s.recent), dim=2)
         if s.merged:
             k_new, v_new, w = self.compressors[layer](k_rest, v_rest)
         else:
             k_new, v_new = k_rest[:, :, :0], v_rest[:, :, :0]
-            w = k.new_zeros(*k.shape[:2], 0, parts[1])
+            w = k.new_zeros(*k.shape[:2], 0, rest)
         if s.positions == "slots":
-            k_new = self.move(k_new, slots[kept : kept + s.merged])
-        self.keys[layer] = torch.cat((k_kept, k_new, k_recent), dim=2)
-        self.values[layer] = torch.cat((v_kept, v_new, v_recent), dim=2)
-        if s.heavy:
+            k_new = self.move(k_new, slots[front : front + s.merged])
+        self.keys[layer] = torch.cat((k_front, k_new, k_recent), dim=2)
+        self.values[layer] = torch.cat((v_front, v_new, v_recent), dim=2)
+        if s.heavy:  # a slot inherits the attention that its entries have received
             W = self.mixing_matrix(order, w.detach())
             self.scores[layer] = (W * self.scores[layer][:, :, None]).sum(dim=3)
         return order, w
 
     def order(self, layer: int) -> Tensor:
         """The entries as [sinks and heavy | rest | recent], each part in time order, (B, G, S)."""
-        s, (B, G, S, _) = self.settings, self.keys[layer].shape
-        part = torch.ones(B, G, S, device=self.keys[layer].device)  # 0, 1, 2
+        s, S = self.settings, self.keys[layer].shape[2]
+        part = torch.ones_like(self.keys[layer][..., 0])  # 0 sinks and heavy, 1 rest, 2 recent
         part[:, :, : s.sinks] = 0
         part[:, :, S - s.recent :] = 2
         if s.heavy:
@@ -217,10 +218,11 @@ class Memory(KVCache):
         W[:, :, :kept, :kept] = torch.eye(kept)
         W[:, :, kept : kept + s.merged, kept : S - s.recent] = w
         W[:, :, s.mem - s.recent :, S - s.recent :] = torch.eye(s.recent)
+        # Columns back in the order of the cache.
         return torch.zeros_like(W).scatter(3, order[:, :, None].expand_as(W), W)
 
     def move(self, k: Tensor, by: Tensor) -> Tensor:
-        """Turn keys (B, G, S, D) on by so many positions, (S,) or (B, G, S)."""
+        """Rotate keys (B, G, S, D) forward by `by` positions, (S,) or (B, G, S)."""
         return rotate(k, *rope(by / self.scale, self.config))
 
 
@@ -233,8 +235,8 @@ def segment_losses(
     """Nats of each token of (B, L) after the first, (B, <= bptt * segment) at a time.
 
     Call backward before asking for the next: the graph reaches back over `bptt` segments (in the
-    paper one), so training memory does not grow with L. The last token of a segment is followed by
-    the first of the next one."""
+    official code one), so training memory does not grow with L. The last target of a segment is the
+    first token of the next."""
     inputs = tokens[:, :-1].split(segment, dim=1)
     targets = tokens[:, 1:].split(segment, dim=1)
     losses = []
@@ -265,7 +267,7 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     in the cache, which never exceeds M + T, whatever L is. "original": not divided."""
     if settings.positions == "original":
         return config.rope_scale
-    by_slot = settings.positions == "slots" and settings.mem
+    by_slot = settings.positions == "slots" and settings.mem > 0
     reach = settings.mem + settings.segment if by_slot else settings.length
     return max(config.rope_scale, reach / config.context)  # some checkpoints are interpolated
 
@@ -319,11 +321,11 @@ class LoCoCo(nn.Module):
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
-    def cache(self, memory: type[Memory] = Memory) -> KVCache:
-        """An empty memory (or plain cache, where all is kept) for one batch of sequences."""
+    def cache(self, memory: type = Memory, plain: type = KVCache) -> KVCache:
+        """An empty memory, or plain cache where all is kept, for one batch of sequences."""
         if self.settings.mem:
             cache = memory(self.model.config, self.settings, self.compressors)
         else:
-            cache = KVCache(self.model.config)
+            cache = plain(self.model.config)
         cache.scale = interpolation(self.model.config, self.settings)
         return cache

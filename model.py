@@ -2,9 +2,8 @@
 
 Read this file first. It is an ordinary Llama-2 and knows nothing of LoCoCo. The method plugs in at
 one place, the cache: attention hands its queries, keys and values to `cache.attend`. The KVCache
-below keeps every key and value; the Memory of lococo.py keeps M slots instead.
-
-Source: Llama 2 (arXiv 2307.09288) and the checkpoint layouts of Meta and Hugging Face.
+below keeps every key and value; the Memory of lococo.py keeps M slots instead. Sources: Llama 2
+(arXiv 2307.09288), the checkpoints of Meta and Hugging Face; equations are those of lococo.py.
 
 Letters: B batch, T tokens of a segment, which enter together (the paper's B), S cached entries,
 M slots, H query heads, G key/value heads, D head dimension, L whole sequence, V vocabulary.
@@ -55,7 +54,7 @@ class LlamaConfig:
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position * theta^(-2i/D), each (..., D/2), for positions (...).
 
-    Always float32: half precision gives neighbouring positions beyond a few hundred the same angle.
+    Always float32: in bfloat16 the positions 256 and 257 are the same number.
     """
     i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = config.rope_theta ** (-i / config.head_dim)
@@ -76,7 +75,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
-    """Which of S entries each of the last T of them may see. For T = 3 and S = 5:
+    """A row for each of the last T entries: which of all S it may see. For T = 3 and S = 5:
 
         1 1 1 . .
         1 1 1 1 .
@@ -127,8 +126,8 @@ class KVCache:
         self.values[layer] = self.joined(self.values[layer], v, f"values {layer}")
 
     def joined(self, held: Tensor | None, new: Tensor, name: str) -> Tensor:
-        """[held | new], (B, G, S, D) and (B, G, T, D) -> (B, G, S + T, D). Without gradients, in a
-        buffer with spare room: to copy all for each decoded token takes longer than attention."""
+        """[held | new], (B, G, S, D) and (B, G, T, D) -> (B, G, S + T, D). Without gradients held
+        is the front of a buffer: copying it for each decoded token takes longer than attention."""
         if held is None:
             return new
         if torch.is_grad_enabled():
@@ -225,18 +224,18 @@ class Llama(nn.Module):
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Token ids (B, T) -> the last layer's normalised output (B, T, dim), after the cache's."""
+        """Token ids (B, T) that follow those in the cache -> last normalised output (B, T, dim)."""
         cache = KVCache(self.config) if cache is None else cache
-        start, T = cache.enter(tokens.shape[1]), tokens.shape[1]
-        positions = torch.arange(start, start + T, device=tokens.device) / cache.scale
-        cos, sin = rope(positions, self.config)
+        T = tokens.shape[1]
+        positions = cache.enter(T) + torch.arange(T, device=tokens.device)
+        cos, sin = rope(positions / cache.scale, self.config)
         x = self.tok_embeddings(tokens)
         for block in self.layers:
             x = block(x, cos, sin, cache)
         return self.norm(x)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Token ids, int64 (B, T) -> float32 logits (B, T, V), after those in the cache."""
+        """Token ids (B, T), int64, that follow those in the cache -> float32 logits (B, T, V)."""
         return self.logits(self.hidden(tokens, cache))
 
     def logits(self, h: Tensor) -> Tensor:
@@ -245,8 +244,7 @@ class Llama(nn.Module):
 
 
 def recompute(module: nn.Module, method: str) -> None:
-    """Activation checkpointing: the backward pass runs the method again instead of keeping what it
-    computed. Not for `forward` of a Block: attention would append its keys twice."""
+    """Activation checkpointing: the backward pass runs the method again. Not for attention."""
     setattr(module, method, partial(checkpoint, getattr(module, method), use_reentrant=False))
 
 
@@ -258,25 +256,27 @@ DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionEr
 
 def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
     """A model from a directory in Meta's layout (params.json) or Hugging Face's (config.json). One
-    tensor at a time goes from its file to its place: there is never a second copy of them all."""
-    meta = (path / "params.json").is_file()
-    file = path / ("params.json" if meta else "config.json")
+    tensor is copied at a time, so that the weights are never in memory twice."""
+    from_meta = (path / "params.json").is_file()
+    file = path / ("params.json" if from_meta else "config.json")
     try:
-        config = (meta_config if meta else hugging_face_config)(file)
+        config = (meta_config if from_meta else hugging_face_config)(file)
         with torch.device("meta"):  # just shapes
             model = Llama(config)
-        ours = {name if meta else hugging_face_name(name): name for name in model.state_dict()}
+        ours = {name if from_meta else hugging_face_name(name): name for name in model.state_dict()}
         shapes = {name: tuple(model.get_parameter(ours[name]).shape) for name in ours}
-        state = {}
-        for file, name, tensor in (meta_weights if meta else hugging_face_weights)(path, config):
+        weights, state = meta_weights if from_meta else hugging_face_weights, {}
+        for file, name, tensor in weights(path, config):
             if shapes.get(name) != tensor.shape or not tensor.is_floating_point():
-                right = shapes.get(name, "expected at all")
+                right = shapes.get(name, "in this model")
                 raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {right}")
             state[ours[name]] = tensor.to(device, dtype, copy=True)
         missing = [name for name in ours if ours[name] not in state]
         if missing:
             raise ValueError(f"{len(missing)} tensors are missing; the first is {missing[0]}")
     except DAMAGED as error:
+        if "allocate" in str(error):  # out of memory
+            raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"{file}: not a plain Llama-2, or damaged: {reason:.250}") from None
     model.load_state_dict(state, strict=True, assign=True)
@@ -293,7 +293,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         else:
             content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
             for name, tensor in content.items():
-                yield name, tensor.detach()  # not every file has tensors
+                yield name, tensor.detach()  # an AttributeError if it is no tensor
     except DAMAGED as error:
         reason = getattr(error, "strerror", None) or f"damaged or refused: {type(error).__name__}"
         raise UserError(f"{file}: cannot be read as weights ({reason})") from None
@@ -304,12 +304,12 @@ def meta_config(file: Path) -> LlamaConfig:
     if params.get("use_scaled_rope"):  # Llama 3.1
         raise ValueError("use_scaled_rope is not implemented")
     hidden = int(2 * 4 * params["dim"] / 3) * (params.get("ffn_dim_multiplier") or 1)
-    blocks = math.ceil(int(hidden) / params["multiple_of"])
+    multiples = math.ceil(int(hidden) / params["multiple_of"])
     vocab_size = params.get("vocab_size", -1)  # -1 stands for the tokenizer's
     return LlamaConfig(
         **{key: params[key] for key in ("dim", "n_layers", "n_heads", "norm_eps")},
         n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
-        ffn_dim=blocks * params["multiple_of"],
+        ffn_dim=multiples * params["multiple_of"],
         vocab_size=vocab_size if vocab_size > 0 else Tokenizer(file.parent).vocab_size,
         rope_theta=params.get("rope_theta", 10000.0),
     )
@@ -320,7 +320,7 @@ def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[Path, str, T
     shards = [dict(read_tensors(file)) for file in sorted(path.glob("consolidated.*.pth"))]
     for name in sorted({name for shard in shards for name in shard} - {"rope.freqs"}):
         parts = [shard[name] for shard in shards if name in shard]
-        kind = name.split(".")[-2:][0]
+        kind = name.split(".")[-2:][0]  # "wq" of "layers.0.attention.wq.weight"
         try:
             cut = 1 if kind in ("tok_embeddings", "wo", "w2") else 0
             tensor = parts[0] if "norm" in kind else torch.cat(parts, dim=cut)
@@ -385,7 +385,7 @@ class Tokenizer:
     """Llama's sentencepiece tokenizer: unk 0, bos 1, eos 2; "<s>" in a text is plain text."""
 
     def __init__(self, path: Path):
-        """`path`: the directory of tokenizer.model or one below it (Meta keeps it one level up)."""
+        """`path`: the model's directory; Meta keeps tokenizer.model in its parent."""
         self.file = path / "tokenizer.model"
         if not self.file.is_file():
             self.file = path.parent / "tokenizer.model"

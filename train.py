@@ -32,7 +32,7 @@ from model import KVCache, UserError, attend, recompute
 
 # --- Recipes -------------------------------------------------------------------------------------
 
-# Both: AdamW without weight decay, rates that fall linearly to 0, gradients clipped at norm 1.
+# Both, beyond the paper: no weight decay, gradients clipped at norm 1. Rates fall linearly to 0.
 RECIPES = {
     "embedded": dict(
         method="lococo+window", mem=128, seq=2048, kernel=5, normalise="softmax", lora_rank=8,
@@ -79,7 +79,7 @@ def join(args: argparse.Namespace) -> None:
 
 
 def processes() -> tuple[int, int]:
-    """(number of this process, how many there are)."""
+    """(rank, world size)."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -95,22 +95,22 @@ def add_up(t: Tensor) -> Tensor:
 
 def gradients(lococo: LoCoCo, ids: np.ndarray, args: argparse.Namespace, step: int,
               done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
-    """Give what trains the gradients of the mean loss of a step; returns that loss. The sequences
-    are dealt out to the processes; done(n) is told of every n tokens."""
-    rank, number = processes()
+    """Set p.grad of all that trains to the gradient of the step's mean loss; return that loss. The
+    sequences are dealt out to the processes; done(n) is told of every n tokens."""
+    rank, world = processes()
     scored = args.batch * (args.seq - 1)
     total = torch.zeros(1, dtype=torch.float64)
-    own = range(step * args.batch + rank, (step + 1) * args.batch, number)
+    own = range(step * args.batch + rank, (step + 1) * args.batch, world)
     for n in range(0, len(own), args.micro_batch):
         rows = [sequence(ids, args.seq, args.seed, i) for i in own[n : n + args.micro_batch]]
         tokens = torch.stack(rows).to(args.device)
-        cache, segment = lococo.cache(), lococo.settings.segment
-        if lococo.settings.method == "longlora":
-            cache, segment = ShiftedGroups(lococo.model.config), args.seq
+        longlora = lococo.settings.method == "longlora"
+        cache = lococo.cache(plain=ShiftedGroups if longlora else KVCache)
+        segment = args.seq if longlora else lococo.settings.segment
         with precision(args):
             for losses in segment_losses(lococo.model, tokens, cache, segment, args.bptt):
                 loss = losses.sum()
-                if loss.requires_grad:  # not so before anything is merged, with --lora-rank 0
+                if loss.requires_grad:  # with --lora-rank 0 not before the first compression
                     (loss / scored).backward()  # now, so that the graph never spans more
                 total += loss.item()
                 done(losses.numel())
@@ -166,7 +166,7 @@ def train(lococo: LoCoCo, ids: np.ndarray, args: argparse.Namespace, optimizer, 
     bar.close()
     for number, handler in zip((signal.SIGINT, signal.SIGTERM), usual):
         signal.signal(number, handler)
-    return max(asked, default=signal.SIGTERM if stopped else 0)
+    return max(asked, default=signal.SIGTERM) if stopped else 0
 
 
 # --- The state of a run --------------------------------------------------------------------------
@@ -193,9 +193,6 @@ def restore_state(lococo: LoCoCo, optimizer: torch.optim.AdamW, tensors: dict[st
                 optimizer.state[p][key] = tensors[f"{key} {name}"].to(device, copy=True)
 
 
-# --- The program ---------------------------------------------------------------------------------
-
-
 MAY_CHANGE = ("micro_batch", "save_every", "recompute", "device", "resume", "out")
 
 
@@ -204,7 +201,7 @@ def plain(args: argparse.Namespace) -> dict:
 
 
 def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
-    """The arguments, and the state to resume from: tensors (at a start None), what it says."""
+    """The arguments, and the state to resume from: its tensors (None at a start), its `about`."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--data", type=Path, nargs="+", default=[], help="texts, folders, .jsonl, .jsonl.gz")
@@ -230,12 +227,12 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
         tensors, about = read_file(args.resume / "state.safetensors")
         parser.set_defaults(**about["args"])
     else:
-        if args.out and args.out.exists():
+        if args.out and args.out.exists() and any(args.out.iterdir()):
             parser.error(f"--out {args.out}: it is there already; give a new directory")
         recipe = args.recipe or ("embedded" if args.model.resolve() == TINY else "paper")
         parser.set_defaults(recipe=recipe, **RECIPES[recipe])
         tensors, about = None, {"step": 0, "scores": {}}
-    args = parser.parse_args()
+    args = parser.parse_args()  # again: the command line wins over the recipe or the stored run
     args.segment = args.segment or args.mem
     args.model, args.data = args.model.resolve(), [Path(data).resolve() for data in args.data]
     for name, own in about.get("args", {}).items():  # just a few may be given anew
@@ -249,7 +246,7 @@ def main() -> None:
     args, tensors, about = parse()
     join(args)
     prepare(args)
-    rank, number = processes()
+    rank, world = processes()
     say = print if rank == 0 else (lambda line: None)
     settings = settings_for(
         args.method, args.mem, args.segment, args.seq, kernel=args.kernel,
@@ -264,9 +261,9 @@ def main() -> None:
     if rank > 0:
         dist.barrier()  # the first process tokenizes
     streams = token_streams(args.data, tokenizer)
-    if rank == 0 and number > 1:
+    if rank == 0 and world > 1:
         dist.barrier()
-    # A text of few documents may have none for training: it is trained on, and nothing is scored.
+    # If no document falls into the training part, another part is trained on and nothing scored.
     part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
     ids = streams[part]
     sequence(ids, args.seq, args.seed, 0)  # refuses a text that is too short
@@ -278,13 +275,18 @@ def main() -> None:
     def score(name: str, lococo: LoCoCo) -> None:
         """Perplexity of the documents, which are dealt out to the processes."""
         sums = torch.zeros(2, dtype=torch.float64, device=args.device)
-        if len(documents[rank::number]):
-            losses, _ = token_losses(lococo, documents[rank::number], args)
+        if len(documents[rank::world]):
+            losses, _ = token_losses(lococo, documents[rank::world], args)
             sums += torch.tensor([losses.double().sum(), losses.numel()], device=args.device)
         nats, scored = add_up(sums).tolist()
         about["scores"][name] = math.exp(nats / scored) if scored else math.nan
 
     if not tensors:
+        name = f"{args.method}-mem{args.mem}-seq{args.seq}"
+        numbered = [HERE / "runs" / n for n in (name, *(f"{name}-{i}" for i in range(2, 1000)))]
+        args.out = args.out or next(out for out in numbered if not out.exists())
+        if rank == 0:
+            args.out.mkdir(parents=True, exist_ok=True)
         mem = settings.mem or args.mem
         window = settings_for("streaming", mem, args.segment, args.seq, lora_rank=0)
         score("window of equal memory, untouched base", LoCoCo(model, window))
@@ -303,11 +305,6 @@ def main() -> None:
         restore_state(lococo, optimizer, tensors)
     else:
         score(f"{args.method}, before training", lococo)
-        name = f"{args.method}-mem{args.mem}-seq{args.seq}"
-        numbered = [HERE / "runs" / f"{name}{end}" for end in ("", *range(-2, -1000, -1))]
-        args.out = args.out or next(out for out in numbered if not out.exists())
-        if rank == 0:
-            args.out.mkdir(parents=True)
     say(f"method {args.method}: {settings.sinks} sinks, {settings.heavy} heavy, {settings.merged} "
         f"merged, {settings.recent} recent slots; positions {settings.positions}")  # fmt: skip
     say(f"{sum(p.numel() for p in lococo.trained().values()):,} parameters train")
