@@ -181,7 +181,8 @@ class Memory(KVCache):
             place = torch.zeros(S, device=k.device)
             place[:front] = slots[:front]
             place[S - s.recent :] = slots[s.mem - s.recent :]
-            k = self.move(k, place - order)  # `order` is the old place
+            way = place - order  # `order` is the old place
+            k = self.move(k, way if s.heavy else way[:1, :1])  # the same in all heads
         # Otherwise keys are mixed as they are, each rotated by its position in the text.
         k_front, k_rest, k_recent = k.split((front, rest, s.recent), dim=2)
         v_front, v_rest, v_recent = v.split((front, rest, s.recent), dim=2)

@@ -86,8 +86,9 @@ def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Equation (1), last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
-    mask = causal_mask(q.shape[2], k.shape[2], q.device)
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
+    whole, grouped = q.shape[2] == k.shape[2], q.shape[1] != k.shape[1]
+    mask = None if whole else causal_mask(q.shape[2], k.shape[2], q.device)  # is_causal is the same
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=grouped)
 
 
 class KVCache:
@@ -156,8 +157,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.float()
-        scale = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (h * scale).type_as(x) * self.weight
+        return (h * (h.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()).type_as(x) * self.weight
 
 
 class Attention(nn.Module):
