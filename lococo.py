@@ -63,8 +63,8 @@ class Settings:
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
-    """A row of METHODS at M = mem. `changes` that are not None replace fields. Merged slots fill the
-    rest of M; in a row without them recent slots do, unless given. Raises UserError."""
+    """A row of METHODS at M = mem. `changes` that are not None replace fields. Merged slots fill
+    the rest of M; in a row without them recent slots do, unless given. Raises UserError."""
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
     fills = "merged" if "merged" in row else "recent"
