@@ -32,7 +32,7 @@ from generate import (
     run_program, untrained, write_file,
 )  # fmt: skip
 from lococo import METHODS, LoCoCo, Settings, segment_losses
-from model import Tokenizer, UserError
+from model import DAMAGED, Tokenizer, UserError
 
 # --- Text ----------------------------------------------------------------------------------------
 
@@ -71,8 +71,7 @@ def read_documents(file: Path) -> Iterator[tuple[str, str]]:
                 if line.strip():
                     text = json.loads(line)["text"].encode("utf-8", "replace").decode()
                     yield f"{file.name}:{number}", text
-    except (EOFError, zlib.error, gzip.BadGzipFile, ValueError, LookupError, TypeError,
-            AttributeError) as error:  # fmt: skip
+    except (*DAMAGED, zlib.error) as error:
         if isinstance(error, UnicodeDecodeError) and ".jsonl" not in file.name:
             raise  # a folder may have files that are not text
         raise UserError(f'{file}: damaged, or a line is not {{"text": "..."}} ({error})') from None
@@ -126,15 +125,15 @@ def sequence(ids: np.ndarray, L: int, seed: int, i: int) -> Tensor:
     return torch.from_numpy(ids[place * L : (place + 1) * L].astype(np.int64))
 
 
+# --- Perplexity ----------------------------------------------------------------------------------
+
+
 def long_documents(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
     """The first L tokens of the first documents that have so many, (<= most, L)."""
     starts = np.flatnonzero(ids == bos)
     lengths = np.diff(starts, append=len(ids))
     rows = [ids[start : start + L] for start in starts[lengths >= L][:most]]
     return torch.from_numpy(np.array(rows, np.int64).reshape(len(rows), L))
-
-
-# --- Perplexity ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
