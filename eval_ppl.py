@@ -14,11 +14,12 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 import sysconfig
 import time
 import zlib
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Iterator
 
@@ -137,19 +138,19 @@ def long_documents(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
 
 
 @torch.no_grad()
-def token_losses(lococo: LoCoCo, documents: Tensor, args) -> tuple[Tensor, int]:
-    """Nats of every token after the first of documents (N, L), (N, L - 1), and the bytes that the
-    cache of one document has at the end."""
-    losses = []
+def token_losses(lococo: LoCoCo, documents: Tensor, args) -> tuple[Tensor, Tensor, int]:
+    """Of every token after the first of documents (N, L) its nats, and whether it was the likeliest
+    one, (N, L - 1); and the bytes that the cache of one document has at the end."""
+    rows = []
     for batch in tqdm(documents.split(args.micro_batch), "scoring", leave=False, disable=None):
         batch, cache = batch.to(args.device), lococo.cache()
         with precision(args):
-            pieces = segment_losses(lococo.model, batch, cache, lococo.settings.segment)
-            losses.append(torch.cat(list(pieces), dim=1).cpu())
-    losses = torch.cat(losses)
+            pieces = list(segment_losses(lococo.model, batch, cache, lococo.settings.segment))
+        rows.append([torch.cat(piece, dim=1).cpu() for piece in zip(*pieces)])
+    losses, right = (torch.cat(row) for row in zip(*rows))
     if not losses.isfinite().all():
         raise UserError("the loss is not finite: the weights or the adapter have NaN or inf")
-    return losses, cache.nbytes // len(batch)
+    return losses, right, cache.nbytes // len(batch)
 
 
 def last_seen(tokens: Tensor) -> Tensor:
@@ -162,19 +163,64 @@ def last_seen(tokens: Tensor) -> Tensor:
     return torch.tensor(ago)
 
 
-def by_position(documents: Tensor, reach: int) -> dict[str, Tensor]:
-    """Masks (N, L - 1) of documents (N, L), by position and by how long ago a token was last seen.
-    What was seen more than `reach` = M + T tokens ago is known from the memory or not at all."""
-    L = documents.shape[1]
-    position = torch.arange(1, L).expand(len(documents), L - 1)
-    ago = torch.stack([last_seen(document) for document in documents])
-    kinds, edges = {}, [0] + [n for n in (256, 512, 1024, 2048, 4096, 8192, 16384) if n < L] + [L]
-    for start, stop in zip(edges, edges[1:]):
-        kinds[f"position to {stop}"] = (start <= position) & (position < stop)
-    kinds["never seen before"] = ago == 0
-    kinds[f"last seen up to {reach} ago"] = (ago > 0) & (ago <= reach)
-    kinds["last seen longer ago"] = ago > reach
-    return kinds
+def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
+    """Masks of the tokens whose n, (N, L - 1), is in 1 ... reach, then up to 512, 1024 ... L. What
+    lies more than `reach` = M + T tokens back is known from the memory or not at all."""
+    L = n.shape[1] + 1
+    doubling = (e for e in (512, 1024, 2048, 4096, 8192, 16384) if reach < e < L)
+    edges = sorted({0, min(reach, L), *doubling, L})
+    return {f"{what}{a}-{b}": (a < n) & (n <= b) for a, b in zip(edges, edges[1:])}
+
+
+# --- Facts: what does a memory remember? ---------------------------------------------------------
+
+
+@lru_cache
+def fact_tokens(tokenizer: Tokenizer) -> tuple[list[int], int, int, int]:
+    """The ids of all words that are one token, then those of a line break, of "@" and of "="."""
+    pieces = [tokenizer.sp.id_to_piece(i) for i in range(tokenizer.vocab_size)]
+    words = [i for i, piece in enumerate(pieces) if re.fullmatch("\u2581[a-z]{3,}", piece)]
+    return words, *tokenizer.encode("x\n@ =", bos=False)[-3:]
+
+
+def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
+         tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Write facts into a text (L,): lines `@ message number = socket`, a name of two words and a
+    word. Each is told in the first half and then again after gaps of 64 to L tokens (log-uniform).
+    A name belongs to one of PARTS, by its checksum. Returns the text, cut at L, and for the word of
+    each fact how many tokens ago it was last told, (L,); 0 the first time and elsewhere."""
+    words, line_break, at, equals = fact_tokens(tokenizer)
+    rng, L = np.random.default_rng((seed, i)), len(tokens)
+    lines, mentions = {}, []
+    while len(lines) < min(facts, L // 6):
+        a, b, word = rng.choice(words, 3).tolist()
+        name = "".join(tokenizer.sp.id_to_piece([a, b]))
+        if zlib.crc32(name.encode()) % 20 in PARTS[part]:
+            lines[name] = [at, a, b, equals, word, line_break]
+    for name in lines:
+        place = rng.uniform(0, L / 2)
+        while place < L:
+            mentions.append((place, name))
+            place += np.exp(rng.uniform(np.log(64), np.log(max(L, 64))))
+    mentions.sort(reverse=True)
+    told, ago, last = [], [], {}
+    for token in tokens.tolist():
+        told.append(token)
+        ago.append(0)
+        while token == line_break and mentions and len(told) >= mentions[-1][0]:
+            _, name = mentions.pop()
+            told += lines[name]
+            here = len(told) - 2  # where the word is
+            ago += [0, 0, 0, 0, here - last.get(name, here), 0]
+            last[name] = here
+    return torch.tensor(told[:L]), torch.tensor(ago[:L])
+
+
+def tell_all(documents: Tensor, facts: int, part: str, tokenizer) -> tuple[Tensor, Tensor]:
+    """`tell` for documents (N, L): (N, L) and (N, L - 1)."""
+    rows = [tell(text, facts, part, 0, i, tokenizer) for i, text in enumerate(documents)]
+    tokens, ago = (torch.stack(row) for row in zip(*rows))
+    return tokens, ago[:, 1:]
 
 
 def parse():
@@ -188,6 +234,7 @@ def parse():
     add("--documents", type=int, default=64, help="at most so many for each length")
     add("--micro-batch", type=int, default=4, help="documents in memory at once")
     add("--by-position", action="store_true", help="also where the loss is, at the last length")
+    add("--recall", action="store_true", help="also what it remembers, at the last length")
     args = parser.parse_args()
     parser.refuse_counts(args)
     if not args.runs and not args.method and args.model.resolve() == TINY:
@@ -212,6 +259,11 @@ def main() -> None:
         documents[L] = torch.cat(rows)[: args.documents]
         if L < 2 or not len(documents[L]):
             raise UserError(f"--lengths {L}: there is no document of so many tokens to score")
+    L, last = list(documents.items())[-1]
+    if args.recall and args.runs and not args.method:  # beside what needs no training
+        own = load_adapter(args.runs[0], load_base(args)[0]).settings
+        args.method, args.mem, args.segment = ["streaming", "h2o"], own.mem, own.segment
+        args.positions = "slots"
     full = Settings("full", segment=512, length=0, positions="original", lora_rank=0)
     methods = {"base, full": partial(LoCoCo, settings=full)}
     methods |= {f"base, {name}": partial(untrained, args, name) for name in args.method}
@@ -220,25 +272,40 @@ def main() -> None:
     width = max(map(len, methods))
     columns = "".join(f"{L:>9}" for L in documents)
     print(f"{'':{width}} {'slots':>6} {'cache bytes':>12} {'tokens/s':>9}{columns}")
-    losses, reach = {}, 0
+    if args.recall:
+        told, told_ago = tell_all(last, 8, parts[-1], tokenizer)
+    losses, right, reach = {}, {}, 0
     for name, make in methods.items():
         lococo = make(load_base(args)[0])  # a fresh base, without what was dropped in before
         row, begun = "", time.time()
-        for L, rows in documents.items():
-            losses[name], cache_bytes = token_losses(lococo, rows, args)
+        for rows in documents.values():
+            losses[name], _, cache_bytes = token_losses(lococo, rows, args)
             row += f"{math.exp(losses[name].double().mean()):>9.3f}"
         rate = sum(rows.numel() for rows in documents.values()) / (time.time() - begun)
         mem = lococo.settings.mem
         reach = max(reach, mem and mem + lococo.settings.segment)
         print(f"{name:{width}} {mem or '-':>6} {cache_bytes:>12,} {rate:>9,.0f}{row}")
+        if args.recall:
+            right[name] = token_losses(lococo, told, args)[1].double()
         del lococo  # before the next one is loaded
-    counts = ", ".join(f"{len(rows)} of {L} tokens" for L, rows in documents.items())
+    counts = ", ".join(f"{len(rows)} of {n} tokens" for n, rows in documents.items())
     print(f"documents ({', '.join(parts)}): {counts}")
     if args.by_position:
-        print(f"\nnats per token in {L} tokens\n{'':26}{'share':>8}", *losses, sep="  ")
-        for kind, mask in by_position(documents[L], reach).items():
-            print(f"{kind:26}{mask.double().mean():>8.3f}", end="")
-            print("".join(f"  {nats[mask].mean():>{len(n)}.3f}" for n, nats in losses.items()))
+        ago = torch.stack([last_seen(document) for document in last])
+        kinds = ranges("position ", torch.arange(1, L).expand_as(ago), reach)
+        kinds |= ranges("last seen ", ago, reach) | {"never seen": ago == 0}
+        print_means(f"nats in {L} tokens", kinds, losses)
+    if args.recall:
+        print_means("facts recalled exactly", ranges("told ", told_ago, reach), right)
+        print(f"by how many tokens ago; by chance 1 in {len(fact_tokens(tokenizer)[0])}")
+
+
+def print_means(title: str, kinds: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    """A row for each mask, with the number of its tokens; a column for each method."""
+    print(f"\n{title:30}{'tokens':>9}", *(f"{name:>5}" for name in values), sep="  ")
+    for kind, mask in kinds.items():
+        means = "".join(f"  {v[mask].mean():>{max(len(n), 5)}.3f}" for n, v in values.items())
+        print(f"{kind:30}{int(mask.sum()):>9,}{means}")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self) -> argparse.Namespace:
         args = super().parse_args()
-        may_be_0 = ("seed", "sinks", "heavy", "recent", "lora_rank", "score_documents",
+        may_be_0 = ("seed", "sinks", "heavy", "recent", "lora_rank", "facts", "score_documents",
                     "temperature", "show_memory")  # fmt: skip
         for name, value in vars(args).items():
             for n in value if isinstance(value, list) else [value]:
@@ -100,7 +100,9 @@ def precision(args: argparse.Namespace) -> torch.autocast:
 
 
 def method_flags(args: argparse.Namespace) -> dict:
-    return {name: getattr(args, name) for name in ("sinks", "heavy", "recent", "positions")}
+    """What changes a row of METHODS; train.py has more of it than the other programs."""
+    names = ("sinks", "heavy", "recent", "positions", "kernel", "normalise", "lora_rank")
+    return {name: vars(args)[name] for name in names if name in args}
 
 
 def untrained(args: argparse.Namespace, method: str, model: Llama) -> LoCoCo:
@@ -133,8 +135,7 @@ def run_program(main: Callable[[], None]) -> None:
             if not known and not isinstance(error, MemoryError):
                 raise
             sentence = "out of memory: try smaller --mem, --segment, --micro-batch, or --recompute"
-        if os.environ.get("RANK", "0") == "0":  # one of the processes of torchrun
-            print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -268,9 +269,10 @@ def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> I
 
 class TracedMemory(Memory):
     """A memory that also follows W through all compressions, for one layer and key/value head:
-    `shares` (S, N) says how much of each of the N tokens read is in each entry."""
+    `shares` (S, N) says how much of each of the N tokens read is in each entry; `largest`, after
+    each compression, the largest share in each slot and its token, both (M,)."""
 
-    layer, head, shares = 0, 0, torch.zeros(0, 0)
+    layer, head, shares, largest = 0, 0, torch.zeros(0, 0), ()
 
     def enter(self, T: int) -> int:
         first = super().enter(T)
@@ -282,6 +284,7 @@ class TracedMemory(Memory):
         if layer == self.layer:
             W = self.mixing_matrix(order, w)[0, self.head]
             self.shares = W.float().cpu() @ self.shares
+            self.largest += (self.shares.max(dim=1),)
         return order, w
 
 
@@ -296,7 +299,8 @@ def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -
             if share >= 0.01:
                 piece = repr(tokenizer.sp.id_to_piece(ids[n]).replace("\u2581", " "))
                 line += f"  {'█' * round(4 * share):·<4} {share:.2f} {piece:<10} {n:<5}"
-        yield line.rstrip()
+        held = [(share * (n == top.indices[0])).max() for share, n in memory.largest]
+        yield line + "  " + "".join(" ▁▂▃▄▅▆▇█"[round(8 * float(share))] for share in held)
 
 
 def read_prompt(name: str) -> str:

@@ -31,9 +31,8 @@ METHODS = {
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
     "lococo+window": lambda M: dict(
-        sinks=4, merged=M // 8, recent=M * 7 // 8 - 4, positions="slots"
+        sinks=4, merged=M // 2, recent=M - M // 2 - 4, positions="slots"
     ),
-    "longlora": lambda M: {},  # as full; train.py trains it with LongLoRA's attention
 }
 COUNTS = ("sinks", "heavy", "merged", "recent")
 POSITIONS = ("interpolated", "original", "slots")  # see `interpolation`
@@ -88,28 +87,38 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
 class Compressor(nn.Module):
     """The convolution of section 3.2.1 mixes S entries into a few slots, with a filter for each.
     All heads of a layer share them: 2D * slots * kernel weights, 22.0 M in the 32 layers of Llama-2
-    7B with 128 slots and 21 taps."""
+    7B with 128 slots and 21 taps.
+
+    "sum" is the paper's form; "softmax" is for a memory of facts. There a first filter, added to
+    all others, learns what is worth a slot, and the others which slot takes it. Entries that are
+    slots already have filters of one tap: their neighbours here are not their neighbours in the
+    text."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str):
         super().__init__()
         self.normalise = normalise
-        self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2)  # the paper's g
-        # 1.0 is the official code's. A softmax of such large logits would pick single entries at
-        # random; with 0.02 each slot starts near the mean of all entries.
-        nn.init.normal_(self.conv.weight, std=1.0 if normalise == "sum" else 0.02)
+        filters = slots if normalise == "sum" else 1 + slots
+        self.conv = nn.Conv1d(2 * head_dim, filters, kernel, padding=kernel // 2)  # the paper's g
+        nn.init.normal_(self.conv.weight)  # as the official code starts
+        if normalise == "softmax":  # starts with single entries, each slot with others
+            self.held = nn.Conv1d(2 * head_dim, filters, 1)
+            nn.init.normal_(self.held.weight)
+            with torch.no_grad():
+                self.conv.weight[:, :, torch.arange(kernel) != kernel // 2] *= 0.02
+                self.conv.weight[0] = self.held.weight[0] = 0.0
 
-    def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, k: Tensor, v: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S), whose
-        row i says how much of each entry slot i takes."""
-        entries = torch.cat((k, v), dim=-1)  # (B, G, S, 2D)
-        logits = self.conv(entries.flatten(0, 1).transpose(1, 2))  # (6): (B * G, slots, S)
-        logits = logits.unflatten(0, k.shape[:2]).float()  # (B, G, slots, S)
+        row i says how much of each entry slot i takes. held (B, G, S): which of them are slots."""
+        entries = torch.cat((k, v), dim=-1).flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
+        logits = self.conv(entries).float()  # (6): (B * G, slots, S)
         if self.normalise == "softmax":
-            w = logits.softmax(dim=-1)
+            logits = torch.where(held.flatten(0, 1)[:, None], self.held(entries).float(), logits)
+            w = (logits[:, 1:] + 3 * logits[:, :1]).softmax(dim=-1)  # 3: it learns so much faster
         else:
             w = logits.relu() + 1e-9  # a row of zeros becomes a plain mean
             w = w / w.sum(dim=-1, keepdim=True)  # (7)
-        w = w.type_as(k)
+        w = w.unflatten(0, k.shape[:2]).type_as(k)  # (B, G, slots, S)
         return w @ k, w @ v, w  # (4), (5)
 
 
@@ -187,7 +196,10 @@ class Memory(KVCache):
         k_front, k_rest, k_recent = k.split((front, rest, s.recent), dim=2)
         v_front, v_rest, v_recent = v.split((front, rest, s.recent), dim=2)
         if s.merged:
-            k_new, v_new, w = self.compressors[layer](k_rest, v_rest)
+            # Once compressed, the cache is [front | merged slots | recent slots | segment].
+            held = (front <= order) & (order < front + s.merged) & (S < self.seen)
+            held = held[:, :, front : front + rest]
+            k_new, v_new, w = self.compressors[layer](k_rest, v_rest, held)
         else:
             k_new, v_new = k_rest[:, :, :0], v_rest[:, :, :0]
             w = k.new_zeros(*k.shape[:2], 0, rest)
@@ -232,22 +244,23 @@ class Memory(KVCache):
 
 def segment_losses(
     model: Llama, tokens: Tensor, cache: KVCache, segment: int, bptt: int = 1
-) -> Iterator[Tensor]:
-    """Nats of each token of (B, L) after the first, (B, <= bptt * segment) at a time.
-
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each token of (B, L) after the first its nats, and whether it was the likeliest one, both
+    (B, <= bptt * segment) at a time.
     Call backward before asking for the next: the graph reaches back over `bptt` segments (in the
     official code one), so training memory does not grow with L. The last target of a segment is the
     first token of the next."""
     inputs = tokens[:, :-1].split(segment, dim=1)
     targets = tokens[:, 1:].split(segment, dim=1)
-    losses = []
+    losses, right = [], []
     for n, (x, y) in enumerate(zip(inputs, targets), start=1):
         logits = model(x, cache)
         nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
         losses.append(nats.view_as(y))
+        right.append(logits.argmax(dim=-1) == y)
         if n % bptt == 0 or n == len(inputs):
-            yield torch.cat(losses, dim=1)
-            losses = []
+            yield torch.cat(losses, dim=1), torch.cat(right, dim=1)
+            losses, right = [], []
             cache.detach()
 
 
@@ -322,11 +335,11 @@ class LoCoCo(nn.Module):
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
-    def cache(self, memory: type = Memory, plain: type = KVCache) -> KVCache:
+    def cache(self, memory: type = Memory) -> KVCache:
         """An empty memory, or plain cache where all is kept, for one batch of sequences."""
         if self.settings.mem:
             cache = memory(self.model.config, self.settings, self.compressors)
         else:
-            cache = plain(self.model.config)
+            cache = KVCache(self.model.config)
         cache.scale = interpolation(self.model.config, self.settings)
         return cache

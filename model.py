@@ -52,10 +52,8 @@ class LlamaConfig:
 
 
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position * theta^(-2i/D), each (..., D/2), for positions (...).
-
-    Always float32: in bfloat16 the positions 256 and 257 are the same number.
-    """
+    """Cosine and sine of position * theta^(-2i/D), each (..., D/2), for positions (...). Always in
+    float32: in bfloat16 the positions 256 and 257 are the same number."""
     i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = config.rope_theta ** (-i / config.head_dim)
     angle = positions.float()[..., None] * frequency
@@ -63,10 +61,8 @@ def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel pair (i, i + D/2) of x (B, heads, T, D) by its position's angle.
-
-    Rotations compose: turning by the angle of p and then of q is turning by the angle of p + q.
-    """
+    """Turn channel pair (i, i + D/2) of x (B, heads, T, D) by its position's angle. Rotations
+    compose: turning by the angle of p and then of q is turning by the angle of p + q."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
@@ -117,14 +113,11 @@ class KVCache:
         return self.seen - T
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A layer's new q (B, H, T, D), k, v (B, G, T, D) -> what its heads read, (B, H, T, D)."""
-        self.append(layer, k, v)
-        return attend(q, self.keys[layer], self.values[layer])
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Put the new k and v (B, G, T, D) behind what the layer holds (step 4)."""
+        """Put a layer's new k and v (B, G, T, D) behind what it holds (step 4); its queries q
+        (B, H, T, D) -> what its heads read, (B, H, T, D)."""
         self.keys[layer] = self.joined(self.keys[layer], k, f"keys {layer}")
         self.values[layer] = self.joined(self.values[layer], v, f"values {layer}")
+        return attend(q, self.keys[layer], self.values[layer])
 
     def joined(self, held: Tensor | None, new: Tensor, name: str) -> Tensor:
         """[held | new], (B, G, S, D) and (B, G, T, D) -> (B, G, S + T, D). Without gradients held
@@ -177,9 +170,6 @@ class Attention(nn.Module):
         v = self.wv(x).view(B, T, self.G, self.D).transpose(1, 2)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def output(self, read: Tensor) -> Tensor:
-        return self.wo(read.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, dim)
-
 
 class FeedForward(nn.Module):
     def __init__(self, config: LlamaConfig):
@@ -205,7 +195,8 @@ class Block(nn.Module):
         return self.attention.project(self.attention_norm(x), cos, sin)
 
     def add(self, x: Tensor, read: Tensor) -> Tensor:
-        x = x + self.attention.output(read)
+        """What the heads read, (B, H, T, D), joins the residual stream x (B, T, dim)."""
+        x = x + self.attention.wo(read.transpose(1, 2).flatten(2))
         return x + self.feed_forward(self.ffn_norm(x))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache) -> Tensor:

@@ -4,7 +4,6 @@
     python train.py --mem 512 --seq 8192          # the same, at 8 times its pretrained context
     python train.py --model Llama-2-7b-hf --data RedPajama/ --mem 512 --seq 32768
     python train.py --resume runs/my-run          # go on after Ctrl-C, a crash or a power cut
-    torchrun --nproc_per_node=4 train.py ...      # the sequences of a step are dealt out to 4 GPUs
 """
 
 import argparse
@@ -12,23 +11,22 @@ import json
 import math
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 from typing import Callable
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from eval_ppl import long_documents, sequence, token_losses, token_streams
+from eval_ppl import (
+    long_documents, ranges, sequence, tell, tell_all, token_losses, token_streams,
+)  # fmt: skip
 from generate import (
     HERE, TINY, Parser, checksum, described, load_base, method_flags, precision,
     prepare, read_file, run_program, write_file,
 )  # fmt: skip
-from lococo import METHODS, LoCoCo, segment_losses, settings_for
-from model import KVCache, UserError, attend, recompute
+from lococo import COUNTS, METHODS, LoCoCo, segment_losses, settings_for
+from model import UserError, recompute
 
 # --- Recipes -------------------------------------------------------------------------------------
 
@@ -36,87 +34,41 @@ from model import KVCache, UserError, attend, recompute
 RECIPES = {
     "embedded": dict(
         method="lococo+window", mem=128, seq=2048, kernel=5, normalise="softmax", lora_rank=8,
-        lr=1e-3, conv_lr=5e-2, steps=160, batch=2, micro_batch=2, bptt=4, save_every=10,
-        score_documents=64,
+        lr=2e-3, conv_lr=1.5e-2, steps=400, batch=None, micro_batch=2, bptt=4, save_every=10,
+        facts=8, answer_weight=20.0, score_documents=64,
     ),
     "paper": dict(  # section 4.1
         method="lococo", mem=512, seq=8192, kernel=21, normalise="sum", lora_rank=8,
         lr=5e-5, conv_lr=5e-2, steps=200, batch=128, micro_batch=1, bptt=1, save_every=1,
-        score_documents=4,
+        facts=0, answer_weight=1.0, score_documents=4,
     ),
 }  # fmt: skip
-
-
-class ShiftedGroups(KVCache):
-    """LongLoRA's training attention (arXiv 2309.12307): within quarters of a sequence. For the
-    second half of the heads the borders are moved by half a quarter, and both ends are groups of
-    their own: the end of the sequence must not be seen at its start. A whole sequence enters."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        H, L = q.shape[1], q.shape[2]
-        k = k.repeat_interleave(H // k.shape[1], dim=1)
-        v = v.repeat_interleave(H // v.shape[1], dim=1)
-        size = math.ceil(L / 4)
-        read = torch.empty_like(q)
-        for heads, first in ((slice(0, H // 2), 0), (slice(H // 2, H), size // 2)):
-            borders = sorted({0, *range(first, L, size), L})
-            for start, stop in zip(borders, borders[1:]):
-                part = (slice(None), heads, slice(start, stop))
-                read[part] = attend(q[part], k[part], v[part])
-        return read
-
-
-# --- Many processes ------------------------------------------------------------------------------
-
-
-def join(args: argparse.Namespace) -> None:
-    """Under torchrun: meet the other processes, and take a GPU of one's own if there are any."""
-    if "RANK" in os.environ:
-        if args.device != "cpu" and torch.cuda.is_available():
-            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-            torch.cuda.set_device(args.device)
-        dist.init_process_group(timeout=timedelta(days=1))
-
-
-def processes() -> tuple[int, int]:
-    """(rank, world size)."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def add_up(t: Tensor) -> Tensor:
-    """t becomes its sum over all processes."""
-    if dist.is_initialized():
-        dist.all_reduce(t)
-    return t
 
 
 # --- Training ------------------------------------------------------------------------------------
 
 
-def gradients(lococo: LoCoCo, ids: np.ndarray, args: argparse.Namespace, step: int,
+def gradients(lococo: LoCoCo, draw: Callable, args: argparse.Namespace, step: int,
               done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
-    """Set p.grad of all that trains to the gradient of the step's mean loss; return that loss. The
-    sequences are dealt out to the processes; done(n) is told of every n tokens."""
-    rank, world = processes()
-    scored = args.batch * (args.seq - 1)
-    total = torch.zeros(1, dtype=torch.float64)
-    own = range(step * args.batch + rank, (step + 1) * args.batch, world)
-    for n in range(0, len(own), args.micro_batch):
-        rows = [sequence(ids, args.seq, args.seed, i) for i in own[n : n + args.micro_batch]]
-        tokens = torch.stack(rows).to(args.device)
-        longlora = lococo.settings.method == "longlora"
-        cache = lococo.cache(plain=ShiftedGroups if longlora else KVCache)
-        segment = args.seq if longlora else lococo.settings.segment
+    """Add the gradient of the step's mean loss to p.grad of all that trains; return that loss.
+    draw(i) is training sequence i, as `tell` returns it; the word of a fact told before counts
+    --answer-weight times. done(n) is told of every n tokens."""
+    total, scored = 0.0, args.batch * (args.seq - 1)
+    own = range(step * args.batch, (step + 1) * args.batch)
+    for n in range(0, args.batch, args.micro_batch):
+        rows = [draw(i) for i in own[n : n + args.micro_batch]]
+        tokens, ago = (torch.stack(row).to(args.device) for row in zip(*rows))
+        weights = torch.where(ago > 0, args.answer_weight, 1.0)[:, 1:]
+        weights = iter(weights.split(args.bptt * args.segment, dim=1))
+        cache = lococo.cache()
         with precision(args):
-            for losses in segment_losses(lococo.model, tokens, cache, segment, args.bptt):
-                loss = losses.sum()
+            for losses, _ in segment_losses(lococo.model, tokens, cache, args.segment, args.bptt):
+                loss = (losses * next(weights)).sum()
                 if loss.requires_grad:  # with --lora-rank 0 not before the first compression
                     (loss / scored).backward()  # now, so that the graph never spans more
                 total += loss.item()
                 done(losses.numel())
-    for p in lococo.trained().values():
-        p.grad = add_up(torch.zeros_like(p) if p.grad is None else p.grad)
-    return add_up(total.to(args.device)).item() / scored
+    return total / scored
 
 
 def make_optimizer(lococo: LoCoCo, args: argparse.Namespace) -> torch.optim.AdamW:
@@ -127,11 +79,10 @@ def make_optimizer(lococo: LoCoCo, args: argparse.Namespace) -> torch.optim.Adam
     return torch.optim.AdamW([group for group in groups if group["params"]], weight_decay=0.0)
 
 
-def train(lococo: LoCoCo, ids: np.ndarray, args: argparse.Namespace, optimizer, begin: int = 0,
+def train(lococo: LoCoCo, draw: Callable, args: argparse.Namespace, optimizer, begin: int = 0,
           save: Callable[[int], None] = lambda steps: None) -> int:  # fmt: skip
     """Steps from `begin` to args.steps; save(steps done) is called after every args.save_every.
     Ctrl-C and SIGTERM end it after the step that is under way. Returns the signal, or 0."""
-    rank, _ = processes()
     asked = []
 
     def ask(number: int, frame) -> None:
@@ -141,13 +92,12 @@ def train(lococo: LoCoCo, ids: np.ndarray, args: argparse.Namespace, optimizer, 
     usual = [signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)]
     tokens = args.batch * (args.seq - 1)
     bar = tqdm(desc="training", total=args.steps * tokens, initial=begin * tokens, unit=" tokens",
-               unit_scale=True, disable=rank > 0, mininterval=1)  # fmt: skip
-    stopped = 0
+               unit_scale=True, mininterval=1)  # fmt: skip
     for step in range(begin, args.steps):
         for group in optimizer.param_groups:
             group["lr"] = group["rate"] * (1 - step / args.steps)
         optimizer.zero_grad()
-        loss = gradients(lococo, ids, args, step, bar.update)
+        loss = gradients(lococo, draw, args, step, bar.update)
         norm = torch.nn.utils.clip_grad_norm_(lococo.trained().values(), 1.0)
         if not norm.isfinite():
             bar.close()
@@ -155,26 +105,24 @@ def train(lococo: LoCoCo, ids: np.ndarray, args: argparse.Namespace, optimizer, 
                             "--conv-lr in a new run")  # fmt: skip
         optimizer.step()
         bar.set_postfix_str(f"step {step + 1}/{args.steps}, loss {loss:.3f}", refresh=False)
-        if rank == 0:
-            with open(args.out / "log.jsonl", "a") as log:
-                log.write(json.dumps({"step": step + 1, "loss": loss}) + "\n")
-        stopped = int(add_up(torch.tensor(max(asked, default=0), device=args.device)))
-        if stopped or (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+        with open(args.out / "log.jsonl", "a") as log:
+            log.write(json.dumps({"step": step + 1, "loss": loss}) + "\n")
+        if asked or (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             save(step + 1)
-        if stopped:
+        if asked:
             break
     bar.close()
     for number, handler in zip((signal.SIGINT, signal.SIGTERM), usual):
         signal.signal(number, handler)
-    return max(asked, default=signal.SIGTERM) if stopped else 0
+    return asked[0] if asked else 0
 
 
 # --- The state of a run --------------------------------------------------------------------------
 
 
 def save_state(lococo: LoCoCo, optimizer: torch.optim.AdamW, file: Path, **about) -> None:
-    """What trains, AdamW's moments, the random state and `about`."""
-    tensors = {"random": torch.get_rng_state()}
+    """What trains, AdamW's moments and `about`. Nothing in a step is random."""
+    tensors = {}
     for name, p in lococo.trained().items():
         tensors[f"value {name}"] = p
         for key, moment in optimizer.state[p].items():
@@ -184,7 +132,6 @@ def save_state(lococo: LoCoCo, optimizer: torch.optim.AdamW, file: Path, **about
 
 @torch.no_grad()
 def restore_state(lococo: LoCoCo, optimizer: torch.optim.AdamW, tensors: dict[str, Tensor]) -> None:
-    torch.set_rng_state(tensors["random"].clone())
     for name, p in lococo.trained().items():
         p.copy_(tensors[f"value {name}"])
         for key in ("step", "exp_avg", "exp_avg_sq"):
@@ -217,6 +164,8 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
     add("--steps", type=int)
     add("--batch", type=int, help="sequences per step")
     add("--micro-batch", type=int, help="sequences in memory at once")
+    add("--facts", type=int, metavar="N", help="facts to write into a sequence (eval_ppl.py)")
+    add("--answer-weight", type=float, metavar="W", help="of a fact's word when told again")
     add("--bptt", type=int, help="segments that the gradient reaches back over")
     add("--recompute", action="store_true", help="less memory, more time")
     add("--save-every", type=int, metavar="STEPS", help="of the state to resume from")
@@ -234,7 +183,10 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
         tensors, about = None, {"step": 0, "scores": {}}
     args = parser.parse_args()  # again: the command line wins over the recipe or the stored run
     args.segment = args.segment or args.mem
+    args.batch = args.batch or max(1, 4096 // args.seq)
     args.model, args.data = args.model.resolve(), [Path(data).resolve() for data in args.data]
+    if args.resume and about["args"].keys() != plain(args).keys():
+        parser.error(f"--resume {args.resume}: made by another version of this program")
     for name, own in about.get("args", {}).items():  # just a few may be given anew
         if name not in MAY_CHANGE and plain(args)[name] != own:
             parser.error(f"--{name.replace('_', '-')}: {args.resume} goes on with {own}")
@@ -244,52 +196,51 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
 
 def main() -> None:
     args, tensors, about = parse()
-    join(args)
     prepare(args)
-    rank, world = processes()
-    say = print if rank == 0 else (lambda line: None)
-    settings = settings_for(
-        args.method, args.mem, args.segment, args.seq, kernel=args.kernel,
-        normalise=args.normalise, lora_rank=args.lora_rank, **method_flags(args),
-    )  # fmt: skip
+    settings = settings_for(args.method, args.mem, args.segment, args.seq, **method_flags(args))
+    mem = settings.mem or args.mem
     if settings.merged and args.seq - 1 <= settings.mem + args.segment:
         raise UserError(f"--seq {args.seq}: all of it fits into --mem {args.mem} and one segment, "
                         "so the convolutions would not train")  # fmt: skip
     if not settings.merged and not args.lora_rank:
         raise UserError(f"--lora-rank 0 --method {args.method}: there is nothing to train")
     model, tokenizer = load_base(args)
-    if rank > 0:
-        dist.barrier()  # the first process tokenizes
     streams = token_streams(args.data, tokenizer)
-    if rank == 0 and world > 1:
-        dist.barrier()
     # If no document falls into the training part, another part is trained on and nothing scored.
     part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
     ids = streams[part]
-    sequence(ids, args.seq, args.seed, 0)  # refuses a text that is too short
+
+    def draw(i: int) -> tuple[Tensor, Tensor]:
+        text = sequence(ids, args.seq, args.seed, i)
+        return tell(text, args.facts, "training", args.seed, i, tokenizer)
+
+    draw(0)  # refuses a text that is too short
     most = args.score_documents if part == "training" else 0
     documents = long_documents(streams["held-out"], tokenizer.bos, args.seq, most)
-    say(f"recipe {args.recipe} on {args.model}, {args.dtype} on {args.device}")
-    say(f"text: {len(ids):,} tokens to train on, {len(documents)} documents to score")
+    told, answers = documents, {}
+    if args.facts and len(documents):
+        told, ago = tell_all(documents, 8, "held-out", tokenizer)
+        answers = ranges("recall ", ago, mem + args.segment)
+    print(f"recipe {args.recipe} on {args.model}, {args.dtype} on {args.device}")
+    print(f"text: {len(ids):,} tokens to train on, {len(documents)} documents to score")
 
     def score(name: str, lococo: LoCoCo) -> None:
-        """Perplexity of the documents, which are dealt out to the processes."""
-        sums = torch.zeros(2, dtype=torch.float64, device=args.device)
-        if len(documents[rank::world]):
-            losses, _ = token_losses(lococo, documents[rank::world], args)
-            sums += torch.tensor([losses.double().sum(), losses.numel()], device=args.device)
-        nats, scored = add_up(sums).tolist()
-        about["scores"][name] = math.exp(nats / scored) if scored else math.nan
+        """Perplexity of the documents, and recall of the facts in them, by distance."""
+        if len(documents):
+            nats, _, _ = token_losses(lococo, documents, args)
+            values = [math.exp(nats.double().mean())]
+            if answers:
+                _, right, _ = token_losses(lococo, told, args)
+                values += [right[mask].double().mean().item() for mask in answers.values()]
+            about["scores"][name] = values
 
     if not tensors:
         name = f"{args.method}-mem{args.mem}-seq{args.seq}"
         numbered = [HERE / "runs" / n for n in (name, *(f"{name}-{i}" for i in range(2, 1000)))]
         args.out = args.out or next(out for out in numbered if not out.exists())
-        if rank == 0:
-            args.out.mkdir(parents=True, exist_ok=True)
-        mem = settings.mem or args.mem
+        args.out.mkdir(parents=True, exist_ok=True)
         window = settings_for("streaming", mem, args.segment, args.seq, lora_rank=0)
-        score("window of equal memory, untouched base", LoCoCo(model, window))
+        score("window of equal memory, base untouched", LoCoCo(model, window))
     lococo = LoCoCo(model, settings)
     if args.recompute:
         for block in model.layers:
@@ -305,28 +256,28 @@ def main() -> None:
         restore_state(lococo, optimizer, tensors)
     else:
         score(f"{args.method}, before training", lococo)
-    say(f"method {args.method}: {settings.sinks} sinks, {settings.heavy} heavy, {settings.merged} "
-        f"merged, {settings.recent} recent slots; positions {settings.positions}")  # fmt: skip
-    say(f"{sum(p.numel() for p in lococo.trained().values()):,} parameters train")
+    counts = ", ".join(f"{getattr(settings, kind)} {kind}" for kind in COUNTS)
+    print(f"method {args.method}: {counts} slots; positions {settings.positions}")
+    print(f"{sum(p.numel() for p in lococo.trained().values()):,} parameters train")
 
     def save(step: int) -> None:
-        if rank == 0:
-            about.update(owner, step=step)
-            save_state(lococo, optimizer, args.out / "state.safetensors", **about)
+        about.update(owner, step=step)
+        save_state(lococo, optimizer, args.out / "state.safetensors", **about)
 
     if not tensors:
         save(0)
-    stopped = train(lococo, ids, args, optimizer, about["step"], save)
+    stopped = train(lococo, draw, args, optimizer, about["step"], save)
     if stopped:
-        say(f"stopped; to go on: python train.py --resume {os.path.relpath(args.out)}")
+        print(f"stopped; to go on: python train.py --resume {os.path.relpath(args.out)}")
         raise SystemExit(128 + stopped)
-    if rank == 0:
-        write_file(args.out / "adapter.safetensors", lococo.trained(), **described(lococo))
+    write_file(args.out / "adapter.safetensors", lococo.trained(), **described(lococo))
     score(f"{args.method}, after training", lococo)
-    say(f"perplexity of held-out text, {args.seq} tokens")
-    for name, value in about["scores"].items():
-        say(f"  {name:45} {value:>8.3f}")
-    say(f"adapter: {os.path.relpath(args.out / 'adapter.safetensors')}")
+    print(f"{f'{len(documents)} held-out documents':40}", "perplexity", *answers, sep="  ")
+    widths = [len(kind) + 2 for kind in ("perplexity", *answers)]
+    for name, values in about["scores"].items():
+        row = "".join(f"{value:>{width}.3f}" for value, width in zip(values, widths))
+        print(f"{name:40}{row}")
+    print(f"adapter: {os.path.relpath(args.out / 'adapter.safetensors')}")
 
 
 if __name__ == "__main__":

@@ -71,14 +71,21 @@ def random_ids(L: int, args: argparse.Namespace) -> np.ndarray:
     return np.random.default_rng(0).integers(0, args.vocab, L)
 
 
+def add_gradients(lococo: LoCoCo, L: int, args: argparse.Namespace,
+                  done: Callable[[int], None] = lambda tokens: None) -> None:  # fmt: skip
+    """Of one sequence of L tokens without facts, in the segments of the method."""
+    ids = torch.from_numpy(random_ids(L, args))
+    own = argparse.Namespace(**vars(args) | {"seq": L, "segment": lococo.settings.segment})
+    gradients(lococo, lambda i: (ids, torch.zeros_like(ids)), own, 0, done)
+
+
 def train_time(lococo: LoCoCo, args: argparse.Namespace) -> float:
     """Seconds of a step, as train.py takes it."""
     optimizer = make_optimizer(lococo, args)
-    ids = random_ids(args.seq, args)
 
     def step() -> None:
         optimizer.zero_grad()
-        gradients(lococo, ids, args, 0)
+        add_gradients(lococo, args.seq, args)
         torch.nn.utils.clip_grad_norm_(lococo.trained().values(), 1.0)
         optimizer.step()
 
@@ -137,9 +144,8 @@ def kept_bytes(lococo: LoCoCo, L: int, args: argparse.Namespace) -> int:
         sums.append(sum(kept.values()))
         kept.clear()
 
-    changed = argparse.Namespace(**vars(args) | {"seq": L})
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        gradients(lococo, random_ids(L, args), changed, 0, done)
+        add_gradients(lococo, L, args, done)
     return max(sums)
 
 
@@ -199,7 +205,7 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="turns of each method; one more warms up")
     add("--device", default="cpu")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.set_defaults(seed=0, batch=1, micro_batch=1, lr=1e-5, conv_lr=1e-5)
+    parser.set_defaults(seed=0, batch=1, micro_batch=1, lr=1e-5, conv_lr=1e-5, answer_weight=1.0)
     return parser.parse_args()
 
 

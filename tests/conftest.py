@@ -1,5 +1,9 @@
-"""Shared by the tests: a small random model, and Llama-2 written a second time, in float64."""
+"""Shared by the tests: a small random model, Llama-2 written a second time, in float64, and what
+a model with a memory reads and writes, computed by hand."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 
@@ -105,6 +109,32 @@ def reference_logits(
         up = h @ w[p + "feed_forward.w3.weight"].T
         x = x + (gate * gate.sigmoid() * up) @ w[p + "feed_forward.w2.weight"].T
     return norm(x, w["norm.weight"]) @ w["output.weight"].T
+
+
+@torch.no_grad()
+def read_by_hand(lococo, ids: list[int]) -> torch.Tensor:
+    """Logarithms of the probabilities after each of the ids, (L, V), in float64."""
+    cache, x = lococo.cache(), torch.tensor([ids])
+    pieces = [lococo.model(s, cache)[0] for s in x.split(lococo.settings.segment, dim=1)]
+    return torch.cat(pieces).double().log_softmax(-1)
+
+
+def nats_by_hand(lococo, rows: torch.Tensor) -> np.ndarray:
+    """Of every token after the first of rows (N, L), (N, L - 1)."""
+    ps = [read_by_hand(lococo, ids[:-1]) for ids in rows.tolist()]
+    return np.array([[-p[t, i].item() for t, i in enumerate(ids[1:])] for p, ids in zip(ps, rows)])
+
+
+def greedy_by_hand(lococo, ids: list[int]) -> list[int]:
+    """Append the 12 likeliest tokens; everything is read again for each."""
+    for _ in range(12):
+        ids = [*ids, int(read_by_hand(lococo, ids)[-1].argmax())]
+    return ids
+
+
+def names_in(tokens: torch.Tensor, tokenizer: Tokenizer) -> set[str]:
+    """The names of the facts that are told in a text."""
+    return set(re.findall(r"\n@ (\w+ \w+) = \w", tokenizer.sp.decode(tokens.tolist())))
 
 
 def remembered(forward) -> dict[int, int]:

@@ -1,11 +1,13 @@
-"""Draw assets/mixing.png: all of W in every layer, at the last compression of a document.
+"""Draw assets/mixing.png, W in every layer, and assets/recall.png, what is remembered and where.
 
     pip install matplotlib                    # only this script needs it
     python tests/pictures.py                  # the embedded adapter
-    python tests/pictures.py --adapter runs/my-run --out my-run.png
+    python tests/pictures.py --tuned runs/window runs/h2o
 
-Row i of W says how much of each entry slot i takes. What is kept has a one-hot row; the rows of
-merged slots come from the convolution.
+mixing.png: all of W at the last compression of a document. Row i says how much of each entry slot i
+takes. What is kept has a one-hot row; the rows of merged slots come from the convolution.
+recall.png, left: the share of facts recalled, by how long ago they were told. Right: where the word
+of the fact in assets/prompt.txt is, compression after compression.
 """
 
 import argparse
@@ -17,9 +19,12 @@ from matplotlib import pyplot
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import long_documents, token_streams  # noqa: E402
-from generate import HERE, TINY, load_adapter, load_base, prepare, run_program  # noqa: E402
-from lococo import COUNTS, Memory, Settings, prefill  # noqa: E402
+from eval_ppl import (  # noqa: E402
+    long_documents, ranges, tell_all, token_losses, token_streams,
+)  # fmt: skip
+from generate import HERE, TINY, TracedMemory, load_adapter, load_base, prepare  # noqa: E402
+from generate import run_program  # noqa: E402
+from lococo import COUNTS, LoCoCo, Memory, Settings, prefill, settings_for  # noqa: E402
 
 
 class Watched(Memory):
@@ -33,7 +38,17 @@ class Watched(Memory):
         return order, w
 
 
-def draw(mixing: dict[int, Tensor], settings: Settings, file: Path) -> None:
+class Following(TracedMemory):
+    """Remembers after each compression how much of token `word` is in each slot, (M,)."""
+
+    def compress(self, layer: int) -> tuple[Tensor, Tensor]:
+        result = super().compress(layer)
+        if layer == self.layer:
+            self.path.append(self.shares[:, self.word].clone())
+        return result
+
+
+def draw_mixing(mixing: dict[int, Tensor], settings: Settings, file: Path) -> None:
     counts = {kind: getattr(settings, kind) for kind in COUNTS if getattr(settings, kind)}
     ends = torch.tensor(list(counts.values())).cumsum(0).tolist()
     middles = [end - n / 2 - 0.5 for n, end in zip(counts.values(), ends)]
@@ -51,19 +66,78 @@ def draw(mixing: dict[int, Tensor], settings: Settings, file: Path) -> None:
     figure.savefig(file, dpi=100, facecolor="white")
 
 
+def draw_recall(lines: dict[str, list[float]], kinds: list[str], path: Tensor, layer: int,
+                head: int, file: Path) -> None:  # fmt: skip
+    """`lines`: recall of each method in each kind; `path` (compressions, M)."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    for (name, values), marker in zip(lines.items(), "osv^Dx"):
+        left.plot(kinds, values, marker=marker, label=name)
+    left.set_ylim(-0.03, 1.03)
+    left.set_xlabel("tokens since the fact was last told")
+    left.set_ylabel("share recalled exactly")
+    left.legend(fontsize=9)
+    picture = right.imshow(path.T, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    right.set_xlabel("compression")
+    right.set_ylabel("slot")
+    right.set_title(f"share of the fact's word, layer {layer}, head {head}", loc="left", fontsize=10)
+    figure.colorbar(picture, ax=right)
+    figure.savefig(file, dpi=100, facecolor="white")
+
+
+def follow(lococo: LoCoCo, ids: list[int], word: int) -> tuple[Tensor, int, int]:
+    """In the layer and head that hold most of token `word` at the end: how much of it is in each
+    slot after each compression, (compressions, M)."""
+    paths = {}
+    for layer in range(lococo.model.config.n_layers):
+        for head in range(lococo.model.config.n_kv_heads):
+            memory = lococo.cache(Following)
+            memory.layer, memory.head, memory.word, memory.path = layer, head, word, []
+            prefill(lococo.model, torch.tensor([ids]), memory, lococo.settings.segment)
+            paths[layer, head] = torch.stack(memory.path)
+    best = max(paths, key=lambda key: paths[key][-1].max())
+    return paths[best], *best
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--adapter", type=Path, default=TINY)
-    parser.add_argument("--out", type=Path, default=HERE / "assets" / "mixing.png")
-    args = argparse.Namespace(model=TINY, device="cpu", dtype="float32", seed=0)
+    parser.add_argument("--tuned", type=Path, nargs="*", default=[], help="more runs to compare")
+    parser.add_argument("--out", type=Path, default=HERE / "assets")
+    args = argparse.Namespace(model=TINY, device="cpu", dtype="float32", seed=0, micro_batch=8)
     prepare(parser.parse_args(namespace=args))
     model, tokenizer = load_base(args)
+    streams = token_streams([], tokenizer)
+    documents = long_documents(streams["held-out"], tokenizer.bos, 2048, 64)
+    told, ago = tell_all(documents, 8, "held-out", tokenizer)
     lococo = load_adapter(args.adapter, model)
+    s = lococo.settings
+    masks = ranges("", ago, s.mem + s.segment)
+
     memory = lococo.cache(Watched)
     memory.mixing = {}
-    document = long_documents(token_streams([], tokenizer)["held-out"], tokenizer.bos, 2048, 1)
-    prefill(model, document, memory, lococo.settings.segment)
-    draw(memory.mixing, lococo.settings, args.out)
+    prefill(model, documents[:1], memory, s.segment)
+    draw_mixing(memory.mixing, s, args.out / "mixing.png")
+
+    ids = tokenizer.encode((HERE / "assets" / "prompt.txt").read_text())
+    at = tokenizer.encode("x\n@", bos=False)[-1]
+    word = next(n for n, token in enumerate(ids) if token == at) + 4
+    path, layer, head = follow(lococo, ids, word)
+
+    full = Settings("full", segment=512, length=0, positions="original", lora_rank=0)
+    rows = {"full cache": full}
+    for name, method in (("window", "streaming"), ("H2O", "h2o")):
+        rows[f"{name}, {s.mem} slots"] = settings_for(
+            method, s.mem, s.segment, s.length, lora_rank=0, positions="slots"
+        )
+    made = {name: lambda model, row=row: LoCoCo(model, row) for name, row in rows.items()}
+    for run in [*args.tuned, args.adapter]:
+        name = f"LoCoCo, {s.mem} slots" if run == args.adapter else f"{run.name}, tuned"
+        made[name] = lambda model, run=run: load_adapter(run, model)
+    lines = {}
+    for name, make in made.items():
+        _, right, _ = token_losses(make(load_base(args)[0]), told, args)
+        lines[name] = [right[mask].double().mean().item() for mask in masks.values()]
+    draw_recall(lines, list(masks), path, layer, head, args.out / "recall.png")
 
 
 if __name__ == "__main__":

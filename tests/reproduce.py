@@ -1,14 +1,13 @@
-"""The main table of results.md, for the methods of the code: trained, then scored on held-out text.
+"""The tables of results.md for this code: train, then score perplexity and recall on held-out text.
 
-    python tests/reproduce.py                    # an hour of two cores; run it again to go on
-    python tests/reproduce.py --only window lococo+window --seeds 0 1 2
-    python tests/reproduce.py --seq 4096         # trained at four times the pretrained context
+    python tests/reproduce.py --only window h2o lococo+window --mem 64 --seeds 0 1 2
+    python tests/reproduce.py --only lococo+h2o h2o --steps 1600         # a point of the curve
 
-Each cell is one run of train.py on the embedded model, with the flags below and otherwise the
-embedded recipe: M = T = 128, steps of 8,192 tokens, gradients through 4 segments. It is scored on
-the first 24 held-out documents of each length. The adapters are in runs/reproduce/. The
-perplexities are in runs/reproduce.json, which is written after every cell; a cell that is there is
-not measured again.
+Each cell is one run of train.py on the embedded model with the row's flags and T = 128, otherwise
+the embedded recipe. It is scored on held-out documents: perplexity, recall of 8 facts in each by
+distance (at two lengths), recall of one fact at four depths. The adapters are in runs/reproduce/,
+the figures in runs/reproduce.json, written after every cell; a cell that is there is not measured
+again.
 """
 
 import argparse
@@ -17,38 +16,56 @@ import json
 import math
 import statistics
 import sys
+import zlib
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import numpy as np
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import generate  # noqa: E402
 import train  # noqa: E402
-from eval_ppl import long_documents, token_losses, token_streams  # noqa: E402
+from eval_ppl import (  # noqa: E402
+    PARTS, fact_tokens, long_documents, tell_all, token_losses, token_streams,
+)  # fmt: skip
 from generate import HERE, TINY, load_adapter, load_base, prepare, run_program  # noqa: E402
+from lococo import LoCoCo  # noqa: E402
+from official_code import OfficialLoCoCo  # noqa: E402
 
-STEP_TOKENS, DOCUMENTS = 8192, 24
-LENGTHS = (512, 1024, 2048, 4096, 8192)
-
-# Memories take positions by slot, full attention original ones: interpolation breaks this base.
-PAPER = "--positions slots --kernel 21 --normalise sum"
-SOFTMAX = "--positions slots --kernel 21 --normalise softmax"
+PAPER = "--positions slots --kernel 21 --normalise sum --conv-lr 5e-2"
 ROWS = {  # the row's name: flags of train.py
     "full": "--method full --positions original",
     "window": "--method streaming",
     "h2o": "--method h2o --positions slots",
     "lococo+window": "--method lococo+window",
+    "lococo+window, sum": "--method lococo+window --normalise sum",
     "lococo+h2o": f"--method lococo+h2o {PAPER}",
     "lococo": f"--method lococo {PAPER}",
-    "lococo, softmax": f"--method lococo {SOFTMAX}",
     "lococo+sinks": f"--method lococo+sinks {PAPER}",
-    "lococo+sinks, softmax": f"--method lococo+sinks {SOFTMAX}",
-    "longlora": "--method longlora --positions original",
-    "8 sinks": "--method streaming --sinks 8 --recent 0",
+    "official code": f"--method lococo+h2o {PAPER}",
+    "lococo+h2o, softmax": f"--method lococo+h2o {PAPER} --normalise softmax --conv-lr 1.5e-2",
+    "lococo, softmax": f"--method lococo {PAPER} --normalise softmax --conv-lr 1.5e-2",
 }
+
+
+def at_depth(text: torch.Tensor, depth: float, i: int, tokenizer) -> torch.Tensor:
+    """A text (L,) with one fact told at `depth`, 0 to 1; its last token but one asks for it."""
+    words, line_break, at, equals = fact_tokens(tokenizer)
+    rng, number = np.random.default_rng((2, i)), 20
+    while number not in PARTS["held-out"]:
+        a, b, word = rng.choice(words, 3).tolist()
+        number = zlib.crc32("".join(tokenizer.sp.id_to_piece([a, b])).encode()) % 20
+    line = torch.tensor([line_break, at, a, b, equals, word, line_break])
+    place = max(1, int(depth * (len(text) - 64)))  # behind the BOS
+    filled = torch.cat((text[:place], line, text[place:]))
+    return torch.cat((filled[: len(text) - 6], line[:6]))
 
 
 def run_directory(row: str, seed: int, args: argparse.Namespace) -> Path:
     name = row.replace(", ", "-").replace(" ", "-")
-    return HERE / "runs" / "reproduce" / f"{name}-seq{args.seq}-seed{seed}-steps{args.steps}"
+    name += f"-mem{args.mem}-seq{args.seq}-seed{seed}-steps{args.steps}"
+    return HERE / "runs" / "reproduce" / name
 
 
 def train_cell(row: str, seed: int, args: argparse.Namespace) -> Path:
@@ -59,10 +76,9 @@ def train_cell(row: str, seed: int, args: argparse.Namespace) -> Path:
     if (out / "state.safetensors").is_file():
         flags = f"--resume {out}"
     else:
-        batch = max(STEP_TOKENS // args.seq, 1)
-        flags = f"{ROWS[row]} --recipe embedded --mem 128 --segment 128 --seq {args.seq}"
-        flags += f" --seed {seed} --steps {args.steps} --batch {batch} --micro-batch {batch}"
-        flags += f" --device {args.device} --score-documents 0 --out {out}"
+        flags = f"{ROWS[row]} --recipe embedded --mem {args.mem} --segment 128 --seq {args.seq}"
+        flags += f" --seed {seed} --steps {args.steps} --facts {args.facts}"
+        flags += f" --score-documents 0 --out {out}"
     sys.argv = ["train.py", *flags.split()]
     with redirect_stdout(io.StringIO()):
         train.main()
@@ -70,34 +86,42 @@ def train_cell(row: str, seed: int, args: argparse.Namespace) -> Path:
 
 
 def score_cell(run: Path, args: argparse.Namespace) -> dict[str, float]:
-    """{length: perplexity} of a trained adapter."""
+    """Perplexity and recall, by column, of a trained adapter."""
     model, tokenizer = load_base(args)
     lococo, ids = load_adapter(run, model), token_streams([], tokenizer)["held-out"]
-    perplexity = {}
-    for L in LENGTHS:
-        losses, _ = token_losses(lococo, long_documents(ids, tokenizer.bos, L, DOCUMENTS), args)
-        perplexity[str(L)] = math.exp(losses.double().mean())
-    return perplexity
-
-
-def cell_name(row: str, seed: int, args: argparse.Namespace) -> str:
-    return f"{row}; {args.seq} tokens, seed {seed}, {args.steps} steps"
+    cell = {}
+    for L, most in ((2048, 64), (8192, 24)):
+        texts = long_documents(ids, tokenizer.bos, L, most)
+        losses, _, _ = token_losses(lococo, texts, args)
+        cell[f"perplexity {L}"] = math.exp(losses.double().mean())
+        told, ago = tell_all(texts, 8, "held-out", tokenizer)
+        _, right, _ = token_losses(lococo, told, args)
+        for start, stop in zip((0, 256, 512, 512, 1024, 2048), (256, 512, 2048, 1024, 2048, 8192)):
+            mask = (start < ago) & (ago <= stop)
+            if mask.any():
+                cell[f"{L}: {start}-{stop}"] = right[mask].double().mean().item()
+                cell[f"answers {L}: {start}-{stop}"] = int(mask.sum())
+        for depth in (0, 0.25, 0.5, 0.75) if L == 2048 else ():
+            asked = [at_depth(text, depth, i, tokenizer) for i, text in enumerate(texts)]
+            _, right, _ = token_losses(lococo, torch.stack(asked), args)
+            cell[f"{L}: depth {depth}"] = right[:, -1].double().mean().item()
+    return cell
 
 
 def table(cells: dict[str, dict], args: argparse.Namespace) -> str:
     """Markdown; with several seeds the mean and the standard deviation."""
-    lines = [f"| trained at {args.seq:,} | " + " | ".join(f"{L:,}" for L in LENGTHS) + " |"]
-    lines += ["|---" * (1 + len(LENGTHS)) + "|"]
+    columns = [c for c in next(iter(cells.values())) if "answers" not in c]
+    lines = [f"| M = {args.mem}, {args.steps} steps | " + " | ".join(columns) + " |"]
+    lines += ["|---" * (1 + len(columns)) + "|"]
     for row in args.only:
-        names = [cell_name(row, seed, args) for seed in args.seeds]
+        names = [run_directory(row, seed, args).name for seed in args.seeds]
         measured = [cells[name] for name in names if name in cells]
-        if measured:
-            texts = []
-            for L in LENGTHS:
-                values = [perplexity[str(L)] for perplexity in measured]
-                spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-                texts.append(f"{statistics.mean(values):.3f}{spread}")
-            lines.append(f"| {row} | " + " | ".join(texts) + " |")
+        texts = []
+        for column in columns if measured else []:
+            values = [cell[column] for cell in measured]
+            spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+            texts.append(f"{statistics.mean(values):.3f}{spread}")
+        lines.append(f"| {row} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
 
@@ -106,24 +130,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="rows")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--mem", type=int, default=128)
     parser.add_argument("--seq", type=int, default=2048, help="trained length, in tokens")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=train.RECIPES["embedded"]["steps"])
+    parser.add_argument("--facts", type=int, default=8)
     args = parser.parse_args()
     file = HERE / "runs" / "reproduce.json"
     file.parent.mkdir(exist_ok=True)
-    cells = json.loads(file.read_text()) if file.is_file() else {}
-    scoring = argparse.Namespace(model=TINY, device=args.device, dtype="float32", seed=0)
-    scoring.micro_batch = 8
+    scoring = argparse.Namespace(model=TINY, device="cpu", dtype="float32", seed=0, micro_batch=8)
     prepare(scoring)
     for seed in args.seeds:
         for row in args.only:
-            name = cell_name(row, seed, args)
-            if name not in cells:
+            train.LoCoCo = generate.LoCoCo = OfficialLoCoCo if row == "official code" else LoCoCo
+            name = run_directory(row, seed, args).name
+            if name not in read(file):
                 print(name, file=sys.stderr)
-                cells[name] = score_cell(train_cell(row, seed, args), scoring)
-                file.write_text(json.dumps(cells, indent=1) + "\n")
-    print(table(cells, args))
+                cell = score_cell(train_cell(row, seed, args), scoring)
+                file.write_text(json.dumps(read(file) | {name: cell}, indent=1) + "\n")
+    print(table(read(file), args))
+
+
+def read(file: Path) -> dict[str, dict]:
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 if __name__ == "__main__":

@@ -49,11 +49,12 @@ def test_the_cache_holds_all_that_entered(gradients):
     for n, T in enumerate((3, 1, 1, 200, 90, 1, 700, 2, 1, 300, 5, 1, 400, *[1] * 100)):
         new_k, new_v = torch.randn(2, 2, 2, T, 8)
         with torch.set_grad_enabled(gradients[n % len(gradients)]):
-            cache.append(1, new_k, new_v)
+            cache.attend(1, new_k, new_k, new_v)
         k, v = torch.cat((k, new_k), dim=2), torch.cat((v, new_v), dim=2)
         assert torch.equal(cache.keys[1], k) and torch.equal(cache.values[1], v)
         if n in (4, 8):
-            k = cache.keys[1] = torch.randn(2, 2, 4, 8)
+            k, v = torch.randn(2, 2, 2, 4, 8)
+            cache.keys[1], cache.values[1] = k, v
         if n > 13:
             places.add(cache.keys[1].data_ptr())
     assert gradients != (False,) or len(places) == 1  # decoded tokens enter in place
@@ -86,7 +87,7 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(model):
     def run() -> list[torch.Tensor]:
         lococo.zero_grad()
         losses = []
-        for nats in segment_losses(model, TOKENS, lococo.cache(), segment=2, bptt=3):
+        for nats, _ in segment_losses(model, TOKENS, lococo.cache(), segment=2, bptt=3):
             nats.sum().backward()
             losses.append(nats.detach())
         return losses + [p.grad for p in lococo.trained().values()]

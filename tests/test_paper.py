@@ -95,7 +95,8 @@ def test_a_segments_loss_trains_the_compression_before_it(model, monkeypatch, bp
     the memory after four segments is held fixed; with bptt = 5 nothing is fixed."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # all in float64
     lococo, tokens = LoCoCo(model, settings_for("lococo", 8, 6, 40)).double(), TOKENS[:, :31]
-    losses = torch.cat(list(segment_losses(model, tokens, lococo.cache(), 6, bptt)), dim=1)
+    pieces = segment_losses(model, tokens, lococo.cache(), 6, bptt)
+    losses = torch.cat([nats for nats, _ in pieces], dim=1)
     losses[:, 24:].sum().backward()
 
     start = lococo.cache()
@@ -106,7 +107,8 @@ def test_a_segments_loss_trains_the_compression_before_it(model, monkeypatch, bp
     def loss():
         cache = lococo.cache()
         cache.keys, cache.values, cache.seen = [*start.keys], [*start.values], start.seen
-        return list(segment_losses(model, tokens[:, start.seen :], cache, 6))[-1].sum().item()
+        *_, (nats, _) = segment_losses(model, tokens[:, start.seen :], cache, 6)
+        return nats.sum().item()
 
     for compressor in lococo.compressors:
         weight, gradient = compressor.conv.weight.data.view(-1), compressor.conv.weight.grad
@@ -125,6 +127,6 @@ def test_what_backward_remembers_does_not_grow_with_the_text(model):
     lococo = LoCoCo(model, settings_for("lococo", 8, 6, 180))
     losses, loss, saved = segment_losses(model, TOKENS, lococo.cache(), 6), [], []
     for _ in range(30):
-        saved.append(sum(remembered(lambda: loss.append(next(losses))).values()))
+        saved.append(sum(remembered(lambda: loss.append(next(losses)[0])).values()))
         loss.pop().sum().backward()  # fails if its graph reaches back into the segment before
     assert max(saved) == saved[3] == saved[-1]

@@ -134,7 +134,7 @@ def losses_of(modules: dict[str, ModuleType]) -> torch.Tensor:
         changes = dict(normalise="softmax", positions="slots", kernel=3, lora_rank=0)
         torch.manual_seed(1)
         dropped_in = lococo.LoCoCo(llama, lococo.settings_for(method, 32, 8, 96, **changes))
-        for nats in lococo.segment_losses(llama, tokens, dropped_in.cache(), 8):
+        for nats, _ in lococo.segment_losses(llama, tokens, dropped_in.cache(), 8):
             losses.append(nats.sum().detach())
             if nats.requires_grad:
                 nats.sum().backward()

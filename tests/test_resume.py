@@ -57,10 +57,10 @@ def before_step(patch, n, then):
     """Something happens before the gradients of step n, counted from 1."""
     usual = train.gradients
 
-    def gradients(lococo, ids, args, step, done):
+    def gradients(lococo, draw, args, step, done):
         if step + 1 == n:
             then()
-        return usual(lococo, ids, args, step, done)
+        return usual(lococo, draw, args, step, done)
 
     patch.setattr(train, "gradients", gradients)
 
@@ -106,7 +106,7 @@ def test_a_killed_run_goes_on_from_its_last_whole_state(run, ends_well, tokenize
 
 def test_a_gradient_that_is_not_finite_ends_the_run(run, ends_well, monkeypatch):
     def poisoned(*args):
-        return (x * torch.nan for x in segment_losses(*args))
+        return ((x * torch.nan, right) for x, right in segment_losses(*args))
 
     with monkeypatch.context() as patch:
         before_step(patch, 3, lambda: patch.setattr(train, "segment_losses", poisoned))

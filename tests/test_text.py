@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import eval_ppl
-from eval_ppl import by_position, last_seen, long_documents, sequence, token_streams
+from eval_ppl import last_seen, long_documents, ranges, sequence, token_streams
 from model import UserError
 
 pytestmark = pytest.mark.usefixtures("own_folders")  # 60 files in text/, an empty cache/
@@ -117,7 +117,7 @@ def test_long_documents():
     assert long_documents(ids, 1, 6, 9).shape == long_documents(ids[:0], 1, 6, 9).shape == (0, 6)
 
 
-def test_last_seen_and_the_kinds_of_tokens():
+def test_last_seen():
     documents = torch.randint(4, (2, 600))
     ago = torch.zeros(2, 599, dtype=torch.int64)
     for row, ids in zip(ago, documents.tolist()):
@@ -125,12 +125,16 @@ def test_last_seen_and_the_kinds_of_tokens():
             same = (n for n in range(1, t - 1) if ids[t - n - 2 : t - n + 1] == ids[t - 2 : t + 1])
             row[t - 1] = next(same, 0)
     assert torch.equal(torch.stack([last_seen(document) for document in documents]), ago)
-    position = torch.arange(1, 600).expand(2, 599)
-    expected = {
-        "position to 256": position < 256, "position to 512": (position >= 256) & (position < 512),
-        "position to 600": position >= 512, "never seen before": ago == 0,
-        "last seen up to 100 ago": (ago > 0) & (ago <= 100), "last seen longer ago": ago > 100,
-    }  # fmt: skip
-    kinds = by_position(documents, 100)
-    assert list(kinds) == list(expected)
-    assert all(torch.equal(kinds[kind], expected[kind]) for kind in kinds)
+
+
+@pytest.mark.parametrize("L, reach, edges", [
+    (600, 100, [0, 100, 512, 600]), (1024, 512, [0, 512, 1024]), (90, 0, [0, 90]),
+    (40000, 800, [0, 800, 1024, 2048, 4096, 8192, 16384, 40000])])  # fmt: skip
+def test_ranges_of_distances(L, reach, edges):
+    """The last number of a range is in it. 0 is in none."""
+    n = torch.arange(L - 1).repeat(2, 1)
+    n[1, -2:] = torch.tensor([L - 1, L])
+    masks = ranges("what ", n, reach)
+    assert list(masks) == [f"what {a}-{b}" for a, b in zip(edges, edges[1:])]
+    for mask, a, b in zip(masks.values(), edges, edges[1:]):
+        assert n[mask].unique().tolist() == list(range(a + 1, b + 1))

@@ -3,9 +3,9 @@
     python tiny/pretrain.py --out runs/tiny     # 18 minutes on two cores
 
 A plain language model of this size makes little use of distant context, and without that no memory
-can be told from another. So its start contains a recall head (`init`), and half of what it reads
-asks for one: a quarter of the sequences repeat one of their own passages further on, a quarter are
-random tokens repeated. Held-out and choosing documents (eval_ppl.py, PARTS) are never seen.
+can be told from another. So its start contains a recall head (`init`), and five of eight sequences
+that it reads ask for one: facts, repeated passages, repeated random tokens (`recall_mixture`).
+Held-out and choosing documents and names of facts (eval_ppl.py, PARTS) are never seen.
 
 Writes Hugging Face's layout. A new base needs a new adapter, as one belongs to its base:
 `python train.py --model runs/tiny --recipe embedded`.
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import (  # noqa: E402
-    PARTS, find_files, long_documents, sequence, token_losses, token_streams,
+    PARTS, find_files, long_documents, sequence, tell, token_losses, token_streams,
 )  # fmt: skip
 from lococo import LoCoCo, settings_for  # noqa: E402
 from model import Llama, LlamaConfig, Tokenizer, hugging_face_name, rope, rotate  # noqa: E402
@@ -61,17 +61,20 @@ def train_tokenizer(out: Path) -> None:
     (out / "tokenizer.vocab").unlink()
 
 
-def recall_mixture(tokens: Tensor, rng: np.random.Generator) -> Tensor:
-    """Half of the sequences (L,) stay; a quarter repeat a passage of 32 to 256 tokens; a quarter
-    are random tokens that repeat, with a period of 8 to L/2 (log-uniform): only recall predicts
-    them."""
-    L, kind = len(tokens), rng.integers(4)
-    if kind == 2:
+def recall_mixture(tokens: Tensor, i: int, tokenizer: Tokenizer) -> Tensor:
+    """Of 8 sequences (L,) three stay, three have 1 to 16 facts written into them, one repeats a
+    passage of 32 to 256 tokens, and one is random tokens that repeat, with a period of 8 to L/2
+    (log-uniform): only recall predicts those."""
+    rng, L = np.random.default_rng((1, i)), len(tokens)
+    kind = rng.integers(8)
+    if kind in (3, 4, 5):
+        tokens, _ = tell(tokens, int(rng.integers(1, 17)), "training", 1, i, tokenizer)
+    if kind == 6:
         n = int(rng.integers(32, 257))
         source = int(rng.integers(0, L - 2 * n))
         target = int(rng.integers(source + n, L - n))
         tokens[target : target + n] = tokens[source : source + n]
-    if kind == 3:
+    if kind == 7:
         period = int(np.exp(rng.uniform(np.log(8), np.log(L // 2))))
         tokens = torch.from_numpy(np.resize(rng.integers(3, CONFIG.vocab_size, period), L))
     return tokens
@@ -125,7 +128,7 @@ def main() -> None:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--lr", type=float, default=2e-3)
     args = parser.parse_args()
@@ -149,10 +152,8 @@ def main() -> None:
     begun, seen = time.time(), 0
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=10)
     for step in bar:
-        rng, batch = np.random.default_rng((1, step)), []
-        for i in range(step * args.batch, (step + 1) * args.batch):
-            batch.append(recall_mixture(sequence(ids, L, 0, i), rng))
-        tokens = torch.stack(batch)
+        own = range(step * args.batch, (step + 1) * args.batch)
+        tokens = torch.stack([recall_mixture(sequence(ids, L, 0, i), i, tokenizer) for i in own])
         warm, done = min(1, (step + 1) / 50), step / args.steps
         for group in optimizer.param_groups:
             group["lr"] = args.lr * warm * (0.5 + 0.5 * math.cos(math.pi * done))
@@ -186,7 +187,7 @@ def figures(model: Llama, documents: Tensor) -> dict[str, float]:
 
     def perplexity(method: str, mem: int, segment: int) -> float:
         settings = settings_for(method, mem, segment, CONFIG.context, lora_rank=0)
-        losses, _ = token_losses(LoCoCo(model, settings), documents, args)
+        losses, _, _ = token_losses(LoCoCo(model, settings), documents, args)
         return math.exp(losses.double().mean())
 
     narrow = perplexity("streaming", 63, 1)  # and the token itself

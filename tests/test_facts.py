@@ -1,0 +1,92 @@
+"""Facts in a text: how they are told, and what --answer-weight trains on. How they are recalled is
+in test_programs.py."""
+
+import re
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import names_in
+
+import train
+from eval_ppl import PARTS, tell
+from lococo import LoCoCo, settings_for
+
+TEXT = "".join(f"def f{i}(x, y):\n    # one word\n\n    return {i} + x[y]\n" for i in range(200))
+
+
+@pytest.mark.parametrize("L, facts, seed, i", [(2048, 8, 0, 0), (1500, 1, 3, 7), (700, 40, 1, 2)])
+def test_facts_are_lines_of_their_own(tokenizer, L, facts, seed, i):
+    """The tokens are those that the tokenizer has for the text that is read."""
+    text = torch.tensor(tokenizer.encode(TEXT)[:L])
+    told, ago = tell(text, facts, "training", seed, i, tokenizer)
+    ids, written = told.tolist(), tokenizer.sp.decode(told.tolist())
+    assert len(ids) == len(ago) == L and tokenizer.encode(written) == ids
+    lines = written.splitlines(keepends=True)
+    assert TEXT.startswith("".join(line for line in lines if line[0] != "@"))
+    found = [line for line in lines[:-1] if line[0] == "@"]
+    assert all(re.fullmatch("@( [a-z]{3,}){2} = [a-z]{3,}\n", line) for line in found)
+    assert len(found) > len(set(found)) == len(names_in(told, tokenizer)) == facts
+    for t, n in enumerate(ago.tolist()):
+        line = tokenizer.sp.id_to_piece(ids[max(0, t - 4) : t])
+        asked = len(line) == 4 and line[0] == "@"  # "@", a name of two words and "="
+        earlier = [m for m in range(4, t) if asked and ids[m - 4 : m] == ids[t - 4 : t]]
+        assert n == (t - earlier[-1] if earlier else 0)
+
+
+def test_what_is_told_depends_on_the_text_the_seed_and_the_number(tokenizer):
+    text = torch.tensor(tokenizer.encode(TEXT)[:900])
+    before, (told, ago) = text.clone(), tell(text, 8, "training", 5, 2, tokenizer)
+    for seed, i, alike in ((5, 2, True), (5, 3, False), (6, 2, False)):
+        np.random.seed(i)
+        again, ago_again = tell(text, 8, "training", seed, i, tokenizer)
+        assert torch.equal(told, again) == torch.equal(ago, ago_again) == alike
+    assert torch.equal(text, before)
+    for facts, unchanged in ((0, text), (40, text[text != tokenizer.encode("x\n")[-1]])):
+        told, ago = tell(unchanged, facts, "training", 5, 2, tokenizer)
+        assert torch.equal(told, unchanged) and not ago.any()
+
+
+def test_when_facts_are_told_and_by_which_names(tokenizer):
+    """Into empty lines: first anywhere in their first half, then after gaps of 64 to L. Of those up
+    to L / 2, none of which is cut off, half are below 256. Each part has its own names."""
+    *_, line_break, at = tokenizer.encode("x\n@")
+    empty, firsts, gaps, names = torch.full((2048,), line_break), [], [], []
+    for i in range(300):
+        told, _ = tell(empty, 1, "training", 0, i, tokenizer)
+        first, *others = (told == at).nonzero()[:, 0].tolist()
+        firsts.append(first)
+        gaps += [n - first for n in others[:1] if n - first <= 1024]
+    assert max(firsts) <= 1025 and 0.4 < np.mean(np.less(firsts, 512)) < 0.6
+    assert min(gaps) >= 63 and 0.4 < np.mean(np.less(gaps, 256)) < 0.6
+    for part in PARTS:
+        drawn = [names_in(tell(empty, 90, part, i, i, tokenizer)[0], tokenizer) for i in range(8)]
+        names.append(set.union(*drawn))
+    assert sum(map(len, names)) == len(set.union(*names)) and min(map(len, names)) > 500
+
+
+@pytest.mark.parametrize("weight, told", [(7.5, 1), (1.0, 1), (7.5, 0)])
+def test_the_weight_of_answers(model, monkeypatch, weight, told):
+    """A step's loss and gradient, in float64, are those of a sum of single nats."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    lococo = LoCoCo(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2)).double()
+    tokens, ago = torch.randint(3, 64, (4, 41)), torch.zeros(4, 41, dtype=torch.int64)
+    ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (4, 5))
+    args = Namespace(batch=2, micro_batch=1, seq=41, segment=6, bptt=2, answer_weight=weight)
+    args.device, args.dtype = "cpu", torch.float32  # no autocast
+    loss = train.gradients(lococo, lambda i: (tokens[i], ago[i]), args, step=1)
+    found, total = [p.grad.clone() for p in lococo.trained().values()], 0.0
+    for n in (2, 3):  # the sequences of the second step
+        cache = lococo.cache()
+        for start, segment in zip(range(0, 40, 6), tokens[n : n + 1, :40].split(6, dim=1)):
+            p = model(segment, cache)[0].softmax(dim=-1)
+            for t, row in enumerate(p, start=start + 1):
+                factor = weight if ago[n, t] > 0 else 1.0
+                total -= factor * row[tokens[n, t]].log() / 80
+            if start % 12 == 6:  # gradients reach back over two segments
+                cache.detach()
+    lococo.zero_grad()
+    total.backward()
+    assert loss == pytest.approx(total.item(), rel=1e-9)
+    assert all(torch.allclose(a, p.grad) for a, p in zip(found, lococo.trained().values()))
