@@ -28,10 +28,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from generate import (
-    TINY, Parser, load_adapter, load_base, precision, prepare, read_file,
-    run_program, untrained, write_file,
-)  # fmt: skip
+from generate import TINY, Parser, load_adapter, load_base, precision, prepare, read_file
+from generate import run_program, untrained, write_file
 from lococo import METHODS, LoCoCo, Settings, segment_losses
 from model import DAMAGED, Tokenizer, UserError
 

@@ -227,15 +227,13 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
 # --- Decoding ------------------------------------------------------------------------------------
 
 
-def sample(logits: Tensor, temperature: float, top_p: float) -> int:
+def sample(logits: Tensor, temperature: float) -> int:
     """One token id from logits (V,); temperature 0 takes the likeliest."""
     if not logits.isfinite().all():
         raise UserError("the logits are not finite: the weights or the adapter have NaN or inf")
     if temperature == 0:
         return int(logits.argmax())
-    p, ids = torch.softmax(logits.double() / temperature, dim=-1).sort(descending=True)
-    p[p.cumsum(0) - p >= top_p] = 0  # the fewest tokens that together reach top_p
-    return int(ids[torch.multinomial(p, 1)])
+    return int(torch.softmax(logits.double() / temperature, dim=-1).multinomial(1))
 
 
 @torch.no_grad()
@@ -244,7 +242,7 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
     """Token ids that follow what the cache has read, given the logits (1, V) after it."""
     for _ in range(args.max_new_tokens):
         # A padded vocabulary has ids that the tokenizer does not know.
-        token = sample(logits[0, : tokenizer.vocab_size], args.temperature, args.top_p)
+        token = sample(logits[0, : tokenizer.vocab_size], args.temperature)
         if token == tokenizer.eos:
             return
         yield token
@@ -309,7 +307,7 @@ def read_prompt(name: str) -> str:
     if not data:
         raise UserError(f"--prompt {name}: there is no text in it")
     try:
-        return data.decode("utf-8")
+        return data.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"--prompt {name}: not UTF-8 text (byte {error.start})") from None
 
@@ -326,7 +324,6 @@ def parse() -> argparse.Namespace:
         help="print what the slots hold, and end")  # fmt: skip
     add("--max-new-tokens", type=int, default=200)
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
-    add("--top-p", type=float, default=0.95)
     args = parser.parse_args()
     parser.refuse_counts(args)
     if args.method and args.adapter:
@@ -368,7 +365,7 @@ def main() -> None:
         print(f"warning: {len(ids):,} tokens, trained for {settings.length:,}", file=sys.stderr)
     with precision(args):
         logits = prefill(model, torch.tensor([ids], device=args.device), cache, settings.segment)
-        sample(logits[0], 0, 1)  # only to wait for the GPU and to refuse NaN
+        sample(logits[0], 0)  # only to wait for the GPU and to refuse NaN
         read = time.time()
         if args.save_memory:
             save_memory(args.save_memory, cache, owner)

@@ -4,8 +4,7 @@ In the order of the paper (arXiv 2406.05317), with its equation numbers: what a 
 compressor (section 3.2.1), the memory and the segment loop (algorithm 2), position interpolation,
 LoRA. Letters as in model.py. The paper's W of (6) is called logits here; w are its rows after (7).
 
-Where the paper and its code (VITA-Group/LoCoCo) differ, this follows the paper. The code takes a
-softmax of the ReLU instead of (7) and blends w with one-hot rows: see tests/official_code.py.
+Where the paper and its code differ, this follows the paper; the code is in tests/official_code.py.
 Compression waits until a segment needs the room, also while decoding, where the paper compresses
 at every token: that would cost many times the model itself.
 """
@@ -30,9 +29,7 @@ METHODS = {
     "lococo": lambda M: dict(merged=M),
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
-    "lococo+window": lambda M: dict(
-        sinks=4, merged=M // 2, recent=M - M // 2 - 4, positions="slots"
-    ),
+    "lococo+window": lambda M: dict(sinks=4, merged=M // 2, recent=M // 2 - 4, positions="slots"),
 }
 COUNTS = ("sinks", "heavy", "merged", "recent")
 POSITIONS = ("interpolated", "original", "slots")  # see `interpolation`
@@ -71,8 +68,7 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     if row and fills not in given:
         counts[fills] += mem - sum(counts.values())
     total = sum(counts.values())
-    room = mem if row else 0
-    if min(counts.values()) < 0 or total > room or (row and total == 0):
+    if min(counts.values()) < 0 or total > (mem if row else 0) or (row and total == 0):
         raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
     if fills == "merged" and counts["merged"] == 0:
         raise UserError(f"--method {method} --mem {mem}: no slot is left to merge into")
@@ -89,10 +85,9 @@ class Compressor(nn.Module):
     All heads of a layer share them: 2D * slots * kernel weights, 22.0 M in the 32 layers of Llama-2
     7B with 128 slots and 21 taps.
 
-    "sum" is the paper's form; "softmax" is for a memory of facts. There a first filter, added to
-    all others, learns what is worth a slot, and the others which slot takes it. Entries that are
-    slots already have filters of one tap: their neighbours here are not their neighbours in the
-    text."""
+    "sum" is the paper's form. "softmax" remembers facts: a first filter, added to all the others,
+    learns what is worth a slot, the others which slot takes it. What a slot held before has filters
+    of one tap, because its neighbours here are not its neighbours in the text."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str):
         super().__init__()
@@ -100,12 +95,11 @@ class Compressor(nn.Module):
         filters = slots if normalise == "sum" else 1 + slots
         self.conv = nn.Conv1d(2 * head_dim, filters, kernel, padding=kernel // 2)  # the paper's g
         nn.init.normal_(self.conv.weight)  # as the official code starts
-        if normalise == "softmax":  # starts with single entries, each slot with others
+        if normalise == "softmax":  # each slot starts by taking some entries, whatever is near
             self.held = nn.Conv1d(2 * head_dim, filters, 1)
             nn.init.normal_(self.held.weight)
-            with torch.no_grad():
-                self.conv.weight[:, :, torch.arange(kernel) != kernel // 2] *= 0.02
-                self.conv.weight[0] = self.held.weight[0] = 0.0
+            self.conv.weight.data[:, :, torch.arange(kernel) != kernel // 2] *= 0.02
+            self.conv.weight.data[0] = self.held.weight.data[0] = 0.0
 
     def forward(self, k: Tensor, v: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S), whose
@@ -197,7 +191,7 @@ class Memory(KVCache):
         v_front, v_rest, v_recent = v.split((front, rest, s.recent), dim=2)
         if s.merged:
             # Once compressed, the cache is [front | merged slots | recent slots | segment].
-            held = (front <= order) & (order < front + s.merged) & (S < self.seen)
+            held = (order < front + s.merged) & (S < self.seen)
             held = held[:, :, front : front + rest]
             k_new, v_new, w = self.compressors[layer](k_rest, v_rest, held)
         else:
@@ -245,11 +239,10 @@ class Memory(KVCache):
 def segment_losses(
     model: Llama, tokens: Tensor, cache: KVCache, segment: int, bptt: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each token of (B, L) after the first its nats, and whether it was the likeliest one, both
-    (B, <= bptt * segment) at a time.
-    Call backward before asking for the next: the graph reaches back over `bptt` segments (in the
-    official code one), so training memory does not grow with L. The last target of a segment is the
-    first token of the next."""
+    """Nats of each token of (B, L) after the first, and whether it was the likeliest one, both
+    (B, <= bptt * segment) at a time. Call backward before asking for the next: the graph reaches
+    back over `bptt` segments (in the official code one), so training memory does not grow with L.
+    The last target of a segment is the first token of the next."""
     inputs = tokens[:, :-1].split(segment, dim=1)
     targets = tokens[:, 1:].split(segment, dim=1)
     losses, right = [], []

@@ -164,10 +164,9 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Equation (2), rotated: x (B, T, dim) -> q (B, H, T, D), k and v (B, G, T, D)."""
-        B, T, _ = x.shape
-        q = self.wq(x).view(B, T, self.H, self.D).transpose(1, 2)
-        k = self.wk(x).view(B, T, self.G, self.D).transpose(1, 2)
-        v = self.wv(x).view(B, T, self.G, self.D).transpose(1, 2)
+        q = self.wq(x).unflatten(2, (self.H, self.D)).transpose(1, 2)
+        k = self.wk(x).unflatten(2, (self.G, self.D)).transpose(1, 2)
+        v = self.wv(x).unflatten(2, (self.G, self.D)).transpose(1, 2)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
@@ -292,8 +291,6 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 def meta_config(file: Path) -> LlamaConfig:
     params = json.loads(file.read_text())
-    if params.get("use_scaled_rope"):  # Llama 3.1
-        raise ValueError("use_scaled_rope is not implemented")
     hidden = int(2 * 4 * params["dim"] / 3) * (params.get("ffn_dim_multiplier") or 1)
     multiples = math.ceil(int(hidden) / params["multiple_of"])
     vocab_size = params.get("vocab_size", -1)  # -1 stands for the tokenizer's

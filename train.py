@@ -18,13 +18,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval_ppl import (
-    long_documents, ranges, sequence, tell, tell_all, token_losses, token_streams,
-)  # fmt: skip
-from generate import (
-    HERE, TINY, Parser, checksum, described, load_base, method_flags, precision,
-    prepare, read_file, run_program, write_file,
-)  # fmt: skip
+from eval_ppl import long_documents, ranges, sequence, tell, tell_all, token_losses, token_streams
+from generate import HERE, TINY, Parser, checksum, described, load_base, method_flags, precision
+from generate import prepare, read_file, run_program, write_file
 from lococo import COUNTS, METHODS, LoCoCo, segment_losses, settings_for
 from model import UserError, recompute
 
@@ -35,7 +31,7 @@ RECIPES = {
     "embedded": dict(
         method="lococo+window", mem=128, seq=2048, kernel=5, normalise="softmax", lora_rank=8,
         lr=2e-3, conv_lr=1.5e-2, steps=400, batch=None, micro_batch=2, bptt=4, save_every=10,
-        facts=8, answer_weight=20.0, score_documents=64,
+        facts=8, answer_weight=20.0, score_documents=32,
     ),
     "paper": dict(  # section 4.1
         method="lococo", mem=512, seq=8192, kernel=21, normalise="sum", lora_rank=8,
@@ -50,9 +46,9 @@ RECIPES = {
 
 def gradients(lococo: LoCoCo, draw: Callable, args: argparse.Namespace, step: int,
               done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
-    """Add the gradient of the step's mean loss to p.grad of all that trains; return that loss.
-    draw(i) is training sequence i, as `tell` returns it; the word of a fact told before counts
-    --answer-weight times. done(n) is told of every n tokens."""
+    """Add the gradient of the step's mean loss to p.grad; return that loss. draw(i) is training
+    sequence i, as `tell` returns it: the word of a fact told before counts --answer-weight times.
+    done(n) is told of every n tokens."""
     total, scored = 0.0, args.batch * (args.seq - 1)
     own = range(step * args.batch, (step + 1) * args.batch)
     for n in range(0, args.batch, args.micro_batch):
@@ -140,13 +136,6 @@ def restore_state(lococo: LoCoCo, optimizer: torch.optim.AdamW, tensors: dict[st
                 optimizer.state[p][key] = tensors[f"{key} {name}"].to(device, copy=True)
 
 
-MAY_CHANGE = ("micro_batch", "save_every", "recompute", "device", "resume", "out")
-
-
-def plain(args: argparse.Namespace) -> dict:
-    return json.loads(json.dumps(vars(args), default=str))
-
-
 def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
     """The arguments, and the state to resume from: its tensors (None at a start), its `about`."""
     parser = Parser(__doc__)
@@ -174,6 +163,8 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
     args = parser.parse_args()
     if args.resume:
         tensors, about = read_file(args.resume / "state.safetensors")
+        if about["args"].keys() != vars(args).keys():
+            parser.error(f"--resume {args.resume}: made by another version of this program")
         parser.set_defaults(**about["args"])
     else:
         if args.out and args.out.exists() and any(args.out.iterdir()):
@@ -181,17 +172,13 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
         recipe = args.recipe or ("embedded" if args.model.resolve() == TINY else "paper")
         parser.set_defaults(recipe=recipe, **RECIPES[recipe])
         tensors, about = None, {"step": 0, "scores": {}}
-    args = parser.parse_args()  # again: the command line wins over the recipe or the stored run
+    args = parser.parse_args()  # again: a flag wins over the recipe or the stored run
     args.segment = args.segment or args.mem
     args.batch = args.batch or max(1, 4096 // args.seq)
     args.model, args.data = args.model.resolve(), [Path(data).resolve() for data in args.data]
-    if args.resume and about["args"].keys() != plain(args).keys():
-        parser.error(f"--resume {args.resume}: made by another version of this program")
-    for name, own in about.get("args", {}).items():  # just a few may be given anew
-        if name not in MAY_CHANGE and plain(args)[name] != own:
-            parser.error(f"--{name.replace('_', '-')}: {args.resume} goes on with {own}")
     args.out = args.resume or args.out
-    return args, tensors, {"args": plain(args)} | about
+    about["args"] = json.loads(json.dumps(vars(args), default=str))
+    return args, tensors, about
 
 
 def main() -> None:
@@ -252,7 +239,7 @@ def main() -> None:
     owner = described(lococo) | {"text": checksum({"ids": torch.from_numpy(ids)}, "")}
     if tensors:
         if {key: about[key] for key in owner} != owner:
-            raise UserError(f"--resume {args.out}: the model or the text has changed since")
+            raise UserError(f"--resume {args.out}: the model, the text or the method differs")
         restore_state(lococo, optimizer, tensors)
     else:
         score(f"{args.method}, before training", lococo)

@@ -1,14 +1,16 @@
-"""Shared by the tests: a small random model, Llama-2 written a second time, in float64, and what
-a model with a memory reads and writes, computed by hand."""
+"""Shared by the tests: a small random model, Llama-2 written a second time, in float64, what a
+model with a memory reads and writes, computed by hand, and programs that are run by a line."""
 
+import io
 import re
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 import eval_ppl
-from generate import TINY
+from generate import TINY, run_program
 from model import Llama, LlamaConfig, Tokenizer
 
 
@@ -40,6 +42,23 @@ def own_folders(tmp_path, monkeypatch):
     for i in range(60):  # enough names that every part has some
         lines = (f"def f{i}_{j}(x):\n    return x + {j}\n" for j in range(20))
         (folder / f"{i}.py").write_text("".join(lines))
+
+
+@pytest.fixture
+def run(own_folders, monkeypatch, capsys):
+    """Run a program with a command line; returns (exit code, stdout, stderr)."""
+
+    def call(program, words, stdin=b""):
+        words = [word.strip("'") for word in words.split()]
+        monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", "--device", "cpu", *words])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        try:
+            run_program(program.main)
+        except SystemExit as stop:
+            return stop.code, *capsys.readouterr()
+        return 0, *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture(scope="session")

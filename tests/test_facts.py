@@ -66,6 +66,17 @@ def test_when_facts_are_told_and_by_which_names(tokenizer):
     assert sum(map(len, names)) == len(set.union(*names)) and min(map(len, names)) > 500
 
 
+@pytest.mark.parametrize("L", [7, 40, 63, 300])
+def test_a_short_text_and_more_facts_than_fit(tokenizer, L):
+    """One for each six tokens, once: the next telling would be 64 tokens later."""
+    *_, line_break, at = tokenizer.encode("x\n@")
+    empty = torch.full((L,), line_break)
+    fit, ago = tell(empty, L // 6, "training", 1, 2, tokenizer)
+    assert torch.equal(tell(empty, 3000, "training", 1, 2, tokenizer)[0], fit)
+    assert len(fit) == len(ago) == L and at in fit
+    assert L == 300 or not ago.any()
+
+
 @pytest.mark.parametrize("weight, told", [(7.5, 1), (1.0, 1), (7.5, 0)])
 def test_the_weight_of_answers(model, monkeypatch, weight, told):
     """A step's loss and gradient, in float64, are those of a sum of single nats."""

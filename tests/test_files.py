@@ -1,7 +1,6 @@
 """generate.py's files: what is read is what was written, and everything else is refused."""
 
 import copy
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from generate import (
     checksum, described, load_adapter, load_memory, read_file, save_memory, write_file,
 )  # fmt: skip
 from lococo import LoCoCo, prefill, settings_for
-from model import UserError, load_llama
+from model import UserError
 
 TENSORS = {
     "a.b": torch.randn(3, 5), "steps": torch.tensor(7.0), "none": torch.empty(0, 3),
@@ -21,7 +20,8 @@ TENSORS = {
     "ids": torch.from_numpy(np.arange(65530, 65536).astype(np.uint16)),
     "no ids": torch.from_numpy(np.empty(0, np.uint16)), "every other": torch.arange(9)[::2],
 }  # fmt: skip
-ADAPTED = dict(method="lococo", mem=8, segment=8, length=64, kernel=3, lora_rank=2)
+ADAPTED = dict(method="lococo", mem=8, segment=8, length=64, kernel=3, lora_rank=2,
+               normalise="softmax")  # fmt: skip
 TOKENS, LORA_A = torch.arange(60)[None], "model.layers.0.attention.wq.lora_a"
 
 
@@ -142,22 +142,3 @@ def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, read):
     logits = [prefill(model, TOKENS[:, read:], cache, 8) for cache in (usual, saved, loaded)]
     assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
     assert loaded.seen == 60 and loaded.held == usual.held
-
-
-def test_a_memory_of_another_adapter_method_or_dtype_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("def f(x):\n    return x\n" * 9)
-    settings = settings_for("lococo", 8, 8, 1024, lora_rank=0)
-    for run in ("a", "b"):
-        save_adapter(LoCoCo(load_llama(generate.TINY), settings), tmp_path / run)
-
-    def program(*flags: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["generate.py", "--prompt", "text", *flags])
-        generate.main()
-
-    program("--adapter", "a", "--save-memory", "memory")
-    program("--adapter", "a", "--load-memory", "memory", "--max-new-tokens", "1")
-    for other in (["--adapter", "b"], ["--adapter", "a", "--dtype", "bfloat16"],
-                  ["--method", "streaming", "--mem", "8"]):  # fmt: skip
-        sentence = refusal(program, *other, "--load-memory", "memory")
-        assert sentence == "memory: made with another model, adapter, method or --dtype"

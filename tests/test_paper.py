@@ -13,20 +13,28 @@ from model import KVCache
 TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(1))
 
 
-def weights_by_loop(compressor, k, v):
-    """(6) and (7) for one head, k and v (S, D) -> W (slots, S), in float64."""
-    entries = torch.cat((k, v), dim=1).double()
-    g, bias = compressor.conv.weight.double(), compressor.conv.bias.double()
-    (slots, _, kernel), S = g.shape, len(entries)
+def weights_by_loop(compressor, slots, k, v, held):
+    """(6) and (7) for one head, k and v (S, D), held (S,) -> W (slots, S), in float64."""
+    entries, S = torch.cat((k, v), dim=1).double(), len(k)
     W = torch.zeros(slots, S, dtype=torch.float64)
+
+    def logit(i, j):
+        """Of filter i at entry j."""
+        if compressor.normalise == "softmax" and held[j]:
+            return compressor.held.weight[i, :, 0].double() @ entries[j] + compressor.held.bias[i]
+        g, total = compressor.conv.weight.double(), compressor.conv.bias[i].double()
+        for tap in range(g.shape[2]):
+            neighbour = j + tap - g.shape[2] // 2
+            if 0 <= neighbour < S:  # beyond the ends are zeros
+                total = total + g[i, :, tap] @ entries[neighbour]  # (6)
+        return total
+
     for i in range(slots):
         for j in range(S):
-            logit = bias[i]
-            for tap in range(kernel):
-                neighbour = j + tap - kernel // 2
-                if 0 <= neighbour < S:  # beyond the ends are zeros
-                    logit = logit + g[i, :, tap] @ entries[neighbour]  # (6)
-            W[i, j] = logit.clamp(min=0) if compressor.normalise == "sum" else logit.exp()
+            if compressor.normalise == "sum":
+                W[i, j] = logit(i, j).clamp(min=0)
+            else:  # filter 0 is added to all others, three times
+                W[i, j] = (3 * logit(0, j) + logit(1 + i, j)).exp()
         W[i] = W[i] / W[i].sum() if W[i].any() else 1 / S  # (7)
     return W.detach()
 
@@ -36,12 +44,14 @@ def weights_by_loop(compressor, k, v):
 def test_compressor_equals_a_loop_over_the_equations(normalise, kernel):
     torch.manual_seed(0)
     compressor = Compressor(4, 5, kernel, normalise)
-    k, v = torch.randn(2, 3, 12, 4), torch.randn(2, 3, 12, 4)  # (B, G, S, D)
-    k_new, v_new, w = compressor(k, v)
+    for p in compressor.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    k, v, held = torch.randn(2, 3, 12, 4), torch.randn(2, 3, 12, 4), torch.rand(2, 3, 12) < 0.4
+    k_new, v_new, w = compressor(k, v, held)  # (B, G, slots, D)
     assert torch.allclose(w.sum(dim=-1), torch.ones(2, 3, 5)) and (w >= 0).all()
     for b in range(2):
         for head in range(3):
-            W = weights_by_loop(compressor, k[b, head], v[b, head])
+            W = weights_by_loop(compressor, 5, k[b, head], v[b, head], held[b, head])
             assert torch.allclose(w[b, head].double(), W, atol=1e-5)
             for i in range(5):
                 for new, old in ((k_new, k), (v_new, v)):  # (4) and (5)
@@ -52,7 +62,20 @@ def test_compressor_equals_a_loop_over_the_equations(normalise, kernel):
 def test_the_papers_number_of_weights():
     """22.0 M for M = 128 in the 32 layers of Llama-2 7B, whose heads have 128 channels."""
     compressor = Compressor(head_dim=128, slots=128, kernel=21, normalise="sum")
-    assert 32 * compressor.conv.weight.numel() == 22_020_096
+    weights = [p for name, p in compressor.named_parameters() if "bias" not in name]
+    assert 32 * sum(p.numel() for p in weights) == 22_020_096
+
+
+def test_how_a_softmax_starts():
+    """Each slot takes few entries, other slots other entries, whatever their neighbours are."""
+    torch.manual_seed(0)
+    compressor, order = Compressor(64, 16, 5, "softmax"), torch.randperm(99)
+    k, v = torch.randn(2, 1, 1, 99, 64)
+    for held in (torch.zeros(1, 1, 99).bool(), torch.ones(1, 1, 99).bool()):
+        w = compressor(k, v, held)[2][0, 0]
+        assert w.amax(dim=1).mean() > 0.5 and len(w.argmax(dim=1).unique()) > 12
+        elsewhere = compressor(k[:, :, order], v[:, :, order], held)[2][0, 0]
+        assert (elsewhere - w[:, order]).abs().sum(dim=1).mean() < 0.3
 
 
 @pytest.mark.parametrize("sizes", [[1] * 40, [6] * 6, [5, 1, 6, 3, 6, 6, 2, 6, 5]])

@@ -1,6 +1,5 @@
 """generate.py, eval_ppl.py and train.py as a user runs them: what they print, write and refuse."""
 
-import io
 import math
 import os
 import re
@@ -46,10 +45,13 @@ def stock(tmp_path_factory):
     lococo, folder = LoCoCo(load_llama(TINY), MIXED), tmp_path_factory.mktemp("stock")
     tensors = {n: p + 0.02 * torch.randn_like(p) for n, p in lococo.trained().items()}
     bad = {n: t * math.nan for n, t in tensors.items()}
-    for name, content in (("adapter", tensors), ("nan", bad), ("old", bad), ("damaged", tensors)):
+    own = described(lococo)
+    newer = own | {"settings": own["settings"] | {"colour": 1}}
+    for name, content, about in (("adapter", tensors, own), ("nan", bad, own), ("old", bad, own),
+                                 ("newer", tensors, newer), ("damaged", tensors, own)):
         (folder / name).mkdir()
         file = folder / name / "adapter.safetensors"
-        write_file(file, content, **described(lococo))
+        write_file(file, content, **about)
     file.write_bytes(file.read_bytes()[:-9] + b"\x99" * 9)
     save_file(tensors, folder / "old" / "adapter.safetensors", {"lococo": "{}"})
     for name, factor in (("other-base", 1.1), ("nan-base", math.nan)):
@@ -62,22 +64,9 @@ def stock(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def run(own_folders, stock, monkeypatch, capsys):
-    """Run a program with a command line; returns (exit code, stdout, stderr)."""
+def stock_at_hand(own_folders, stock):
     for thing in stock.iterdir():
         Path(thing.name).symlink_to(thing)
-
-    def call(program, words, stdin=b""):
-        words = [word.strip("'") for word in words.split()]
-        monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", "--device", "cpu", *words])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        try:
-            generate.run_program(program.main)
-        except SystemExit as stop:
-            return stop.code, *capsys.readouterr()
-        return 0, *capsys.readouterr()
-
-    return call
 
 
 @pytest.mark.parametrize("words", [*METHODS, "lococo --lora-rank 0", "lococo --dtype bfloat16"])
@@ -118,6 +107,8 @@ def test_recipes(monkeypatch):
                  answer_weight=1.0)  # fmt: skip
     assert parsed("--model other").items() >= paper.items() <= parsed("--recipe paper").items()
     assert parsed("--model other --recipe embedded")["recipe"] == parsed("")["recipe"] == "embedded"
+    batches = [parsed(words)["batch"] for words in ("", "--seq 1000", "--seq 9999", "--batch 7")]
+    assert batches == [4096 // 2048, 4, 1, 7]
     given = dict(kernel=3, segment=7, lr=0.5, method="h2o").items()
     assert parsed("--kernel 3 --segment 7 --lr 0.5 --method h2o").items() >= given
 
@@ -132,9 +123,10 @@ def test_a_text_that_is_all_held_out_is_trained_on_and_not_scored(run):
 
 
 def test_the_table_and_the_kinds_of_tokens(run, tokenizer):
-    """The counts that are given are those of the methods: they do not concern the full cache."""
+    """The counts that are given are those of the methods: they do not concern the full cache. A
+    length is scored once."""
     words = "--method streaming h2o --mem 16 --sinks 4 --data text --part training --documents 3"
-    code, out, err = run(eval_ppl, f"adapter {words} --lengths 64 300 --by-position")
+    code, out, err = run(eval_ppl, f"adapter {words} --lengths 64 300 64 --by-position")
     assert code == 0 and "documents (training): 3 of 64 tokens, 3 of 300 tokens" in out, err
     settings = {"base, full": FULL, "base, streaming": WINDOW, "base, h2o": H2O}
     lococos = {name: LoCoCo(load_llama(TINY), s) for name, s in settings.items()}
@@ -241,14 +233,14 @@ def test_greedy_text_figures_and_a_saved_memory(run, tokenizer, words):
         assert (code, out, err.count("\n")) == (2, "", 1) and sentence in err, err
 
 
-@pytest.mark.parametrize("temperature, top_p, expected", [
-    (0, 0.01, [0, 1, 0, 0]), (1, 0.6, [0, 1, 0, 0]), (1, 0.99, [0.04, 0.64, 0.16, 0.16]),
-    (2, 0.8, [0, 0.5, 0.25, 0.25]),  # their roots are 0.2, 0.8, 0.4 and 0.4; the sum is 1.8
-    (2, 1, [1 / 9, 4 / 9, 2 / 9, 2 / 9])])  # fmt: skip
-def test_sampling_takes_the_fewest_tokens_that_reach_top_p(temperature, top_p, expected):
+@pytest.mark.parametrize("temperature, expected", [
+    (0, [0, 1, 0, 0]), (1, [0.04, 0.64, 0.16, 0.16]),
+    (2, [1 / 9, 4 / 9, 2 / 9, 2 / 9]),  # their roots are 0.2, 0.8, 0.4 and 0.4; the sum is 1.8
+])  # fmt: skip
+def test_sampling_at_a_temperature(temperature, expected):
     torch.manual_seed(0)
     logits = torch.tensor([0.04, 0.64, 0.16, 0.16]).log() + 3
-    drawn = [sample(logits, temperature, top_p) for _ in range(2000)]
+    drawn = [sample(logits, temperature) for _ in range(2000)]
     shares = np.bincount(drawn, minlength=4) / 2000
     assert np.allclose(shares, expected, atol=0.04) and not shares[np.equal(expected, 0)].any()
 
@@ -270,7 +262,7 @@ def test_decoding_never_draws_padding_and_ends_at_the_end_of_the_text(tokenizer,
         logits[n, ..., token] = 50
     logits[..., 2048:] = 99
     model = Mock(side_effect=list(logits[1:]))
-    args = Mock(device="cpu", max_new_tokens=9, temperature=temperature, top_p=1)
+    args = Mock(device="cpu", max_new_tokens=9, temperature=temperature)
     assert list(decode(model, tokenizer, logits[0, 0], None, args)) == [5, 7]
     assert [call.args[0].tolist() for call in model.call_args_list] == [[[5]], [[7]]]
 
@@ -303,9 +295,10 @@ MISTAKES = [
 ]  # fmt: skip
 NUMBERS = {train: "seq kernel lora-rank lr conv-lr steps batch micro-batch bptt save-every facts "
            "answer-weight",
-           generate: "max-new-tokens temperature top-p",
+           generate: "max-new-tokens temperature",
            eval_ppl: "lengths documents micro-batch"}  # fmt: skip
-BAD = [(generate, "", "required: --prompt"), (eval_ppl, "--data text --mem 16", "with --method")]
+BAD = [(generate, "", "required: --prompt"), (eval_ppl, "--data text --mem 16", "with --method"),
+       (eval_ppl, "newer --recall --data text --lengths 64", "newer/adapter.safetensors: made by")]
 for program, line, mistakes in MISTAKES:
     parts = [mistake.partition(" | ") for mistake in mistakes.split(";")]
     BAD += [(program, f"{line} {words}", sentence or words.strip()) for words, _, sentence in parts]

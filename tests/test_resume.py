@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save
 
 import eval_ppl
 import train
-from generate import HERE, TINY, read_file, run_program
+from generate import HERE, TINY, read_file, write_file
 from lococo import segment_losses
 
 SMALL = "--data text --mem 16 --seq 64 --batch 2 --micro-batch 1 --device cpu --score-documents 1"
@@ -23,19 +24,9 @@ STATE = Path("run/state.safetensors")
 
 
 @pytest.fixture(autouse=True)
-def run(own_folders, monkeypatch, capsys):
-    """Run train.py with a command line; returns (exit code, stdout, stderr)."""
+def run(run):
     torch.set_num_threads(1)  # as in the process below: the order of a sum is in its last bits
-
-    def call(words):
-        monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
-        try:
-            run_program(train.main)
-        except SystemExit as stop:
-            return stop.code, *capsys.readouterr()
-        return 0, *capsys.readouterr()
-
-    return call
+    return partial(run, train)
 
 
 @pytest.fixture
@@ -118,21 +109,25 @@ def test_a_gradient_that_is_not_finite_ends_the_run(run, ends_well, monkeypatch)
 
 
 def test_what_a_resumed_run_takes_and_refuses(run, monkeypatch):
-    """Its own arguments, and the few of MAY_CHANGE; nothing that has changed or is damaged."""
+    """Its own arguments, where none is given; nothing that has changed or is damaged."""
     shutil.copytree(TINY, "base", ignore=shutil.ignore_patterns("adapter*"))
     before_step(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
     assert run(f"{RUN} 9 --model base")[0] == 130
-    for words in ("--mem 32", "--steps 9", "--method h2o", "--data base", "--seed 1", "--seq 65",
-                  "--conv-lr 0.5", "--lora-rank 0", "--micro-batch -1", "--save-every 0"):
+    changed = "--resume run: the model, the text or the method differs"
+    for words, sentence in (("--save-every 0", "--save-every 0"), ("--mem 32", changed),
+                            ("--method h2o", changed), ("--lora-rank 0", changed)):
         code, _, err = run(f"--resume run {words}")
-        assert code == 2 and err.startswith(f"train.py: {words.split()[0]}"), err
+        assert code == 2 and err.startswith(f"train.py: {sentence}"), err
     base, text, state = Path("base/model.safetensors"), Path("text/0.py"), STATE.read_bytes()
     other_base = save({name: w * 1.1 for name, w in load_file(base).items()}, {"format": "pt"})
     other_text = text.read_bytes().replace(b"+ 7", b"+ 8")  # as many tokens
+    lacking, about = read_file(STATE)
+    about["args"].pop("facts")
+    write_file(Path("lacking"), lacking, **about)
     for file, content, sentence in (
-        (base, other_base, "run: the model or the text has changed since"),
-        (text, other_text, "run: the model or the text has changed since"),
+        (base, other_base, changed), (text, other_text, changed),
         (STATE, state[:-1], "cannot be read"), (STATE, b"", "cannot be read"),
+        (STATE, Path("lacking").read_bytes(), "run: made by another version of this program"),
         (STATE, state[:-5] + b"\x77" + state[-4:], "run/state.safetensors: damaged"),
     ):
         before = file.read_bytes()
@@ -140,7 +135,9 @@ def test_what_a_resumed_run_takes_and_refuses(run, monkeypatch):
         code, _, err = run("--resume run")
         file.write_bytes(before)
         assert (code, err.count("\n")) == (2, 1) and sentence in err, err
-    assert run("--resume run --micro-batch 2 --recompute --data text --model base")[0] == 0
+    assert run("--resume run --micro-batch 2 --recompute --data text --steps 3")[0] == 0
+    about = read_file(STATE)[1]
+    assert about["step"] == about["args"]["steps"] == 3 and about["args"]["micro_batch"] == 2
 
 
 def test_a_run_gets_a_directory_of_its_own(run, monkeypatch, tmp_path):
