@@ -1,4 +1,4 @@
-"""Text in, perplexity out: a model with its full cache beside each run with its memory.
+"""Text in, perplexity and recall out: a model with its full cache beside runs with a memory.
 
     python eval_ppl.py                                       # the embedded model and adapter
     python eval_ppl.py runs/a runs/b --lengths 2048 8192 --by-position
@@ -162,11 +162,11 @@ def last_seen(tokens: Tensor) -> Tensor:
 
 
 def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
-    """Masks of the tokens whose n, (N, L - 1), is in 1 ... reach, then up to 512, 1024 ... L. What
-    lies more than `reach` = M + T tokens back is known from the memory or not at all."""
+    """Masks by n, (N, L - 1): 1 to `reach` = M + T, then up to 512, 1024 ... L. What is further
+    back than `reach` is known from the memory or not at all."""
     L = n.shape[1] + 1
-    doubling = (e for e in (512, 1024, 2048, 4096, 8192, 16384) if reach < e < L)
-    edges = sorted({0, min(reach, L), *doubling, L})
+    edges = [e for e in (512, 1024, 2048, 4096, 8192, 16384) if reach < e < L]
+    edges = sorted({0, min(reach, L), *edges, L})
     return {f"{what}{a}-{b}": (a < n) & (n <= b) for a, b in zip(edges, edges[1:])}
 
 
@@ -184,9 +184,9 @@ def fact_tokens(tokenizer: Tokenizer) -> tuple[list[int], int, int, int]:
 def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
          tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write facts into a text (L,): lines `@ message number = socket`, a name of two words and a
-    word. Each is told in the first half and then again after gaps of 64 to L tokens (log-uniform).
-    A name belongs to one of PARTS, by its checksum. Returns the text, cut at L, and for the word of
-    each fact how many tokens ago it was last told, (L,); 0 the first time and elsewhere."""
+    word. Each is due in the first half, then after gaps of 64 to L tokens (log-uniform), and told
+    at the next line break. Its name's checksum decides which of PARTS it belongs to. Returns the
+    text, cut at L, and for the word of each fact how long ago it was last told, (L,), else 0."""
     words, line_break, at, equals = fact_tokens(tokenizer)
     rng, L = np.random.default_rng((seed, i)), len(tokens)
     lines, mentions = {}, []
@@ -215,7 +215,7 @@ def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
 
 
 def tell_all(documents: Tensor, facts: int, part: str, tokenizer) -> tuple[Tensor, Tensor]:
-    """`tell` for documents (N, L): (N, L) and (N, L - 1)."""
+    """`tell` for documents (N, L): the texts (N, L), and how long ago, (N, L - 1)."""
     rows = [tell(text, facts, part, 0, i, tokenizer) for i, text in enumerate(documents)]
     tokens, ago = (torch.stack(row) for row in zip(*rows))
     return tokens, ago[:, 1:]
@@ -232,7 +232,7 @@ def parse():
     add("--documents", type=int, default=64, help="at most so many for each length")
     add("--micro-batch", type=int, default=4, help="documents in memory at once")
     add("--by-position", action="store_true", help="also where the loss is, at the last length")
-    add("--recall", action="store_true", help="also what it remembers, at the last length")
+    add("--recall", action="store_true", help="also what is remembered; adds window and H2O")
     args = parser.parse_args()
     parser.refuse_counts(args)
     if not args.runs and not args.method and args.model.resolve() == TINY:
@@ -248,9 +248,8 @@ def main() -> None:
     prepare(args)
     tokenizer = Tokenizer(args.model)
     streams = token_streams(args.data, tokenizer)
-    parts = list(PARTS) if args.data and not args.runs else ["held-out"]
-    if args.part:
-        parts = [args.part]
+    all_parts = args.data and not args.runs and not args.part
+    parts = list(PARTS) if all_parts else [args.part or "held-out"]
     documents = {}
     for L in args.lengths:
         rows = [long_documents(streams[part], tokenizer.bos, L, args.documents) for part in parts]
@@ -271,7 +270,7 @@ def main() -> None:
     columns = "".join(f"{L:>9}" for L in documents)
     print(f"{'':{width}} {'slots':>6} {'cache bytes':>12} {'tokens/s':>9}{columns}")
     if args.recall:
-        told, told_ago = tell_all(last, 8, parts[-1], tokenizer)
+        told, told_ago = tell_all(last, 8, args.part or "held-out", tokenizer)
     losses, right, reach = {}, {}, 0
     for name, make in methods.items():
         lococo = make(load_base(args)[0])  # a fresh base, without what was dropped in before

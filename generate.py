@@ -287,7 +287,8 @@ class TracedMemory(Memory):
 
 
 def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Lines about what the slots hold; ids are the tokens that were read."""
+    """Lines about what the slots hold; ids are the tokens that were read. A bar a compression says
+    how much of the line's first token was in the slot that had most of it."""
     yield f"layer {memory.layer}, head {memory.head}: {memory.held} entries after {len(ids)} tokens"
     kinds = [kind for kind in COUNTS for _ in range(getattr(memory.settings, kind))]
     for slot, kind in enumerate(kinds if memory.held < len(ids) else []):
@@ -297,8 +298,9 @@ def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -
             if share >= 0.01:
                 piece = repr(tokenizer.sp.id_to_piece(ids[n]).replace("\u2581", " "))
                 line += f"  {'█' * round(4 * share):·<4} {share:.2f} {piece:<10} {n:<5}"
-        held = [(share * (n == top.indices[0])).max() for share, n in memory.largest]
-        yield line + "  " + "".join(" ▁▂▃▄▅▆▇█"[round(8 * float(share))] for share in held)
+        most = [(share * (n == top.indices[0])).max() for share, n in memory.largest]
+        bars = "".join(" ▁▂▃▄▅▆▇█"[round(8 * float(share))] for share in most)
+        yield f"{line}  {bars}"
 
 
 def read_prompt(name: str) -> str:
@@ -362,7 +364,7 @@ def main() -> None:
         load_memory(args.load_memory, cache, owner, args.device)
     before, begun = cache.seen, time.time()
     if settings.positions != "slots" and before + len(ids) > settings.length:
-        print(f"warning: {len(ids):,} tokens, trained for {settings.length:,}", file=sys.stderr)
+        print(f"warning: longer than the {settings.length:,} tokens trained for", file=sys.stderr)
     with precision(args):
         logits = prefill(model, torch.tensor([ids], device=args.device), cache, settings.segment)
         sample(logits[0], 0)  # only to wait for the GPU and to refuse NaN

@@ -29,7 +29,9 @@ METHODS = {
     "lococo": lambda M: dict(merged=M),
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
-    "lococo+window": lambda M: dict(sinks=4, merged=M // 2, recent=M // 2 - 4, positions="slots"),
+    "lococo+window": lambda M: dict(
+        sinks=4, merged=min(M // 2, 64), recent=M - min(M // 2, 64) - 4, positions="slots"
+    ),
 }
 COUNTS = ("sinks", "heavy", "merged", "recent")
 POSITIONS = ("interpolated", "original", "slots")  # see `interpolation`
@@ -48,7 +50,7 @@ class Settings:
     recent: int = 0  # slots that keep the last tokens
     positions: str = "interpolated"
     kernel: int = 21  # taps of the convolution
-    normalise: str = "sum"  # equation (7), or "softmax"
+    normalise: str = "sum"  # form of the Compressor: "sum", equation (7), or "softmax"
     lora_rank: int = 8
     lora_alpha: int = 16
 
@@ -81,13 +83,13 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
 
 
 class Compressor(nn.Module):
-    """The convolution of section 3.2.1 mixes S entries into a few slots, with a filter for each.
-    All heads of a layer share them: 2D * slots * kernel weights, 22.0 M in the 32 layers of Llama-2
-    7B with 128 slots and 21 taps.
+    """The convolution of section 3.2.1 mixes S entries into a few slots. A layer's heads share it.
 
-    "sum" is the paper's form. "softmax" remembers facts: a first filter, added to all the others,
-    learns what is worth a slot, the others which slot takes it. What a slot held before has filters
-    of one tap, because its neighbours here are not its neighbours in the text."""
+    "sum" is the paper's form, a filter for each slot: 2D * slots * kernel weights, 22.0 M in the 32
+    layers of Llama-2 7B with 128 slots and 21 taps. "softmax" remembers facts. It has one filter
+    more, added to all others, which learns what is worth a slot; the others learn which slot takes
+    it. Entries that come from slots have filters of their own, with one tap: their neighbours in
+    the cache are not their neighbours in the text."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str):
         super().__init__()
@@ -95,19 +97,20 @@ class Compressor(nn.Module):
         filters = slots if normalise == "sum" else 1 + slots
         self.conv = nn.Conv1d(2 * head_dim, filters, kernel, padding=kernel // 2)  # the paper's g
         nn.init.normal_(self.conv.weight)  # as the official code starts
-        if normalise == "softmax":  # each slot starts by taking some entries, whatever is near
+        if normalise == "softmax":  # at the start neighbours hardly count
             self.held = nn.Conv1d(2 * head_dim, filters, 1)
             nn.init.normal_(self.held.weight)
             self.conv.weight.data[:, :, torch.arange(kernel) != kernel // 2] *= 0.02
             self.conv.weight.data[0] = self.held.weight.data[0] = 0.0
 
-    def forward(self, k: Tensor, v: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, k: Tensor, v: Tensor, from_slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S), whose
-        row i says how much of each entry slot i takes. held (B, G, S): which of them are slots."""
+        row i says how much of each entry slot i takes. from_slot (B, G, S): which had a slot."""
         entries = torch.cat((k, v), dim=-1).flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
-        logits = self.conv(entries).float()  # (6): (B * G, slots, S)
+        logits = self.conv(entries).float()  # (6): (B * G, filters, S)
         if self.normalise == "softmax":
-            logits = torch.where(held.flatten(0, 1)[:, None], self.held(entries).float(), logits)
+            again = self.held(entries).float()
+            logits = torch.where(from_slot.flatten(0, 1)[:, None], again, logits)
             w = (logits[:, 1:] + 3 * logits[:, :1]).softmax(dim=-1)  # 3: it learns so much faster
         else:
             w = logits.relu() + 1e-9  # a row of zeros becomes a plain mean
@@ -191,9 +194,8 @@ class Memory(KVCache):
         v_front, v_rest, v_recent = v.split((front, rest, s.recent), dim=2)
         if s.merged:
             # Once compressed, the cache is [front | merged slots | recent slots | segment].
-            held = (order < front + s.merged) & (S < self.seen)
-            held = held[:, :, front : front + rest]
-            k_new, v_new, w = self.compressors[layer](k_rest, v_rest, held)
+            from_slot = (order[:, :, front : front + rest] < front + s.merged) & (S < self.seen)
+            k_new, v_new, w = self.compressors[layer](k_rest, v_rest, from_slot)
         else:
             k_new, v_new = k_rest[:, :, :0], v_rest[:, :, :0]
             w = k.new_zeros(*k.shape[:2], 0, rest)

@@ -46,20 +46,20 @@ RECIPES = {
 
 def gradients(lococo: LoCoCo, draw: Callable, args: argparse.Namespace, step: int,
               done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
-    """Add the gradient of the step's mean loss to p.grad; return that loss. draw(i) is training
-    sequence i, as `tell` returns it: the word of a fact told before counts --answer-weight times.
-    done(n) is told of every n tokens."""
+    """Add the gradient of the step's loss to p.grad; return the loss, nats over tokens. draw(i) is
+    training sequence i, as `tell` returns it: the word of a fact told before counts --answer-weight
+    times. done(n) is told of every n tokens."""
     total, scored = 0.0, args.batch * (args.seq - 1)
     own = range(step * args.batch, (step + 1) * args.batch)
     for n in range(0, args.batch, args.micro_batch):
         rows = [draw(i) for i in own[n : n + args.micro_batch]]
         tokens, ago = (torch.stack(row).to(args.device) for row in zip(*rows))
         weights = torch.where(ago > 0, args.answer_weight, 1.0)[:, 1:]
-        weights = iter(weights.split(args.bptt * args.segment, dim=1))
-        cache = lococo.cache()
+        weights, cache = weights.split(args.bptt * args.segment, dim=1), lococo.cache()
         with precision(args):
-            for losses, _ in segment_losses(lococo.model, tokens, cache, args.segment, args.bptt):
-                loss = (losses * next(weights)).sum()
+            pieces = segment_losses(lococo.model, tokens, cache, args.segment, args.bptt)
+            for (losses, _), weight in zip(pieces, weights):
+                loss = (losses * weight).sum()
                 if loss.requires_grad:  # with --lora-rank 0 not before the first compression
                     (loss / scored).backward()  # now, so that the graph never spans more
                 total += loss.item()
@@ -146,7 +146,7 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
     add("--method", choices=METHODS)
     add("--seq", type=int, help="trained length L, in tokens")
     add("--kernel", type=int, help="taps of the convolution")
-    add("--normalise", choices=("sum", "softmax"), help="equation (7), or a softmax")
+    add("--normalise", choices=("sum", "softmax"), help="equation (7), or ours")
     add("--lora-rank", type=int, help="0: only the convolutions train (inference mode)")
     add("--lr", type=float)
     add("--conv-lr", type=float, help="learning rate of the convolutions")

@@ -4,6 +4,7 @@ model with a memory reads and writes, computed by hand, and programs that are ru
 import io
 import re
 import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -167,3 +168,17 @@ def remembered(forward) -> dict[int, int]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         forward()
     return saved
+
+
+def changed(modules: dict[str, str]) -> dict[str, ModuleType]:
+    """model and lococo, executed from these texts."""
+    made = {}
+    for name in ("model", "lococo"):
+        made[name] = ModuleType(name)
+        own = {key: sys.modules[key] for key in ("model", "lococo")}
+        sys.modules.update(made)
+        try:
+            exec(compile(modules[name], name, "exec"), made[name].__dict__)
+        finally:
+            sys.modules.update(own)
+    return made

@@ -75,11 +75,13 @@ def draw_recall(lines: dict[str, list[float]], kinds: list[str], path: Tensor, l
     left.set_ylim(-0.03, 1.03)
     left.set_xlabel("tokens since the fact was last told")
     left.set_ylabel("share recalled exactly")
-    left.legend(fontsize=9)
-    picture = right.imshow(path.T, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    left.legend(fontsize=9, loc="center right")
+    picture = right.imshow(path.T, cmap="Blues", vmin=0, vmax=1, aspect="auto",
+                           interpolation="nearest")  # fmt: skip
     right.set_xlabel("compression")
     right.set_ylabel("slot")
-    right.set_title(f"share of the fact's word, layer {layer}, head {head}", loc="left", fontsize=10)
+    title = f"share of the fact's word, layer {layer}, head {head}"
+    right.set_title(title, loc="left", fontsize=10)
     figure.colorbar(picture, ax=right)
     figure.savefig(file, dpi=100, facecolor="white")
 
@@ -131,7 +133,7 @@ def main() -> None:
         )
     made = {name: lambda model, row=row: LoCoCo(model, row) for name, row in rows.items()}
     for run in [*args.tuned, args.adapter]:
-        name = f"LoCoCo, {s.mem} slots" if run == args.adapter else f"{run.name}, tuned"
+        name = f"LoCoCo, {s.mem} slots" if run == args.adapter else f"{run.name.split('-')[0]}, tuned"
         made[name] = lambda model, run=run: load_adapter(run, model)
     lines = {}
     for name, make in made.items():

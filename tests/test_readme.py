@@ -12,6 +12,7 @@ import generate
 import pytest
 import torch
 import train
+from conftest import changed
 from generate import HERE
 
 README = (HERE / "README.md").read_text()
@@ -87,18 +88,15 @@ def test_commands_are_understood(command, monkeypatch):
     PROGRAMS[words[0]].parse()
 
 
-def changed(modules: dict[str, str]) -> dict[str, ModuleType]:
-    """model and lococo, executed from these texts."""
-    made = {}
-    for name in ("model", "lococo"):
-        made[name] = ModuleType(name)
-        own = {key: sys.modules[key] for key in ("model", "lococo")}
-        sys.modules.update(made)
-        try:
-            exec(compile(modules[name], name, "exec"), made[name].__dict__)
-        finally:
-            sys.modules.update(own)
-    return made
+@pytest.mark.parametrize("flags", ["", "--method streaming --mem 128",
+                                   "--method h2o --mem 128 --positions slots"])  # fmt: skip
+def test_the_first_commands(run, flags):
+    """A trained memory answers what assets/prompt.txt asks; a window and H2O of its size do not."""
+    prompt = HERE / "assets" / "prompt.txt"
+    assert "@ test key = socket\n" in prompt.read_text()
+    code, out, err = run(generate, f"--prompt {prompt} --max-new-tokens 2 {flags}")
+    assert code == 0 and " 128 slots; " in err and f"--prompt assets/prompt.txt {flags}" in ONE_LINE
+    assert (out.split()[0] == "socket") == (flags == "")
 
 
 def test_the_changes_of_the_exercises_run():

@@ -1,6 +1,6 @@
 """Make the embedded model: a small Llama-2 and its tokenizer, from Python's standard library.
 
-    python tiny/pretrain.py --out runs/tiny     # 18 minutes on two cores
+    python tiny/pretrain.py --out runs/tiny     # an hour of one core
 
 A plain language model of this size makes little use of distant context, and without that no memory
 can be told from another. So its start contains a recall head (`init`), and five of eight sequences
