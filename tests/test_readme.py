@@ -91,12 +91,16 @@ def test_commands_are_understood(command, monkeypatch):
 @pytest.mark.parametrize("flags", ["", "--method streaming --mem 128",
                                    "--method h2o --mem 128 --positions slots"])  # fmt: skip
 def test_the_first_commands(run, flags):
-    """A trained memory answers what assets/prompt.txt asks; a window and H2O of its size do not."""
-    prompt = HERE / "assets" / "prompt.txt"
-    assert "@ test key = socket\n" in prompt.read_text()
-    code, out, err = run(generate, f"--prompt {prompt} {flags} --temperature 0 --max-new-tokens 1")
-    assert code == 0 and " 128 slots; " in err and f"--prompt assets/prompt.txt {flags}" in ONE_LINE
-    assert (out.split()[0] == "socket") == (flags == "")
+    """A trained memory answers what assets/prompt.txt asks, and asked for the other facts that it
+    tells, those too; a window and H2O of the same size do not."""
+    text = (HERE / "assets" / "prompt.txt").read_text()
+    facts = re.findall(r"^@ (\w+ \w+) = (\w+)$", text, re.M)
+    assert len(facts) == 3 and text.endswith(f"\n@ {facts[0][0]} =")
+    assert f"--prompt assets/prompt.txt {flags}" in ONE_LINE
+    for name, word in facts:
+        Path("asked.txt").write_text(f"{text.removesuffix(facts[0][0] + ' =')}{name} =")
+        _, out, err = run(generate, f"--prompt asked.txt --temperature 0 --max-new-tokens 1 {flags}")
+        assert " 128 slots; " in err and (out.strip() == word) == (flags == "")
 
 
 def test_the_changes_of_the_exercises_run():
