@@ -75,7 +75,7 @@ def draw_recall(lines: dict[str, list[float]], kinds: list[str], path: Tensor, l
     left.set_ylim(-0.03, 1.03)
     left.set_xlabel("tokens since the fact was last told")
     left.set_ylabel("share recalled exactly")
-    left.legend(fontsize=9, loc="center right")
+    left.legend(fontsize=9, loc=(0.55, 0.12))
     picture = right.imshow(path.T, cmap="Blues", vmin=0, vmax=1, aspect="auto",
                            interpolation="nearest")  # fmt: skip
     right.set_xlabel("compression")

@@ -91,8 +91,7 @@ def test_commands_are_understood(command, monkeypatch):
 @pytest.mark.parametrize("flags", ["", "--method streaming --mem 128",
                                    "--method h2o --mem 128 --positions slots"])  # fmt: skip
 def test_the_first_commands(run, flags):
-    """A trained memory answers what assets/prompt.txt asks, and asked for the other facts that it
-    tells, those too; a window and H2O of the same size do not."""
+    """A trained memory recalls each fact that assets/prompt.txt tells; a window and H2O do not."""
     text = (HERE / "assets" / "prompt.txt").read_text()
     facts = re.findall(r"^@ (\w+ \w+) = (\w+)$", text, re.M)
     assert len(facts) == 3 and text.endswith(f"\n@ {facts[0][0]} =")
