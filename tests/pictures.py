@@ -133,7 +133,8 @@ def main() -> None:
         )
     made = {name: lambda model, row=row: LoCoCo(model, row) for name, row in rows.items()}
     for run in [*args.tuned, args.adapter]:
-        name = f"LoCoCo, {s.mem} slots" if run == args.adapter else f"{run.name.split('-')[0]}, tuned"
+        tuned = f"{run.name.split('-')[0]}, tuned"
+        name = f"LoCoCo, {s.mem} slots" if run == args.adapter else tuned
         made[name] = lambda model, run=run: load_adapter(run, model)
     lines = {}
     for name, make in made.items():

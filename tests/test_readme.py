@@ -97,8 +97,8 @@ def test_the_first_commands(run, flags):
     assert len(facts) == 3 and text.endswith(f"\n@ {facts[0][0]} =")
     assert f"--prompt assets/prompt.txt {flags}" in ONE_LINE
     for name, word in facts:
-        Path("asked.txt").write_text(f"{text.removesuffix(facts[0][0] + ' =')}{name} =")
-        _, out, err = run(generate, f"--prompt asked.txt --temperature 0 --max-new-tokens 1 {flags}")
+        Path("ask.txt").write_text(f"{text.removesuffix(facts[0][0] + ' =')}{name} =")
+        _, out, err = run(generate, f"--prompt ask.txt --temperature 0 --max-new-tokens 1 {flags}")
         assert " 128 slots; " in err and (out.strip() == word) == (flags == "")
 
 
