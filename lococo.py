@@ -111,7 +111,7 @@ class Compressor(nn.Module):
         if self.normalise == "softmax":
             again = self.held(entries).float()
             logits = torch.where(from_slot.flatten(0, 1)[:, None], again, logits)
-            w = (logits[:, 1:] + 3 * logits[:, :1]).softmax(dim=-1)  # 3: it learns so much faster
+            w = (logits[:, 1:] + 3 * logits[:, :1]).softmax(dim=-1)  # 3, so that it learns faster
         else:
             w = logits.relu() + 1e-9  # a row of zeros becomes a plain mean
             w = w / w.sum(dim=-1, keepdim=True)  # (7)
