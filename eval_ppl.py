@@ -3,10 +3,10 @@
     python eval_ppl.py                                       # the embedded model and adapter
     python eval_ppl.py runs/a runs/b --lengths 2048 8192 --by-position
     python eval_ppl.py --method streaming h2o --mem 512      # without training, on any base
+    python eval_ppl.py runs/a --tasks questions.jsonl        # instead: the answers to questions
 
-Perplexity is exp(total negative log-likelihood / scored tokens); every token of a document after
-the first is scored. A document shorter than the length is left out, a longer one is cut: different
-lengths hold different documents, so compare within a column. The first section reads text.
+Perplexity is exp(nats / tokens) over all tokens of a document after the first. A document shorter
+than the length is left out, a longer one is cut: so compare within a column.
 """
 
 import gzip
@@ -17,21 +17,21 @@ import os
 import re
 import sys
 import sysconfig
-import time
 import zlib
+from collections import Counter
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from generate import TINY, Parser, load_adapter, load_base, precision, prepare, read_file
-from generate import run_program, untrained, write_file
-from lococo import METHODS, LoCoCo, Settings, segment_losses
-from model import DAMAGED, Tokenizer, UserError
+from generate import TINY, Parser, as_text, decode, load_adapter, load_base, precision, prepare
+from generate import read_file, run_program, untrained, write_file
+from lococo import METHODS, LoCoCo, Settings, prefill, segment_losses
+from model import DAMAGED, KVCache, Tokenizer, UserError
 
 # --- Text ----------------------------------------------------------------------------------------
 
@@ -52,35 +52,40 @@ def find_files(paths: list[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise UserError(f"--data {path}: no such file or folder")
-        inside = sorted(path.rglob("*")) if path.is_dir() else []
-        hidden = {f for f in inside if "/." in f"/{f.relative_to(path)}"}
-        files += [f for f in inside if f.is_file() and f not in hidden] or [path]
+        inside = (f for f in sorted(path.rglob("*")) if "/." not in f"/{f.relative_to(path)}")
+        files += [f for f in inside if f.is_file()] or [path]
     return files
+
+
+def read_rows(file: Path, *kinds: dict[str, type]) -> Iterator[tuple[int, dict]]:
+    """Number and object of each line of a .jsonl or .jsonl.gz file. A kind: fields and types."""
+    opener, number = gzip.open if file.suffix == ".gz" else open, 0
+    try:
+        with opener(file, "rt", encoding="utf-8") as content:
+            for number, line in enumerate(content, start=1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not any(all(isinstance(row.get(f), k[f]) for f in k) for k in kinds):
+                        raise ValueError(f"{row}"[:80])
+                    yield number, row
+    except (*DAMAGED, zlib.error) as error:
+        wanted = " or ".join(", ".join(kind) for kind in kinds)
+        raise UserError(f"{file}, line {number}: cannot be read as {wanted} ({error})") from None
 
 
 def read_documents(file: Path) -> Iterator[tuple[str, str]]:
     """(name, text) of a text file, or of each line of a .jsonl or .jsonl.gz file."""
-    try:
-        opener = gzip.open if file.suffix == ".gz" else open
-        with opener(file, "rt", encoding="utf-8", newline="") as content:
-            if not file.name.endswith((".jsonl", ".jsonl.gz")):
-                yield file.name, content.read()
-                return
-            for number, line in enumerate(content, start=1):
-                if line.strip():
-                    text = json.loads(line)["text"].encode("utf-8", "replace").decode()
-                    yield f"{file.name}:{number}", text
-    except (*DAMAGED, zlib.error) as error:
-        if isinstance(error, UnicodeDecodeError) and ".jsonl" not in file.name:
-            raise  # a folder may have files that are not text
-        raise UserError(f'{file}: damaged, or a line is not {{"text": "..."}} ({error})') from None
+    if file.name.endswith((".jsonl", ".jsonl.gz")):
+        for number, row in read_rows(file, {"text": str}):
+            yield f"{file.name}:{number}", row["text"].encode("utf-8", "replace").decode()
+    else:
+        yield file.name, file.read_bytes().decode()
 
 
 def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
     """Token ids of all documents, one after the other, of each of PARTS."""
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
     streams = {part: [np.empty(0, dtype)] for part in PARTS}
-    not_text = []
     for file in tqdm(files, "tokenizing", leave=False, disable=None):
         try:
             for name, text in read_documents(file):
@@ -88,9 +93,7 @@ def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
                 part = next(part for part in PARTS if number in PARTS[part])
                 streams[part].append(np.array(tokenizer.encode(text), dtype))
         except UnicodeDecodeError:
-            not_text.append(file)
-    if not_text:
-        print(f"left out {len(not_text)} files not in UTF-8: {not_text[0]} ...", file=sys.stderr)
+            tqdm.write(f"left out, as it is not in UTF-8: {file}", file=sys.stderr)
     return {part: torch.from_numpy(np.concatenate(ids)) for part, ids in streams.items()}
 
 
@@ -105,11 +108,8 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
         streams, _ = read_file(stored)
     except UserError:  # not there yet, or damaged
         streams = tokenize(files, tokenizer)
-        try:
-            stored.parent.mkdir(parents=True, exist_ok=True)
-            write_file(stored, streams)
-        except (OSError, UserError) as error:
-            print(f"tokens are not kept ({error}); set LOCOCO_CACHE", file=sys.stderr)
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        write_file(stored, streams)
     if not any(len(ids) for ids in streams.values()):
         raise UserError(f"--data {' '.join(map(str, paths))}: there is no text in it")
     return {part: ids.numpy() for part, ids in streams.items()}
@@ -165,8 +165,7 @@ def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
     """Masks by n, (N, L - 1): 1 to `reach` = M + T, then up to 512, 1024 ... L. What is further
     back than `reach` is known from the memory or not at all."""
     L = n.shape[1] + 1
-    edges = [e for e in (512, 1024, 2048, 4096, 8192, 16384) if reach < e < L]
-    edges = sorted({0, min(reach, L), *edges, L})
+    edges = sorted({0, min(reach, L), L} | {2**n for n in range(9, 15) if reach < 2**n < L})
     return {f"{what}{a}-{b}": (a < n) & (n <= b) for a, b in zip(edges, edges[1:])}
 
 
@@ -221,6 +220,97 @@ def tell_all(documents: Tensor, facts: int, part: str, tokenizer) -> tuple[Tenso
     return tokens, ago[:, 1:]
 
 
+# --- Tasks: multiple choice and questions --------------------------------------------------------
+
+
+@torch.no_grad()
+def score_choices(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tuple[dict, KVCache]:
+    """`acc`: is the likeliest choice right? `acc_norm`: is that of the largest log-likelihood per
+    character? As in the lm-evaluation-harness, prompt and choice are tokenized together and cut
+    where the prompt ends; its last spaces belong to the choice. "prompt" may be a list."""
+    model, T, scores = lococo.model, lococo.settings.segment, []
+    for i, choice in enumerate(row["choices"]):
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][i]
+        start = tokenizer.encode(prompt.rstrip())
+        rest = start[-1:] + tokenizer.encode(prompt + choice)[len(start) :]
+        if len(start) < 2 or len(rest) < 2 or row["answer"] not in range(len(row["choices"])):
+            raise UserError(f"--tasks: no prompt, no choice {row['answer']}, no space: {choice!r}")
+        if i == 0 or isinstance(row["prompt"], list):  # read once; each choice has its fork
+            cache = lococo.cache()
+            prefill(model, torch.tensor([start[:-1]], device=args.device), cache, T)
+        tokens = torch.tensor([rest], device=args.device)
+        pieces = segment_losses(model, tokens, cache.fork(), T)
+        scores.append(-sum(nats.sum().item() for nats, _ in pieces))
+    by_length = [score / len(choice.lstrip()) for score, choice in zip(scores, row["choices"])]
+    likeliest = {"acc": np.argmax(scores), "acc_norm": np.argmax(by_length)}
+    return {metric: i == row["answer"] for metric, i in likeliest.items()}, cache
+
+
+def score_answer(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tuple[dict, KVCache]:
+    """The likeliest continuation, up to the row's "stop" (a line break) and of at most "max_tokens"
+    (32), beside the answer that it is most like. The cache returned has read the prompt alone."""
+    ids, cache = tokenizer.encode(row["prompt"]), lococo.cache()
+    tokens = torch.tensor([ids], device=args.device)
+    logits = prefill(lococo.model, tokens, cache, lococo.settings.segment)
+    new = decode(lococo.model, tokenizer, logits, cache.fork(), row.get("max_tokens", 32), 0)
+    text, stop = "", row.get("stop", "\n")
+    for piece in as_text(new, tokenizer, ids):
+        text += piece
+        if stop in text:
+            break
+    text, mark = text.split(stop)[0], row.get("punctuation", " ")
+    likeness = [compare(text, answer, mark) for answer in row["answers"]]
+    return {metric: max(each[metric] for each in likeness) for metric in likeness[0]}, cache
+
+
+def compare(text: str, answer: str, mark: str) -> dict[str, float]:
+    """Exact match and F1 of words without case, articles and punctuation, which becomes `mark` (in
+    TriviaQA a space, in SQuAD nothing); F of ROUGE-1, -2 and -L, without a stemmer (SCROLLS)."""
+    both = [re.sub(r"[!-/:-@\[-`{-~‘’´]", mark, t.lower()) for t in (text, answer)]
+    words = [re.sub(r"\b(a|an|the)\b", " ", t).split() for t in both]
+    x, y = tokens = [re.findall("[a-z0-9]+", t.lower()) for t in (text, answer)]
+    common = [0] * (len(y) + 1)  # longest common subsequence of x so far and the first j of y
+    for token in x:
+        above, common = common, [0]
+        for j, other in enumerate(y):
+            common.append(above[j] + 1 if token == other else max(above[j + 1], common[j]))
+    pairs = [[*zip(t, t[1:])] for t in tokens]
+    lists = {"f1": words, "rouge1": tokens, "rouge2": pairs, "rougeL": tokens}
+    shared = {metric: (Counter(a) & Counter(b)).total() for metric, (a, b) in lists.items()}
+    shared["rougeL"] = common[-1]
+    f1 = {metric: 2 * shared[metric] / max(len(a + b), 1) for metric, (a, b) in lists.items()}
+    return {"em": words[0] == words[1]} | f1
+
+
+def score_tasks(args, tokenizer: Tokenizer, methods: dict[str, Callable], width: int) -> None:
+    """A table for each file: means over its rows ± standard error. tests/tasks.py makes files."""
+    choices = {"prompt": (str, list), "choices": list, "answer": int}
+    answers = {"prompt": str, "answers": list}
+    files = {file: list(read_rows(file, choices, answers)) for file in args.tasks}
+    for file, rows in files.items():
+        for name, make in methods.items():
+            lococo, columns, long = make(load_base(args)[0]), {}, []
+            trained = lococo.settings.length or lococo.model.config.context
+            for number, row in tqdm(rows, name, leave=False, disable=None):
+                score = score_choices if "choices" in row else score_answer
+                with precision(args):
+                    metrics, cache = score(lococo, row, tokenizer, args)
+                long += [number] * (cache.seen > trained)
+                about = {"compressed": cache.held < cache.seen, "cache, MB": cache.nbytes / 1e6}
+                for column, value in (about | metrics).items():
+                    columns.setdefault(column, []).append(float(value))
+            errors = {c: np.std(v) / max(len(v) - 1, 1) ** 0.5 for c, v in columns.items()}
+            cells = {c: f"{np.mean(v):.3f} ±{errors[c]:.3f}" for c, v in columns.items()}
+            if "rougeL" in columns:  # the geometric mean of the means, as SCROLLS has it
+                three = [np.mean(columns[c]) for c in ("rouge1", "rouge2", "rougeL")]
+                cells["rouge"] = f"{np.cbrt(np.prod(three)):.3f}"
+            if name == next(iter(methods)):
+                print(f"{file}: {len(rows)} rows\n{'':{width}}", *(f"{c:>13}" for c in cells))
+            note = f" {len(long)} above {trained:,} tokens: line {long[0]} ..." if long else ""
+            print(f"{name:{width}}", *(f"{cell:>13}" for cell in cells.values()), note)
+            del lococo  # before the next one is loaded
+
+
 def parse():
     parser = Parser(__doc__)
     add = parser.add_argument
@@ -233,13 +323,11 @@ def parse():
     add("--micro-batch", type=int, default=4, help="documents in memory at once")
     add("--by-position", action="store_true", help="also where the loss is, at the last length")
     add("--recall", action="store_true", help="also what is remembered; adds window and H2O")
+    add("--tasks", type=Path, nargs="+", default=[], metavar="FILE", help="score these instead")
     args = parser.parse_args()
     parser.refuse_counts(args)
     if not args.runs and not args.method and args.model.resolve() == TINY:
         args.runs = [TINY]
-    for run in args.runs:
-        if not (run / "adapter.safetensors").is_file():
-            parser.error(f"{run / 'adapter.safetensors'}: there is no such file")
     return args
 
 
@@ -247,6 +335,19 @@ def main() -> None:
     args = parse()
     prepare(args)
     tokenizer = Tokenizer(args.model)
+    if (args.recall or args.tasks) and args.runs and not args.method:  # what needs no training
+        own = load_adapter(args.runs[0], load_base(args)[0]).settings
+        args.method, args.mem, args.segment = ["streaming", "h2o"], own.mem, own.segment
+        args.positions = "slots"
+    for run in args.runs:
+        read_file(run / "adapter.safetensors")  # refused now, not after others are scored
+    full = Settings("full", segment=512, length=0, positions="original", lora_rank=0)
+    methods = {"base, full": partial(LoCoCo, settings=full)}
+    methods |= {f"base, {name}": partial(untrained, args, name) for name in args.method}
+    methods |= {os.path.relpath(run): partial(load_adapter, run) for run in args.runs}
+    width = max(map(len, methods))
+    if args.tasks:
+        return score_tasks(args, tokenizer, methods, width)
     streams = token_streams(args.data, tokenizer)
     all_parts = args.data and not args.runs and not args.part
     parts = list(PARTS) if all_parts else [args.part or "held-out"]
@@ -257,31 +358,20 @@ def main() -> None:
         if L < 2 or not len(documents[L]):
             raise UserError(f"--lengths {L}: there is no document of so many tokens to score")
     L, last = list(documents.items())[-1]
-    if args.recall and args.runs and not args.method:  # beside what needs no training
-        own = load_adapter(args.runs[0], load_base(args)[0]).settings
-        args.method, args.mem, args.segment = ["streaming", "h2o"], own.mem, own.segment
-        args.positions = "slots"
-    full = Settings("full", segment=512, length=0, positions="original", lora_rank=0)
-    methods = {"base, full": partial(LoCoCo, settings=full)}
-    methods |= {f"base, {name}": partial(untrained, args, name) for name in args.method}
-    methods |= {os.path.relpath(run): partial(load_adapter, run) for run in args.runs}
 
-    width = max(map(len, methods))
-    columns = "".join(f"{L:>9}" for L in documents)
-    print(f"{'':{width}} {'slots':>6} {'cache bytes':>12} {'tokens/s':>9}{columns}")
+    print(f"{'':{width}} {'slots':>6} {'cache bytes':>12}", *(f"{L:>8}" for L in documents))
     if args.recall:
         told, told_ago = tell_all(last, 8, args.part or "held-out", tokenizer)
     losses, right, reach = {}, {}, 0
     for name, make in methods.items():
         lococo = make(load_base(args)[0])  # a fresh base, without what was dropped in before
-        row, begun = "", time.time()
+        row = ""
         for rows in documents.values():
             losses[name], _, cache_bytes = token_losses(lococo, rows, args)
             row += f"{math.exp(losses[name].double().mean()):>9.3f}"
-        rate = sum(rows.numel() for rows in documents.values()) / (time.time() - begun)
         mem = lococo.settings.mem
         reach = max(reach, mem and mem + lococo.settings.segment)
-        print(f"{name:{width}} {mem or '-':>6} {cache_bytes:>12,} {rate:>9,.0f}{row}")
+        print(f"{name:{width}} {mem or '-':>6} {cache_bytes:>12,}{row}")
         if args.recall:
             right[name] = token_losses(lococo, told, args)[1].double()
         del lococo  # before the next one is loaded
@@ -293,8 +383,8 @@ def main() -> None:
         kinds |= ranges("last seen ", ago, reach) | {"never seen": ago == 0}
         print_means(f"nats in {L} tokens", kinds, losses)
     if args.recall:
-        print_means("facts recalled exactly", ranges("told ", told_ago, reach), right)
-        print(f"by how many tokens ago; by chance 1 in {len(fact_tokens(tokenizer)[0])}")
+        title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer)[0])}"
+        print_means(title, ranges("told ago ", told_ago, reach), right)
 
 
 def print_means(title: str, kinds: dict[str, Tensor], values: dict[str, Tensor]) -> None:

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Callable, Iterator
@@ -59,8 +58,6 @@ class Parser(argparse.ArgumentParser):
             for n in value if isinstance(value, list) else [value]:
                 if type(n) in (int, float) and not (0 < n < 2**31 or n == 0 and name in may_be_0):
                     self.error(f"--{name.replace('_', '-')} {n}: it must be above 0, below 2^31")
-        if "" in sys.argv:
-            self.error("one of the arguments is empty")
         return args
 
     def refuse_counts(self, args: argparse.Namespace) -> None:
@@ -238,15 +235,14 @@ def sample(logits: Tensor, temperature: float) -> int:
 
 @torch.no_grad()
 def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
-           args: argparse.Namespace) -> Iterator[int]:  # fmt: skip
-    """Token ids that follow what the cache has read, given the logits (1, V) after it."""
-    for _ in range(args.max_new_tokens):
-        # A padded vocabulary has ids that the tokenizer does not know.
-        token = sample(logits[0, : tokenizer.vocab_size], args.temperature)
+           most: int, temperature: float) -> Iterator[int]:  # fmt: skip
+    """At most so many token ids that follow what the cache has read; logits (1, V) after it."""
+    for _ in range(most):
+        token = sample(logits[0, : tokenizer.vocab_size], temperature)  # not of the padding
         if token == tokenizer.eos:
             return
         yield token
-        logits = model(torch.tensor([[token]], device=args.device), cache)[:, -1]
+        logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
 
 
 def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> Iterator[str]:
@@ -362,28 +358,26 @@ def main() -> None:
     owner = described(lococo) | {"adapter": checksum(lococo.trained(), str(args.dtype))}
     if args.load_memory:
         load_memory(args.load_memory, cache, owner, args.device)
-    before, begun = cache.seen, time.time()
+    before = cache.seen
     if settings.positions != "slots" and before + len(ids) > settings.length:
         print(f"warning: longer than the {settings.length:,} tokens trained for", file=sys.stderr)
     with precision(args):
         logits = prefill(model, torch.tensor([ids], device=args.device), cache, settings.segment)
-        sample(logits[0], 0)  # only to wait for the GPU and to refuse NaN
-        read = time.time()
+        sample(logits[0], 0)  # only to refuse NaN
         if args.save_memory:
             save_memory(args.save_memory, cache, owner)
         elif args.show_memory:
             print(*describe_slots(cache, ids, tokenizer), sep="\n")
         else:
-            for piece in as_text(decode(model, tokenizer, logits, cache, args), tokenizer, ids):
+            new = decode(model, tokenizer, logits, cache, args.max_new_tokens, args.temperature)
+            for piece in as_text(new, tokenizer, ids):
                 print(piece, end="", flush=True)
             print()
     full = cache.nbytes // cache.held * cache.seen
-    decoded = (cache.seen - before - len(ids)) / (time.time() - read)
     print(
         f"prompt           {len(ids):,} tokens in segments of {settings.segment}\n"
         f"memory           {settings.mem} slots; {cache.held:,} entries held of {cache.seen:,}\n"
-        f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {full:,}\n"
-        f"tokens/s         prefill {len(ids) / (read - begun):,.0f}, decode {decoded:,.0f}",
+        f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {full:,}",
         file=sys.stderr,
     )
 

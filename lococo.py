@@ -332,9 +332,7 @@ class LoCoCo(nn.Module):
 
     def cache(self, memory: type = Memory) -> KVCache:
         """An empty memory, or plain cache where all is kept, for one batch of sequences."""
-        if self.settings.mem:
-            cache = memory(self.model.config, self.settings, self.compressors)
-        else:
-            cache = KVCache(self.model.config)
-        cache.scale = interpolation(self.model.config, self.settings)
+        config, settings = self.model.config, self.settings
+        cache = memory(config, settings, self.compressors) if settings.mem else KVCache(config)
+        cache.scale = interpolation(config, settings)
         return cache

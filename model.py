@@ -12,8 +12,8 @@ M slots, H query heads, G key/value heads, D head dimension, L whole sequence, V
 import json
 import math
 import pickle
+from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Iterator
 
@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 
 class UserError(Exception):
@@ -133,6 +132,15 @@ class KVCache:
         buffer[:, :, S : S + T] = new
         return buffer[:, :, : S + T]
 
+    def fork(self) -> "KVCache":
+        """An independent copy: what enters it does not enter this one."""
+        other = copy(self)
+        other.buffers = {}
+        for name, value in vars(self).items():
+            if isinstance(value, list):  # keys, values, and what a memory has beside them
+                setattr(other, name, value.copy())
+        return other
+
     def detach(self) -> None:
         """Stop the gradient of all that comes later, so that no graph grows with the text."""
         self.keys = [k if k is None else k.detach() for k in self.keys]
@@ -233,11 +241,6 @@ class Llama(nn.Module):
         return F.linear(h, last.weight).float()
 
 
-def recompute(module: nn.Module, method: str) -> None:
-    """Activation checkpointing: the backward pass runs the method again. Not for attention."""
-    setattr(module, method, partial(checkpoint, getattr(module, method), use_reentrant=False))
-
-
 # --- Official weights ----------------------------------------------------------------------------
 
 DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionError, TypeError,
@@ -254,22 +257,17 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
         with torch.device("meta"):  # just shapes
             model = Llama(config)
         ours = {name if from_meta else hugging_face_name(name): name for name in model.state_dict()}
-        shapes = {name: tuple(model.get_parameter(ours[name]).shape) for name in ours}
         weights, state = meta_weights if from_meta else hugging_face_weights, {}
-        for file, name, tensor in weights(path, config):
-            if shapes.get(name) != tensor.shape or not tensor.is_floating_point():
-                right = shapes.get(name, "in this model")
-                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {right}")
+        for name, tensor in weights(path, config):
+            if name not in ours or not tensor.is_floating_point():
+                raise ValueError(f"{name}, {tensor.dtype}, is not a weight of this model")
             state[ours[name]] = tensor.to(device, dtype, copy=True)
-        missing = [name for name in ours if ours[name] not in state]
-        if missing:
-            raise ValueError(f"{len(missing)} tensors are missing; the first is {missing[0]}")
+        model.load_state_dict(state, strict=True, assign=True)  # none missing, none of other shape
     except DAMAGED as error:
         if "allocate" in str(error):  # out of memory
             raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{file}: not a plain Llama-2, or damaged: {reason:.250}") from None
-    model.load_state_dict(state, strict=True, assign=True)
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"{file} or its weights: not a plain Llama-2: {reason:.250}") from None
     return model
 
 
@@ -303,7 +301,7 @@ def meta_config(file: Path) -> LlamaConfig:
     )
 
 
-def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[Path, str, Tensor]]:
+def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
     """Each shard consolidated.NN.pth has some rows or columns of a matrix, and all of a norm."""
     shards = [dict(read_tensors(file)) for file in sorted(path.glob("consolidated.*.pth"))]
     for name in sorted({name for shard in shards for name in shard} - {"rope.freqs"}):
@@ -318,7 +316,7 @@ def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[Path, str, T
                 tensor = pairs.transpose(1, 2).flatten(0, 2)
         except RuntimeError:
             raise ValueError(f"{name} does not fit the configuration, or its shards") from None
-        yield path, name, tensor
+        yield name, tensor
 
 
 def hugging_face_config(file: Path) -> LlamaConfig:
@@ -357,13 +355,13 @@ def hugging_face_name(name: str) -> str:
     return ".".join(HUGGING_FACE_NAMES.get(part, part) for part in name.split("."))
 
 
-def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[Path, str, Tensor]]:
+def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
     """Rows of q and k are already in the order of `rotate`."""
     for file in sorted(path.glob("model*.safetensors")) or sorted(path.glob("pytorch_model*.bin")):
         for name, tensor in read_tensors(file):
             stored_twice = config.tied and name == "lm_head.weight"
             if not stored_twice and not name.endswith("inv_freq"):  # `rope` computes it in float32
-                yield file, name, tensor
+                yield name, tensor
 
 
 # --- Tokenizer -----------------------------------------------------------------------------------

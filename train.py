@@ -11,18 +11,20 @@ import json
 import math
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from eval_ppl import long_documents, ranges, sequence, tell, tell_all, token_losses, token_streams
 from generate import HERE, TINY, Parser, checksum, described, load_base, method_flags, precision
 from generate import prepare, read_file, run_program, write_file
 from lococo import COUNTS, METHODS, LoCoCo, segment_losses, settings_for
-from model import UserError, recompute
+from model import UserError
 
 # --- Recipes -------------------------------------------------------------------------------------
 
@@ -229,12 +231,10 @@ def main() -> None:
         window = settings_for("streaming", mem, args.segment, args.seq, lora_rank=0)
         score("window of equal memory, base untouched", LoCoCo(model, window))
     lococo = LoCoCo(model, settings)
-    if args.recompute:
-        for block in model.layers:
-            recompute(block, "project")
-            recompute(block, "add")
-        for compressor in lococo.compressors:
-            recompute(compressor, "forward")
+    if args.recompute:  # the backward pass runs these again: all but attention
+        again = [(block, name) for block in model.layers for name in ("project", "add")]
+        for module, name in again + [(c, "forward") for c in lococo.compressors]:
+            setattr(module, name, partial(checkpoint, getattr(module, name), use_reentrant=False))
     optimizer = make_optimizer(lococo, args)
     owner = described(lococo) | {"text": checksum({"ids": torch.from_numpy(ids)}, "")}
     if tensors:

@@ -8,9 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import generate
-from generate import (
-    checksum, described, load_adapter, load_memory, read_file, save_memory, write_file,
-)  # fmt: skip
+from generate import checksum, described, load_adapter, read_file, write_file
 from lococo import LoCoCo, prefill, settings_for
 from model import UserError
 
@@ -118,7 +116,6 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     lambda tensors, about: tensors.update({LORA_A: tensors[LORA_A][:1]}),  # it could broadcast
     lambda tensors, about: tensors.update(more=tensors.pop(LORA_A)),
     lambda tensors, about: tensors.pop(LORA_A),
-    lambda tensors, about: about["settings"].update(colour=1),
     lambda tensors, about: about["settings"].update(lora_rank=4),
     lambda tensors, about: about["settings"].pop("method"),
     lambda tensors, about: about.pop("base"),
@@ -128,17 +125,3 @@ def test_adapters_of_another_version_are_refused(model, tmp_path, change):
     save_adapter(LoCoCo(model, settings_for(**ADAPTED)), tmp_path, change)
     sentence = refusal(load_adapter, tmp_path, base)
     assert sentence.startswith(f"{tmp_path}/adapter.safetensors: made by another version")
-
-
-@pytest.mark.parametrize("read", [5, 37])
-@pytest.mark.parametrize("method", ["lococo", "streaming", "lococo+h2o"])
-def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, read):
-    lococo = LoCoCo(model, settings_for(**ADAPTED | {"method": method}))
-    usual, saved, loaded = lococo.cache(), lococo.cache(), lococo.cache()
-    for cache in (usual, saved):
-        prefill(model, TOKENS[:, :read], cache, 8)
-    save_memory(tmp_path / "memory", saved, {})
-    load_memory(tmp_path / "memory", loaded, {}, "cpu")
-    logits = [prefill(model, TOKENS[:, read:], cache, 8) for cache in (usual, saved, loaded)]
-    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
-    assert loaded.seen == 60 and loaded.held == usual.held

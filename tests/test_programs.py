@@ -12,14 +12,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import greedy_by_hand, names_in, nats_by_hand, read_by_hand
+from conftest import greedy_by_hand, names_in, nats_by_hand, read_by_hand, remembered
 from safetensors.torch import load_file, save_file
 
 import eval_ppl
 import generate
 import train
 from generate import TINY, as_text, decode, described, load_adapter, sample, write_file
-from lococo import METHODS, LoCoCo, Settings
+from lococo import METHODS, LoCoCo, Settings, segment_losses
 from model import load_llama
 
 LINES = {
@@ -69,7 +69,7 @@ def stock_at_hand(own_folders, stock):
         Path(thing.name).symlink_to(thing)
 
 
-@pytest.mark.parametrize("words", [*METHODS, "lococo --lora-rank 0", "lococo --dtype bfloat16"])
+@pytest.mark.parametrize("words", [*METHODS, "lococo --lora-rank 0", "lococo+h2o --dtype bfloat16"])
 def test_every_method_trains_and_is_read_back(run, tokenizer, words):
     """Two steps reach each tensor: AdamW has a first moment of it. With rank 0, the paper's
     inference mode, they are the compressors' alone. What trains is float32 in any case."""
@@ -92,7 +92,7 @@ def test_every_method_trains_and_is_read_back(run, tokenizer, words):
     rows = eval_ppl.long_documents(streams["held-out"], tokenizer.bos, 96, 2)
     lococos = [LoCoCo(load_llama(TINY), WINDOW), load_adapter(Path("run"), load_llama(TINY))]
     expected = [math.exp(nats_by_hand(lococo, rows).mean()) for lococo in lococos]
-    assert printed == pytest.approx(expected, abs=0.1 if half else 6e-4)
+    assert printed == pytest.approx(expected, abs=0.2 if half else 6e-4)
 
 
 def test_recipes(monkeypatch):
@@ -136,7 +136,7 @@ def test_the_table_and_the_kinds_of_tokens(run, tokenizer):
     texts = [eval_ppl.long_documents(ids, tokenizer.bos, L, 3) for L in (64, 300)]
     for name, lococo in lococos.items():
         line = next(line for line in lines if line.startswith(f"{name} "))
-        slots, nbytes, _, *printed = line[len(name) :].replace(",", "").split()
+        slots, nbytes, *printed = line[len(name) :].replace(",", "").split()
         short, nats[name] = [nats_by_hand(lococo, rows) for rows in texts]
         expected = [math.exp(short.mean()), math.exp(nats[name].mean())]
         assert [float(value) for value in printed] == pytest.approx(expected, abs=6e-4)
@@ -156,6 +156,27 @@ def test_the_table_and_the_kinds_of_tokens(run, tokenizer):
         assert [float(word) for word in line[30:].split()] == pytest.approx(expected, abs=6e-4)
 
 
+def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, monkeypatch):
+    """What is kept for the backward pass of a whole sequence, with its compressions."""
+    found = []
+
+    def measure(lococo, draw, args, *_):
+        losses, model, tokens = [], lococo.model, draw(0)[0][None]
+        pieces = segment_losses(model, tokens, lococo.cache(), args.segment, bptt=99)
+        kept = remembered(lambda: losses.extend(nats for nats, _ in pieces))
+        losses[0].sum().backward()
+        found.append(sum(kept.values()))
+        found.append([losses[0], *(p.grad for p in lococo.trained().values())])
+
+    monkeypatch.setattr(train, "train", measure)
+    for flag in ("", "--recompute"):
+        words = f"--method lococo --score-documents 0 --out run{flag} {flag}"
+        assert run(train, f"{LINES[train]} {words}")[0] == 0
+    usual_bytes, usual, kept_bytes, kept = found
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(usual, kept, strict=True))
+    assert kept_bytes < 0.4 * usual_bytes, (kept_bytes, usual_bytes)
+
+
 def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
     """The share of answers that are the likeliest word, beside a window and H2O of equal memory;
     and what is told for training has other names."""
@@ -172,16 +193,16 @@ def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
     lococos = {name: LoCoCo(load_llama(TINY), s) for name, s in settings.items()}
     lococos["run"] = load_adapter(Path("run"), load_llama(TINY))
     for name, lococo in lococos.items():
-        right = {"told 0-128": [], "told 128-300": []}
+        right = {"told ago 0-128": [], "told ago 128-300": []}
         for told, ago in rows:
             likeliest = read_by_hand(lococo, told.tolist()).argmax(dim=-1)
             for t in ago.nonzero()[:, 0].tolist():
-                kind = "told 0-128" if ago[t] <= 64 + 64 else "told 128-300"
+                kind = "told ago 0-128" if ago[t] <= 64 + 64 else "told ago 128-300"
                 right[kind].append(float(likeliest[t - 1] == told[t]))
         shares[name] = [f"{np.mean(found):.3f}" for found in right.values()]
     assert "0.000" not in shares["base, full"]
     assert [line[:2] for line in scored[2:5]] == [[name, "64"] for name in [*shares][1:]]
-    start = scored.index(["facts recalled exactly", "tokens", *shares]) + 1
+    start = scored.index(["recalled; by chance 1 in 220", "tokens", *shares]) + 1
     counts = [[kind, str(len(found))] for kind, found in right.items()]
     assert scored[start : start + 2] == [[*c, *s] for c, s in zip(counts, zip(*shares.values()))]
     head = [f"{len(rows)} held-out documents", "perplexity", "recall 0-128", "recall 128-300"]
@@ -237,12 +258,19 @@ def test_greedy_text_figures_and_a_saved_memory(run, tokenizer, words):
     (0, [0, 1, 0, 0]), (1, [0.04, 0.64, 0.16, 0.16]),
     (2, [1 / 9, 4 / 9, 2 / 9, 2 / 9]),  # their roots are 0.2, 0.8, 0.4 and 0.4; the sum is 1.8
 ])  # fmt: skip
-def test_sampling_at_a_temperature(temperature, expected):
+def test_sampling_and_the_end_of_a_text(tokenizer, temperature, expected):
+    """Of a model of 8 ids more than the tokenizer has, which it likes best: they are padding."""
     torch.manual_seed(0)
     logits = torch.tensor([0.04, 0.64, 0.16, 0.16]).log() + 3
     drawn = [sample(logits, temperature) for _ in range(2000)]
     shares = np.bincount(drawn, minlength=4) / 2000
     assert np.allclose(shares, expected, atol=0.04) and not shares[np.equal(expected, 0)].any()
+    logits = torch.zeros(3, 1, 1, 2048 + 8)
+    logits[range(3), ..., [5, 7, tokenizer.eos]] = 50
+    logits[..., 2048:] = 99
+    model = Mock(side_effect=list(logits[1:]))
+    assert list(decode(model, tokenizer, logits[0, 0], None, 9, temperature)) == [5, 7]
+    assert [call.args[0].tolist() for call in model.call_args_list] == [[[5]], [[7]]]
 
 
 @pytest.mark.parametrize("text", ["    return x", "  a  b ", "naïve", "北京 🐍\n", "\n\n x"])
@@ -254,19 +282,6 @@ def test_text_is_shown_as_it_comes_and_in_whole_characters(tokenizer, text):
     assert "".join(as_text(iter(ids[:-1]), tokenizer, prompt)) == text  # a part is held back
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_decoding_never_draws_padding_and_ends_at_the_end_of_the_text(tokenizer, temperature):
-    """A model of 8 ids more than the tokenizer has, which it likes best."""
-    logits = torch.zeros(3, 1, 1, 2048 + 8)
-    for n, token in enumerate((5, 7, tokenizer.eos)):
-        logits[n, ..., token] = 50
-    logits[..., 2048:] = 99
-    model = Mock(side_effect=list(logits[1:]))
-    args = Mock(device="cpu", max_new_tokens=9, temperature=temperature)
-    assert list(decode(model, tokenizer, logits[0, 0], None, args)) == [5, 7]
-    assert [call.args[0].tolist() for call in model.call_args_list] == [[[5]], [[7]]]
-
-
 # A program, a line, and what follows it; after | what the sentence must say, if it is not that.
 # No model is called missing: what is refused before this is noticed has cost no work.
 MISTAKES = [
@@ -275,18 +290,19 @@ MISTAKES = [
     "--adapter adapter --model other-base | for another base; --adapter nowhere | nowhere/adapter"),
     (generate, LINES[generate], "--temperature nan; --show-memory 4 0; --show-memory 0 2;"
     "--show-memory 0 -1 | --show-memory -1; --method lococo; --prompt -; --prompt /dev/null;"
-    "--prompt '' | is empty; --prompt nowhere | nowhere: No such file; --prompt text | text: Is a;"
+    "--prompt nowhere | nowhere: No such file; --prompt text | text: Is a;"
     "--prompt latin | latin: not UTF-8 text (byte 3); --adapter nan | give one of them;"
     "--sinks 17 | not fit; --load-memory latin | latin: cannot be read; --model nan-base | finite;"
     "--model nan-base --save-memory m | not finite; --method full --save-memory m | no slots;"
     "--model missing --save-memory no/m | no/m; --model missing --save-memory text | memory text;"
     "--load-memory m --show-memory 0 0 | does not say which tokens"),
     (eval_ppl, LINES[eval_ppl], "--lengths 99999; --lengths 1; --method lococo;"
-    "-- nowhere | nowhere/adapter; -- damaged | checksum; -- nan | not finite; -- '' | is empty;"
+    "-- nowhere | nowhere/adapter; -- damaged | checksum; -- nan | not finite;"
     "--method magic | choice: 'magic'; --model nan-base | not finite"),
     (train, LINES[train], "--mem 0; --lr nan; --conv-lr inf; --seq 33; --seq 99999; --device gpu;"
     "--kernel 4; --steps 1.5 | value: '1.5'; --method magic | choice: 'magic'; --unknown;"
-    "--out '' | is empty; --sinks 9 --recent 8 | not fit; --method full --recent 8 | not fit;"
+    "--sinks 9 --recent 8 | not fit; --method full --recent 8 | --method full --mem 16: ;"
+    "--method streaming --mem 3 | not fit; --method streaming --sinks 0 --recent 0 | not fit;"
     "--method lococo+sinks --sinks 16 | no slot is left to merge into; --model missing | missing/;"
     "--method h2o --lora-rank 0 | nothing to train; --data text nowhere | nowhere; --device meta;"
     "--data nowhere | nowhere; --model missing --out text | text; --out latin/run | latin;"

@@ -4,62 +4,44 @@ import pytest
 import torch
 
 from generate import TracedMemory, describe_slots
-from lococo import LoCoCo, Memory, Settings, prefill
-from model import KVCache
+from lococo import LoCoCo, Settings, prefill
 
 TOKENS = torch.randint(0, 64, (1, 45), generator=torch.Generator().manual_seed(2))
-WINDOW = (4, 0, 0, 4)  # sinks, heavy, merged, recent
-ROWS = pytest.mark.parametrize("counts", [WINDOW, (0, 4, 0, 4), (0, 0, 8, 0), (2, 2, 3, 1)])
 
 
-def traced(model, counts, layer, head, memory=TracedMemory):
-    """A memory of 8 slots that has read the 45 tokens in segments of 8, and the logits."""
-    settings = Settings("a method", 8, 64, *counts, "original", kernel=3, lora_rank=0)
-    torch.manual_seed(1)
-    cache = LoCoCo(model, settings).cache(memory)
-    cache.layer, cache.head = layer, head
-    return cache, prefill(model, TOKENS, cache, 8)
-
-
-@pytest.mark.parametrize("layer, head", [(0, 0), (1, 1)])
-@ROWS
-def test_shares_are_the_product_of_all_mixing_matrices(model, counts, layer, head):
-    """W by its definition, in loops and float64: kept entries move, merged ones are mixed."""
-    kept, recent, shares = sum(counts[:2]), counts[3], [torch.eye(16, 45).double()]
-    largest = []
+@pytest.mark.parametrize("layer, head", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("counts", [(4, 0, 0, 4), (0, 4, 0, 4), (0, 0, 8, 0), (2, 2, 3, 1)])
+def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, layer, head):
+    """A memory of 8 slots reads 45 tokens in segments of 8. After each compression its keys and
+    values are those that once entered, mixed by the shares; tracing changes nothing."""
+    settings, entered, largest = Settings("a method", 8, 64, *counts, "original", 3), [], []
 
     class Followed(TracedMemory):
+        def attend(self, n, q, k, v):
+            if n == layer:
+                entered.append(torch.cat((k, v), dim=3)[0, head])
+            return super().attend(n, q, k, v)
+
         def compress(self, n):
             order, w = super().compress(n)
             if n == layer:
-                S, W = order.shape[2], torch.zeros(8, order.shape[2]).double()
-                for place, entry in enumerate(order[0, head].tolist()):
-                    if kept <= place < S - recent:
-                        W[kept : 8 - recent, entry] = w[0, head, :, place - kept].double()
-                    else:
-                        W[place if place < kept else place - S, entry] = 1
-                largest.append((W @ shares[0]).max(dim=1))
-                shares[0] = torch.cat((W @ shares[0], torch.eye(45)[self.seen : self.seen + 8]))
+                held = torch.cat((self.keys[n], self.values[n]), dim=3)[0, head]
+                assert torch.allclose(self.shares @ torch.cat(entered), held, atol=1e-4)
+                largest.append(self.shares.max(dim=1))
             return order, w
 
-    cache, logits = traced(model, counts, layer, head, memory=Followed)
-    assert cache.held == 8 + 5 and torch.allclose(cache.shares.double(), shares[0], atol=1e-5)
+    torch.manual_seed(1)
+    lococo = LoCoCo(model, settings)
+    cache = lococo.cache(Followed)
+    cache.layer, cache.head = layer, head
+    logits = prefill(model, TOKENS, cache, 8)
+    assert cache.held == 8 + 5 and len(largest) == len(cache.largest) == 4
     assert torch.allclose(cache.shares.sum(dim=1), torch.ones(13), atol=1e-5)
-    for (share, token), (found, where) in zip(largest, cache.largest, strict=True):
-        assert torch.allclose(found.double(), share, atol=1e-5) and torch.equal(where, token)
-    assert torch.equal(logits, traced(model, counts, layer, head, memory=Memory)[1])
-
-
-@ROWS
-def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts):
-    """In layer 0 a key depends on its token and position alone, and a value on its token."""
-    cache, full = traced(model, counts, 0, 1)[0], KVCache(model.config)
-    model.hidden(TOKENS, full)
-    for ours, theirs in ((cache.keys, full.keys), (cache.values, full.values)):
-        assert torch.allclose(cache.shares @ theirs[0][0, 1], ours[0][0, 1], atol=1e-4)
+    assert all(map(torch.equal, sum(largest, ()), sum(cache.largest, ())))
+    assert torch.equal(logits, prefill(model, TOKENS, lococo.cache(), 8))
     if counts[2] == 0:  # nothing is merged
         assert cache.shares.unique().tolist() == [0, 1]
-    if counts == WINDOW:
+    if counts == (4, 0, 0, 4):
         assert cache.shares.argmax(dim=1).tolist() == [0, 1, 2, 3, *range(36, 45)]
 
 

@@ -1,0 +1,200 @@
+"""The paper's tasks as rows for `eval_ppl.py --tasks`, from the files that their authors publish.
+
+    python tests/tasks.py race RACE --shots 4 --out race4.jsonl
+    python tests/tasks.py hellaswag hellaswag/data --shots 10 --out hellaswag10.jsonl
+    python tests/tasks.py winogrande winogrande_1.1 --shots 70 --out winogrande70.jsonl
+    python tests/tasks.py arc ARC-V1-Feb2018-2/ARC-Challenge --shots 40 --out arc40.jsonl
+    python tests/tasks.py triviaqa triviaqa-unfiltered --shots 50 --out triviaqa50.jsonl
+    python tests/tasks.py scrolls scrolls/qasper --out qasper.jsonl
+    python tests/tasks.py longbench LongBench/data/qasper.jsonl --out longbench-qasper.jsonl
+    python tests/tasks.py recall --shots 3 --out runs/recall       # from the embedded model's text
+
+The paper does not print its prompts. These follow the lm-evaluation-harness, without its exceptions
+(blanks in RACE, yes/no in Qasper, the options of QuALITY as choices); LongBench's are in its folder
+config/, and nothing is cut in the middle. Shots are drawn from the training split, by the seed.
+"""
+
+import json
+import re
+import sys
+import zlib
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from itertools import islice
+from pathlib import Path
+from typing import Callable, Iterator
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from eval_ppl import PARTS, fact_tokens, long_documents, token_streams  # noqa: E402
+from generate import TINY, run_program  # noqa: E402
+from model import DAMAGED, Tokenizer, UserError  # noqa: E402
+
+
+def race(article: dict, file: Path) -> dict:
+    """The last question of an article is asked, those before it are told with their answers."""
+    right = ["ABCD".index(letter) for letter in article["answers"]]
+    prompt = f"Article: {article['article']}\n\n"
+    for question, options, i in zip(article["questions"], article["options"], right[:-1]):
+        prompt += f"Question: {question}\nAnswer: {options[i]}\n"
+    choices = [" " + option for option in article["options"][-1]]
+    return {"prompt": prompt + article["questions"][-1], "choices": choices, "answer": right[-1]}
+
+
+def hellaswag(row: dict, file: Path) -> dict:
+    def clean(text: str) -> str:
+        text = text.strip().replace(" [title]", ". ")
+        return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+    context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    endings = [" " + clean(ending) for ending in row["endings"]]
+    return {"prompt": clean(context), "choices": endings, "answer": int(row["label"])}
+
+
+def winogrande(row: dict, file: Path) -> dict:
+    """Each option is written into a prompt of its own; what follows it is scored."""
+    before, after = row["sentence"].split("_")
+    prompts, right = [before + row["option1"], before + row["option2"]], int(row["answer"]) - 1
+    return {"prompt": prompts, "choices": [" " + after.strip()] * 2, "answer": right}
+
+
+def arc(row: dict, file: Path) -> dict:
+    question, choices = row["question"], row.get("choices")
+    if choices is None:  # in AI2's own files both are inside the question
+        question, rows = question["stem"], question["choices"]
+        choices = {key: [choice[key] for choice in rows] for key in ("text", "label")}
+    texts = [" " + text for text in choices["text"]]
+    right = choices["label"].index(row["answerKey"])
+    return {"prompt": f"Question: {question}\nAnswer:", "choices": texts, "answer": right}
+
+
+def triviaqa(row: dict, file: Path) -> dict:
+    answers = dict.fromkeys([row["Answer"]["Value"], *row["Answer"]["Aliases"]])
+    return {"prompt": f"Question: {row['Question']}\nAnswer:", "answers": [*answers]}
+
+
+def scrolls(row: dict, file: Path) -> dict:
+    text, question = row["input"], "What is a summary of the preceding text?"
+    name = file.resolve().parent.name
+    summary = name in ("gov_report", "summ_screen_fd")
+    if not summary:  # the question comes first; in QuALITY it has choices (A) to (D)
+        end = text.index("\n\n", text.index("(D)") if name == "quality" else 0)
+        question, text = text[:end], text[end + 2 :]
+    most = 1024 if summary else 512 if name == "qmsum" else 128
+    return {"prompt": f"{text}\n\nQuestion: {question}\nAnswer:", "answers": [row["output"]],
+            "max_tokens": most, "punctuation": "", "id": row["id"]}  # fmt: skip
+
+
+def longbench(row: dict, file: Path) -> dict:
+    name, config = row["dataset"].removesuffix("_e"), file.parent.parent / "config"
+    others = ("trec", "lcc", "repobench-p", "passage_count", "passage_retrieval_en")
+    if name in others or row["language"] != "en":
+        raise UserError(f"{file}: LongBench scores {name} by a rule that is not implemented")
+    prompt = json.loads((config / "dataset2prompt.json").read_text("utf-8"))[name]
+    most = json.loads((config / "dataset2maxlen.json").read_text("utf-8"))[name]
+    stop = "\n" if name in ("triviaqa", "samsum") else "\0"  # a text that never comes
+    return {"prompt": prompt.format(**row), "answers": row["answers"], "max_tokens": most,
+            "stop": stop, "punctuation": ""}  # fmt: skip
+
+
+DATA = {  # the files with the shots, the files with the questions, how a row is converted
+    "race": ("train/high/*.txt", "test/high/*.txt", race),
+    "hellaswag": ("hellaswag_train.jsonl", "hellaswag_val.jsonl", hellaswag),
+    "winogrande": ("train_xl.jsonl", "dev.jsonl", winogrande),
+    "arc": ("ARC-*-Train.jsonl", "ARC-*-Test.jsonl", arc),
+    "triviaqa": ("unfiltered-web-train.json or qa/web-train.json",
+                 "unfiltered-web-dev.json or qa/web-dev.json", triviaqa),
+    "scrolls": ("train.jsonl", "validation.jsonl", scrolls),
+    "longbench": ("no training file", "data/NAME.jsonl itself", longbench),
+}  # fmt: skip
+
+
+def read(data: str, source: Path, patterns: str, convert: Callable) -> list[dict]:
+    """The converted rows of all files of a folder that match, or of one file."""
+    files = [source] if "itself" in patterns and source.is_file() else []
+    for pattern in patterns.split(" or "):
+        files = files or sorted(source.glob(pattern))
+    if not files:
+        raise UserError(f"{source}: of {data}, {patterns} was expected here")
+    rows = {}
+    for file in files:
+        text, number = file.read_text("utf-8"), 0
+        try:
+            lines = text.rstrip().split("\n") if file.suffix == ".jsonl" else [text]
+            content = [json.loads(line) for line in lines]
+            for number, item in enumerate(content[0].get("Data", content), start=1):
+                row = convert(item, file)
+                key = row.pop("id", len(rows))
+                if key in rows:  # in SCROLLS a row for each answer
+                    rows[key]["answers"] += row["answers"]
+                rows.setdefault(key, row)
+        except DAMAGED as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{file}, row {number}: not as in {data} ({reason})") from None
+    return list(rows.values())
+
+
+def with_shots(rows: list[dict], training: list[dict], shots: int, seed: int) -> Iterator[dict]:
+    """Each row behind so many answered rows of the training split, joined by blank lines."""
+    for i, row in enumerate(rows):
+        order = np.random.default_rng((seed, i)).permutation(len(training))
+        others = (training[j] for j in order if training[j]["prompt"] != row["prompt"])
+        shown = "".join(answered(other) + "\n\n" for other in islice(others, shots))
+        old = row["prompt"]
+        yield row | {"prompt": shown + old if type(old) is str else [shown + p for p in old]}
+
+
+def answered(row: dict) -> str:
+    prompt = row["prompt"] if type(row["prompt"]) is str else row["prompt"][row["answer"]]
+    return prompt + (" " + row["answers"][0] if "answers" in row else row["choices"][row["answer"]])
+
+
+def recall(shots: int, seed: int) -> Iterator[dict]:
+    """Held-out documents of 2,048 tokens with 8 facts (eval_ppl.tell), each told once in the first
+    half of the lines; at the end some of the others are asked and answered, then one is asked."""
+    tokenizer = Tokenizer(TINY)
+    words = [tokenizer.sp.id_to_piece(i)[1:] for i in fact_tokens(tokenizer)[0]]
+    length = 2048 - 6 * 8 - 6 * (shots + 1) - 16
+    ids = token_streams([], tokenizer)["held-out"]
+    for i, document in enumerate(long_documents(ids, tokenizer.bos, length, 64).tolist()):
+        lines = tokenizer.sp.decode(document).split("\n")
+        rng, facts = np.random.default_rng((seed, i)), {}
+        values = rng.choice(words, 8, replace=False).tolist()
+        while len(facts) < 8:
+            a, b = rng.choice(words, 2)
+            if zlib.crc32(f"\u2581{a}\u2581{b}".encode()) % 20 in PARTS["held-out"]:
+                facts.setdefault(f"@ {a} {b} =", values[len(facts)])
+        told = [f"{question} {value}" for question, value in facts.items()]
+        for line in told:
+            lines.insert(int(rng.integers(1, len(lines) // 2)), line)
+        prompt = "\n".join([*lines, *told[:7][:shots], [*facts][-1]])
+        yield {"prompt": prompt, "choices": [f" {v}" for v in values], "answer": 7}
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("data", choices=[*DATA, "recall"])
+    parser.add_argument("source", type=Path, nargs="?", default=".", help="of the official files")
+    parser.add_argument("--shots", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="file (recall: folder) to write")
+    args = parser.parse_args()
+    if args.data == "recall":
+        rows = list(recall(args.shots, args.seed))
+        asked = [{"prompt": r["prompt"], "answers": [r["choices"][7].strip()]} for r in rows]
+        made = {args.out / "choices.jsonl": rows, args.out / "questions.jsonl": asked}
+    else:
+        train, test, convert = DATA[args.data]
+        rows = read(args.data, args.source, test, convert)
+        training = read(args.data, args.source, train, convert) if args.shots else []
+        if args.shots > max(len(training) - 1, 0):
+            raise UserError(f"--shots {args.shots}: the training split has {len(training)} rows")
+        made = {args.out: list(with_shots(rows, training, args.shots, args.seed))}
+    for file, rows in made.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        print(f"{file}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    run_program(main)

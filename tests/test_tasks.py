@@ -1,0 +1,190 @@
+"""Scores of tasks, by hand; files as their authors publish them, as rows and with shots."""
+
+import json
+import re
+import sys
+import zlib
+from argparse import Namespace
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import tasks
+from conftest import greedy_by_hand, read_by_hand
+
+import eval_ppl
+from generate import HERE, TINY, load_adapter
+from lococo import LoCoCo, Settings, prefill
+from model import load_llama
+
+FULL = Settings("full", 16, 1024, lora_rank=0)
+H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)
+TEXT = "\ndef add(x, y):\n    return [x, y]\n\ndef get(x, y):\n    return x[y]\n"
+TEXT += "\ndef f(x, y):\n    return x["  # three segments
+
+
+@pytest.mark.parametrize("text, answer, mark, expected", [  # em, f1, rouge1, rouge2, rougeL
+    ("The  CAT_sat, on a mat!", "cat sat on mat", " ", (1, 1, 4 / 5, 2 / 4, 4 / 5)),
+    ("An apple-pie", "apple pie", " ", (1, 1, 4 / 5, 2 / 3, 4 / 5)),  # an article is in ROUGE
+    ("U.S.", "US", "", (1, 1, 0, 0, 0)), ("cats", "cat", " ", (0,) * 5), ("", "cat", "", (0,) * 5),
+    # Shared: one, two twice, three, four; two two, three four; in order one .. three four
+    ("One two two three four five", "two, one six THREE four-two two_two", " ",
+     (0, 5 / 7, 2 * 5 / (6 + 8), 2 * 2 / (5 + 7), 2 * 3 / (6 + 8)))])  # fmt: skip
+def test_metrics(text, answer, mark, expected):
+    assert [*eval_ppl.compare(text, answer, mark).values()] == pytest.approx(expected)
+    assert [*eval_ppl.compare(answer, text, mark).values()] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("settings", [FULL, H2O], ids=lambda s: s.method)
+@pytest.mark.parametrize("space, ends", [("", "xxxxx"), (" ", "xxxxx"), ("", "xys01")])
+def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
+    """By sums and by sums for a character. A prompt is read once, but for its last token; its last
+    space is read as the choice's first; a choice may have a prompt of its own."""
+    lococo, sums = LoCoCo(load_llama(TINY), settings), []
+    choices = [" x", " x + y", " None", " self", " x[y]"]
+    for end, choice in zip(ends, choices):
+        start = tokenizer.encode(TEXT + end)
+        ids = start + tokenizer.encode(TEXT + end + choice)[len(start) :]
+        p = read_by_hand(lococo, ids[:-1])
+        sums.append(sum(p[t - 1, ids[t]].item() for t in range(len(start), len(ids))))
+    by_length = np.divide(sums, [1, 5, 4, 4, 4])  # characters, without the first space
+    assert np.argmax(sums) != np.argmax(by_length)
+    for metric, scores in (("acc", sums), ("acc_norm", by_length)):
+        order = np.argsort(scores).tolist()
+        for some in (order, order[::-1], order[:3]):
+            prompts = [TEXT + ends[i] + space for i in some]
+            row = {"prompt": prompts if ends == "xys01" else prompts[0]}
+            row["choices"] = [choices[i][len(space) :] for i in some]
+            row["answer"] = some.index(max(some, key=order.index))
+            monkeypatch.setattr(eval_ppl, "prefill", Mock(side_effect=prefill))
+            found, cache = eval_ppl.score_choices(lococo, row, tokenizer, Namespace(device="cpu"))
+            assert found[metric] and (cache.seen, cache.held) == (48, 32 if settings.mem else 48)
+            assert eval_ppl.prefill.call_count == len(set(prompts))
+
+
+@pytest.mark.parametrize("settings", [FULL, H2O], ids=lambda s: s.method)
+@pytest.mark.parametrize("more, kept", [
+    ({}, 12), ({"stop": "]", "punctuation": ""}, 12), ({"max_tokens": 1}, 1)])  # fmt: skip
+def test_a_text_is_the_likeliest_up_to_its_stop(tokenizer, monkeypatch, settings, more, kept):
+    lococo, ids = LoCoCo(load_llama(TINY), settings), tokenizer.encode(TEXT)
+    written = tokenizer.sp.decode(greedy_by_hand(lococo, ids)[: 48 + kept])[len(TEXT) :]
+    text, stop, _ = written.partition(more.get("stop", "\n"))
+    assert text and bool(stop) == (kept == 12)
+    mark = more.get("punctuation", " ")
+    monkeypatch.setattr(eval_ppl, "compare", lambda *given: {"same": given == (text, text, mark)})
+    row = {"prompt": TEXT, "answers": ["other", text]} | more
+    found, cache = eval_ppl.score_answer(lococo, row, tokenizer, Namespace(device="cpu"))
+    assert found == {"same": True} and cache.seen == 48
+
+
+def table(run, words, rows):
+    Path("rows").write_text("\n\n".join(map(json.dumps, rows)))
+    code, out, err = run(eval_ppl, f"--tasks rows {words}")
+    assert (code, err) == (0, "") and out.startswith(f"rows: {len(rows)} rows\n")
+    return [re.split("  +", line.strip()) for line in out.splitlines()[1:]]
+
+
+def test_means_and_standard_errors(run, tokenizer, monkeypatch):
+    """Of a model that always says the same: right; its words turned round; not right."""
+    said = tokenizer.encode("Q: one two three four")[len(tokenizer.encode("Q:")) :]
+    monkeypatch.setattr(eval_ppl, "decode", lambda *args: iter(said))
+    answers = ["one two three four"], ["nothing", "four three two one"], ["five"]
+    head, *lines = table(run, "--method h2o", [{"prompt": "Q:", "answers": a} for a in answers])
+    assert head[2:] == ["em", "f1", "rouge1", "rouge2", "rougeL", "rouge"]
+    third = "0.333 ±0.333"  # 1, 0, 0: variance (4 + 1 + 1) / 9 / 2, its root / sqrt(3) is 1 / 3
+    both = "0.667 ±0.333"  # 1, 1, 0; and 1, 1/4, 0 have the variance (49 + 4 + 25) / 144 / 2
+    # The geometric mean of 2 / 3, 1 / 3, 5 / 12 is 0.452; the mean of 1, 0, 0 would be 0.333.
+    expected = [third, both, both, third, "0.417 ±0.300", "0.452"]
+    assert [line[3:] for line in lines] == [expected] * 2
+
+
+def test_the_table_of_choices(run, tokenizer):
+    """Beside the embedded adapter are the methods without training, of its size."""
+    prompts, own = ["x =", "x = 1\n" * 300 + "x ="], load_adapter(TINY, load_llama(TINY)).settings
+    rows = [{"prompt": p, "choices": [" 1", " zq"], "answer": n} for n, p in enumerate(prompts)]
+    head, *lines = table(run, "", rows)
+    a, b = (len(tokenizer.encode(prompt)) - 1 for prompt in prompts)
+    assert head == ["compressed", "cache, MB", "acc", "acc_norm"] and 1024 < b <= own.length
+    half, note = "0.500 ±0.500", ["1 above 1,024 tokens: line 3 ..."]
+    entry = 2 * 4 * 2 * 64 * 4 / 2e6  # half a key and a value in 4 layers of 2 heads of 64 floats
+    kept = own.mem + (b % own.segment or own.segment)
+    full, small = (f"{(n + a) * entry:.3f} ±{(n - a) * entry:.3f}" for n in (b, kept))
+    same, names = [half, small, half, half], [line.pop(0) for line in lines]
+    assert names[:3] == ["base, full", "base, streaming", "base, h2o"] and "tiny" in names[3]
+    assert lines == [["0.000 ±0.000", full, half, half] + note, same + note, same + note, same]
+
+
+@pytest.mark.parametrize("line, sentence", [
+    ("x", "rows, line 3: cannot be read as prompt, choices, answer or prompt, answers"),
+    ('{"prompt": "x =", "choices": [" 1"]}', "rows, line 3: "), ("[1]", "rows, line 3: "),
+    ('{"prompt": "x =", "choices": [" 1", " 2"], "answer": 2}', "no choice 2"),
+    ('{"prompt": " ", "choices": [" 1"], "answer": 0}', "no prompt"), ("", "nowhere")])  # fmt: skip
+def test_a_mistake_in_the_rows_is_one_sentence(run, line, sentence):
+    Path("rows").write_text('{"prompt": "x =", "answers": ["1"]}\n\n' + line)
+    code, out, err = run(eval_ppl, f"--tasks {'rows' if line else 'nowhere'}")
+    assert (code, out, err.count("\n")) == (2, "", 1) and sentence in err, err
+
+
+# For each data set its files of questions and of shots, all fields of its authors' rows with # for
+# a number, the row that is made of them, and the answer as it follows a prompt in a shot.
+CASES = json.loads((HERE / "tests" / "official_rows.json").read_text("utf-8"))
+
+
+def convert(run, words):
+    """The rows that tasks.py makes, or its one sentence. It has no --device."""
+    main = lambda: sys.argv.__delitem__(slice(1, 3)) or tasks.main()  # noqa: E731
+    code, _, err = run(Namespace(__name__="tasks", main=main), f"{words} --out x")
+    assert (code, err.count("\n")) == ((2, 1) if err else (0, 0)), err
+    return err or [json.loads(line) for line in open("x" + "/choices.jsonl" * ("recall" in words))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["questions"])
+def test_official_files_become_rows(run, case):
+    """Six shots of seven training rows, of which one asks the question: they are the others."""
+    data, folder, test, train, items, row, answer = case.values()
+    words, shots = f"{data} {folder}", 6 * (train != "-")
+    texts = ["\n".join(map(json.dumps, items)).replace("#", n) for n in "0123456"]
+    files = {"config/dataset2prompt.json": ['{"qasper": "{context} Q: {input}"}'], train: texts}
+    files |= {"config/dataset2maxlen.json": ['{"qasper": 9}'], test: texts[:2]}
+    for file, lines in files.items():
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        if data == "triviaqa" and "web" in file:
+            lines = ['{"Data": [%s], "Domain": "Web", "Version": 1.0}' % ",".join(lines)]
+        for n, line in enumerate(lines):
+            Path(file.replace("#", str(n))).open("a").write(line + "\n")
+    rows = convert(run, words)
+    assert rows == [json.loads(json.dumps(row).replace("#", n)) for n in "01"]
+    shown = np.atleast_1d(row["prompt"])[-1] + answer + "\n\n"
+    found = [convert(run, f"{words} --shots {shots} --seed {seed}") for seed in (3, 3, 4)]
+    assert found[0] == found[1] and (found[0] != found[2] or not shots)
+    for n, (row, bare) in enumerate(zip(found[0], rows, strict=True)):
+        assert row | {"prompt": bare["prompt"]} == bare
+        for prompt, last in zip(np.atleast_1d(row["prompt"]), np.atleast_1d(bare["prompt"])):
+            order = re.findall(r"\d", prompt)
+            assert len(set(order)) == len(order) == shots + 1 and order[-1] == str(n)
+            assert prompt == "".join(shown.replace("#", n) for n in order[:-1]) + last
+    Path(test.replace("#", "0")).write_text("{}")
+    assert f"row 1: not as in {data} (KeyError: " in convert(run, words)
+    expected = convert(run, f"{data} text").partition(f": of {data}, ")[2].replace("NAME", "*")
+    assert any(Path(test).match(pattern) for pattern in re.findall(r"[\w/*-]+\.\w+", expected))
+
+
+def test_recall(run, tokenizer, monkeypatch):
+    """8 facts of held-out names, each told once in the first half; 3 are answered, one is asked."""
+    monkeypatch.setattr(eval_ppl.sysconfig, "get_paths", lambda: {"stdlib": "text"})
+    for n in range(40):
+        Path(f"text/{n}.py").write_text(f"def f{n}(x):\n    return x  # 北京 🐍\n" * 120)
+    rows = convert(run, "recall --shots 3")
+    assert len({row["prompt"] for row in rows}) == len(rows) > 1
+    for row, question in zip(rows, open("x/questions.jsonl"), strict=True):
+        *text, a, b, c, last = row["prompt"].split("\n")
+        told, value = [line for line in text if line[0:1] == "@"], row["choices"][row["answer"]]
+        facts = dict(line.split(" =") for line in told)
+        assert json.loads(question) == {"prompt": row["prompt"], "answers": [value.strip()]}
+        assert len(told) == len(facts) == 8 and sorted(facts.values()) == sorted(row["choices"])
+        assert max(map(text.index, told)) <= len(text) // 2 + 4 and last + value in told
+        assert len({a, b, c}) == 3 and {a, b, c} < {*told} - {last + value} and last[-2:] == " ="
+        assert all(zlib.crc32(f[1:].replace(" ", "▁").encode()) % 20 < 2 for f in facts)
+        assert 1900 < len(tokenizer.encode(row["prompt"])) <= 2048
+    assert convert(run, "recall --shots 3 --seed 1") != rows
