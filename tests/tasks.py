@@ -150,13 +150,13 @@ def answered(row: dict) -> str:
 
 
 def recall(shots: int, seed: int) -> Iterator[dict]:
-    """Held-out documents of 2,048 tokens with 8 facts (eval_ppl.tell), each told once in the first
+    """32 held-out texts of 2,048 tokens with 8 facts (eval_ppl.tell), each told once in the first
     half of the lines; at the end some of the others are asked and answered, then one is asked."""
     tokenizer = Tokenizer(TINY)
     words = [tokenizer.sp.id_to_piece(i)[1:] for i in fact_tokens(tokenizer)[0]]
     length = 2048 - 6 * 8 - 6 * (shots + 1) - 16
     ids = token_streams([], tokenizer)["held-out"]
-    for i, document in enumerate(long_documents(ids, tokenizer.bos, length, 64).tolist()):
+    for i, document in enumerate(long_documents(ids, tokenizer.bos, length, 32).tolist()):
         lines = tokenizer.sp.decode(document).split("\n")
         rng, facts = np.random.default_rng((seed, i)), {}
         values = rng.choice(words, 8, replace=False).tolist()
