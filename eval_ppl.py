@@ -37,8 +37,7 @@ from model import DAMAGED, KVCache, Tokenizer, UserError
 
 CACHE = os.environ.get("LOCOCO_CACHE", "~/.cache/lococo")  # of tokens; safe to delete
 
-# The checksum of a document's name, modulo 20, decides its part, the same on every machine. Tune on
-# the choosing part; only score the held-out part.
+# By the checksum of a document's name, modulo 20. Tune on the choosing part, then score held-out.
 PARTS = {"held-out": range(0, 2), "choosing": range(2, 3), "training": range(3, 20)}
 
 
@@ -57,26 +56,25 @@ def find_files(paths: list[Path]) -> list[Path]:
     return files
 
 
-def read_rows(file: Path, *kinds: dict[str, type]) -> Iterator[tuple[int, dict]]:
-    """Number and object of each line of a .jsonl or .jsonl.gz file. A kind: fields and types."""
+def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, dict]]:
+    """Number and object of each line of a .jsonl or .jsonl.gz file, for which `check` must hold."""
     opener, number = gzip.open if file.suffix == ".gz" else open, 0
-    try:
-        with opener(file, "rt", encoding="utf-8") as content:
+    with opener(file, "rt", encoding="utf-8") as content:
+        try:
             for number, line in enumerate(content, start=1):
                 if line.strip():
                     row = json.loads(line)
-                    if not any(all(isinstance(row.get(f), k[f]) for f in k) for k in kinds):
+                    if not check(row):
                         raise ValueError(f"{row}"[:80])
                     yield number, row
-    except (*DAMAGED, zlib.error) as error:
-        wanted = " or ".join(", ".join(kind) for kind in kinds)
-        raise UserError(f"{file}, line {number}: cannot be read as {wanted} ({error})") from None
+        except (*DAMAGED, zlib.error) as error:
+            raise UserError(f"{file}, line {number}: not as README says ({error!r})") from None
 
 
 def read_documents(file: Path) -> Iterator[tuple[str, str]]:
     """(name, text) of a text file, or of each line of a .jsonl or .jsonl.gz file."""
     if file.name.endswith((".jsonl", ".jsonl.gz")):
-        for number, row in read_rows(file, {"text": str}):
+        for number, row in read_rows(file, lambda row: isinstance(row["text"], str)):
             yield f"{file.name}:{number}", row["text"].encode("utf-8", "replace").decode()
     else:
         yield file.name, file.read_bytes().decode()
@@ -223,23 +221,28 @@ def tell_all(documents: Tensor, facts: int, part: str, tokenizer) -> tuple[Tenso
 # --- Tasks: multiple choice and questions --------------------------------------------------------
 
 
+def is_task(row: dict) -> bool:
+    """No text is empty, `answer` is the place of a choice, and a space comes before each choice."""
+    texts, right = (row["choices"], row["answer"]) if "choices" in row else (row["answers"], 0)
+    prompts = row["prompt"] if isinstance(row["prompt"], list) else [row["prompt"]] * len(texts)
+    joints = [p[-1] + t[0] for p, t in zip(prompts, texts, strict=True) if p.strip() and t.strip()]
+    good = [joint for joint in joints if "answers" in row or joint != joint.strip()]
+    return len(good) == len(texts) and right in range(len(texts))
+
+
 @torch.no_grad()
 def score_choices(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tuple[dict, KVCache]:
-    """`acc`: is the likeliest choice right? `acc_norm`: is that of the largest log-likelihood per
-    character? As in the lm-evaluation-harness, prompt and choice are tokenized together and cut
-    where the prompt ends; its last spaces belong to the choice. "prompt" may be a list."""
+    """Is the likeliest choice right, and (`acc_norm`) the likeliest per character? As in the
+    lm-evaluation-harness, both are tokenized together and cut where the prompt's last word ends."""
     model, T, scores = lococo.model, lococo.settings.segment, []
     for i, choice in enumerate(row["choices"]):
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][i]
         start = tokenizer.encode(prompt.rstrip())
         rest = start[-1:] + tokenizer.encode(prompt + choice)[len(start) :]
-        if len(start) < 2 or len(rest) < 2 or row["answer"] not in range(len(row["choices"])):
-            raise UserError(f"--tasks: no prompt, no choice {row['answer']}, no space: {choice!r}")
-        if i == 0 or isinstance(row["prompt"], list):  # read once; each choice has its fork
+        if i == 0 or isinstance(row["prompt"], list):  # read once, but for its last token
             cache = lococo.cache()
             prefill(model, torch.tensor([start[:-1]], device=args.device), cache, T)
-        tokens = torch.tensor([rest], device=args.device)
-        pieces = segment_losses(model, tokens, cache.fork(), T)
+        pieces = segment_losses(model, torch.tensor([rest], device=args.device), cache.fork(), T)
         scores.append(-sum(nats.sum().item() for nats, _ in pieces))
     by_length = [score / len(choice.lstrip()) for score, choice in zip(scores, row["choices"])]
     likeliest = {"acc": np.argmax(scores), "acc_norm": np.argmax(by_length)}
@@ -249,10 +252,10 @@ def score_choices(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tupl
 def score_answer(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tuple[dict, KVCache]:
     """The likeliest continuation, up to the row's "stop" (a line break) and of at most "max_tokens"
     (32), beside the answer that it is most like. The cache returned has read the prompt alone."""
-    ids, cache = tokenizer.encode(row["prompt"]), lococo.cache()
-    tokens = torch.tensor([ids], device=args.device)
-    logits = prefill(lococo.model, tokens, cache, lococo.settings.segment)
-    new = decode(lococo.model, tokenizer, logits, cache.fork(), row.get("max_tokens", 32), 0)
+    model, T, cache = lococo.model, lococo.settings.segment, lococo.cache()
+    ids = tokenizer.encode(row["prompt"])
+    logits = prefill(model, torch.tensor([ids], device=args.device), cache, T)
+    new = decode(model, tokenizer, logits, cache.fork(), row.get("max_tokens", 32), 0)
     text, stop = "", row.get("stop", "\n")
     for piece in as_text(new, tokenizer, ids):
         text += piece
@@ -284,9 +287,7 @@ def compare(text: str, answer: str, mark: str) -> dict[str, float]:
 
 def score_tasks(args, tokenizer: Tokenizer, methods: dict[str, Callable], width: int) -> None:
     """A table for each file: means over its rows ± standard error. tests/tasks.py makes files."""
-    choices = {"prompt": (str, list), "choices": list, "answer": int}
-    answers = {"prompt": str, "answers": list}
-    files = {file: list(read_rows(file, choices, answers)) for file in args.tasks}
+    files = {file: list(read_rows(file, is_task)) for file in args.tasks}
     for file, rows in files.items():
         for name, make in methods.items():
             lococo, columns, long = make(load_base(args)[0]), {}, []

@@ -105,8 +105,8 @@ def method_flags(args: argparse.Namespace) -> dict:
 def untrained(args: argparse.Namespace, method: str, model: Llama) -> LoCoCo:
     """A method that needs no training, on its base model."""
     mem, flags = args.mem or 512, method_flags(args)
-    length = model.config.context
-    settings = settings_for(method, mem, args.segment or mem, length, lora_rank=0, **flags)
+    context = model.config.context
+    settings = settings_for(method, mem, args.segment or mem, context, lora_rank=0, **flags)
     if settings.merged:
         raise UserError(f"--method {method}: its convolution must be trained first, by train.py")
     return LoCoCo(model, settings)
@@ -358,8 +358,7 @@ def main() -> None:
     owner = described(lococo) | {"adapter": checksum(lococo.trained(), str(args.dtype))}
     if args.load_memory:
         load_memory(args.load_memory, cache, owner, args.device)
-    before = cache.seen
-    if settings.positions != "slots" and before + len(ids) > settings.length:
+    if settings.positions != "slots" and cache.seen + len(ids) > settings.length:
         print(f"warning: longer than the {settings.length:,} tokens trained for", file=sys.stderr)
     with precision(args):
         logits = prefill(model, torch.tensor([ids], device=args.device), cache, settings.segment)

@@ -187,8 +187,8 @@ def main() -> None:
         train, test, convert = DATA[args.data]
         rows = read(args.data, args.source, test, convert)
         training = read(args.data, args.source, train, convert) if args.shots else []
-        if args.shots > max(len(training) - 1, 0):
-            raise UserError(f"--shots {args.shots}: the training split has {len(training)} rows")
+        if not 0 <= args.shots < max(len(training), 1):
+            raise UserError(f"--shots {args.shots}: {len(training)} rows to draw from")
         made = {args.out: list(with_shots(rows, training, args.shots, args.seed))}
     for file, rows in made.items():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -116,10 +116,12 @@ def test_the_table_of_choices(run, tokenizer):
 
 
 @pytest.mark.parametrize("line, sentence", [
-    ("x", "rows, line 3: cannot be read as prompt, choices, answer or prompt, answers"),
+    ("x", "rows, line 3: not as README says"), ('{"prompt": "x =", "answers": []}', "line 3"),
+    ('{"prompt": "x =", "choices": ["1"], "answer": 0}', "line 3"),  # no space
     ('{"prompt": "x =", "choices": [" 1"]}', "rows, line 3: "), ("[1]", "rows, line 3: "),
-    ('{"prompt": "x =", "choices": [" 1", " 2"], "answer": 2}', "no choice 2"),
-    ('{"prompt": " ", "choices": [" 1"], "answer": 0}', "no prompt"), ("", "nowhere")])  # fmt: skip
+    ('{"prompt": "x =", "choices": [" 1", " 2"], "answer": 2}', "rows, line 3"),
+    ('{"prompt": " ", "choices": [" 1"], "answer": 0}', "line 3"),
+    ("", "nowhere: No such file")])  # fmt: skip
 def test_a_mistake_in_the_rows_is_one_sentence(run, line, sentence):
     Path("rows").write_text('{"prompt": "x =", "answers": ["1"]}\n\n' + line)
     code, out, err = run(eval_ppl, f"--tasks {'rows' if line else 'nowhere'}")
