@@ -51,8 +51,7 @@ def hellaswag(row: dict, file: Path) -> dict:
     return {"prompt": clean(context), "choices": endings, "answer": int(row["label"])}
 
 
-def winogrande(row: dict, file: Path) -> dict:
-    """Each option is written into a prompt of its own; what follows it is scored."""
+def winogrande(row: dict, file: Path) -> dict:  # a prompt for each option; what follows is scored
     before, after = row["sentence"].split("_")
     prompts, right = [before + row["option1"], before + row["option2"]], int(row["answer"]) - 1
     return {"prompt": prompts, "choices": [" " + after.strip()] * 2, "answer": right}
@@ -70,7 +69,8 @@ def arc(row: dict, file: Path) -> dict:
 
 def triviaqa(row: dict, file: Path) -> dict:
     answers = dict.fromkeys([row["Answer"]["Value"], *row["Answer"]["Aliases"]])
-    return {"prompt": f"Question: {row['Question']}\nAnswer:", "answers": [*answers]}
+    answers = [answer for answer in answers if answer.strip()]
+    return {"prompt": f"Question: {row['Question']}\nAnswer:", "answers": answers}
 
 
 def scrolls(row: dict, file: Path) -> dict:
