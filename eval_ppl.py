@@ -253,11 +253,10 @@ def score_answer(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tuple
     """The likeliest continuation, up to the row's "stop" (a line break) and of at most "max_tokens"
     (32), beside the answer that it is most like. The cache returned has read the prompt alone."""
     model, T, cache = lococo.model, lococo.settings.segment, lococo.cache()
-    ids = tokenizer.encode(row["prompt"])
+    ids, most = tokenizer.encode(row["prompt"]), row.get("max_tokens", 32)
     logits = prefill(model, torch.tensor([ids], device=args.device), cache, T)
-    new = decode(model, tokenizer, logits, cache.fork(), row.get("max_tokens", 32), 0)
     text, stop = "", row.get("stop", "\n")
-    for piece in as_text(new, tokenizer, ids):
+    for piece in as_text(decode(model, tokenizer, logits, cache.fork(), most, 0), tokenizer, ids):
         text += piece
         if stop in text:
             break
