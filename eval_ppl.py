@@ -237,11 +237,10 @@ def score_choices(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tupl
     model, T, scores = lococo.model, lococo.settings.segment, []
     for i, choice in enumerate(row["choices"]):
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][i]
-        start = tokenizer.encode(prompt.rstrip())
-        rest = start[-1:] + tokenizer.encode(prompt + choice)[len(start) :]
         if i == 0 or isinstance(row["prompt"], list):  # read once, but for its last token
-            cache = lococo.cache()
+            start, cache = tokenizer.encode(prompt.rstrip()), lococo.cache()
             prefill(model, torch.tensor([start[:-1]], device=args.device), cache, T)
+        rest = start[-1:] + tokenizer.encode(prompt + choice)[len(start) :]
         pieces = segment_losses(model, torch.tensor([rest], device=args.device), cache.fork(), T)
         scores.append(-sum(nats.sum().item() for nats, _ in pieces))
     by_length = [score / len(choice.lstrip()) for score, choice in zip(scores, row["choices"])]
@@ -255,14 +254,14 @@ def score_answer(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tuple
     model, T, cache = lococo.model, lococo.settings.segment, lococo.cache()
     ids, most = tokenizer.encode(row["prompt"]), row.get("max_tokens", 32)
     logits = prefill(model, torch.tensor([ids], device=args.device), cache, T)
-    text, stop = "", row.get("stop", "\n")
-    for piece in as_text(decode(model, tokenizer, logits, cache.fork(), most, 0), tokenizer, ids):
+    text, stop, read = "", row.get("stop", "\n"), cache.fork()
+    for piece in as_text(decode(model, tokenizer, logits, cache, most, 0), tokenizer, ids):
         text += piece
         if stop in text:
             break
     text, mark = text.split(stop)[0], row.get("punctuation", " ")
     likeness = [compare(text, answer, mark) for answer in row["answers"]]
-    return {metric: max(each[metric] for each in likeness) for metric in likeness[0]}, cache
+    return {metric: max(each[metric] for each in likeness) for metric in likeness[0]}, read
 
 
 def compare(text: str, answer: str, mark: str) -> dict[str, float]:

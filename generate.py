@@ -46,8 +46,8 @@ class Parser(argparse.ArgumentParser):
         add("--seed", type=int, default=0)
         add("--mem", type=int, help="memory slots M")
         add("--segment", type=int, help="tokens T that enter together (default: as --mem)")
-        for name in ("sinks", "heavy", "recent"):
-            add(f"--{name}", type=int, help=f"{name} slots, instead of the method's")
+        for flag in ("--sinks", "--heavy", "--recent"):
+            add(flag, type=int, help=f"{flag[2:]} slots, instead of the method's")
         add("--positions", choices=POSITIONS, help="of keys, instead of the method's")
 
     def parse_args(self) -> argparse.Namespace:
@@ -105,8 +105,8 @@ def method_flags(args: argparse.Namespace) -> dict:
 def untrained(args: argparse.Namespace, method: str, model: Llama) -> LoCoCo:
     """A method that needs no training, on its base model."""
     mem, flags = args.mem or 512, method_flags(args)
-    context = model.config.context
-    settings = settings_for(method, mem, args.segment or mem, context, lora_rank=0, **flags)
+    length = model.config.context
+    settings = settings_for(method, mem, args.segment or mem, length, lora_rank=0, **flags)
     if settings.merged:
         raise UserError(f"--method {method}: its convolution must be trained first, by train.py")
     return LoCoCo(model, settings)
