@@ -95,7 +95,6 @@ class KVCache:
         self.seen = 0  # tokens that have entered
         self.keys: list[Tensor | None] = [None] * config.n_layers  # (B, G, S, D), rotated
         self.values: list[Tensor | None] = [None] * config.n_layers
-        self.buffers: dict[str, Tensor] = {}  # see `joined`
 
     @property
     def held(self) -> int:
@@ -114,28 +113,15 @@ class KVCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Put a layer's new k and v (B, G, T, D) behind what it holds (step 4); its queries q
         (B, H, T, D) -> what its heads read, (B, H, T, D)."""
-        self.keys[layer] = self.joined(self.keys[layer], k, f"keys {layer}")
-        self.values[layer] = self.joined(self.values[layer], v, f"values {layer}")
-        return attend(q, self.keys[layer], self.values[layer])
-
-    def joined(self, held: Tensor | None, new: Tensor, name: str) -> Tensor:
-        """[held | new], (B, G, S, D) and (B, G, T, D) -> (B, G, S + T, D). Without gradients held
-        is the front of a buffer: copying it for each decoded token takes longer than attention."""
-        if held is None:
-            return new
-        if torch.is_grad_enabled():
-            return torch.cat((held, new), dim=2)
-        S, T = held.shape[2], new.shape[2]
-        buffer = self.buffers.get(name)
-        if buffer is None or buffer.data_ptr() != held.data_ptr() or buffer.shape[2] < S + T:
-            buffer = self.buffers[name] = F.pad(held, (0, 0, 0, T + 256))
-        buffer[:, :, S : S + T] = new
-        return buffer[:, :, : S + T]
+        if self.keys[layer] is not None:
+            k = torch.cat((self.keys[layer], k), dim=2)
+            v = torch.cat((self.values[layer], v), dim=2)
+        self.keys[layer], self.values[layer] = k, v
+        return attend(q, k, v)
 
     def fork(self) -> "KVCache":
         """An independent copy: what enters it does not enter this one."""
         other = copy(self)
-        other.buffers = {}
         for name, value in vars(self).items():
             if isinstance(value, list):  # keys, values, and what a memory has beside them
                 setattr(other, name, value.copy())

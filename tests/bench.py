@@ -125,7 +125,7 @@ def decode_time(lococo: LoCoCo, n: int, args: argparse.Namespace) -> float:
             lococo.model(token, cache)
 
     with precision(args):
-        write(1)  # after this one the cache has a buffer, and a memory has just been compressed
+        write(1)  # after this one a memory has just been compressed
         return seconds(lambda: write(count), args) / count
 
 
