@@ -30,7 +30,7 @@ METHODS = {
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
     "lococo+window": lambda M: dict(
-        sinks=4, merged=min(M // 2, 64), recent=M - min(M // 2, 64) - 4, positions="slots"
+        sinks=4, merged=min(M // 2, 16), recent=M - min(M // 2, 16) - 4, positions="slots"
     ),
 }
 COUNTS = ("sinks", "heavy", "merged", "recent")
@@ -89,16 +89,17 @@ class Compressor(nn.Module):
     layers of Llama-2 7B with 128 slots and 21 taps. "softmax" remembers facts. It has one filter
     more, added to all others, which learns what is worth a slot; the others learn which slot takes
     it. Entries that come from slots have filters of their own, with one tap: their neighbours in
-    the cache are not their neighbours in the text."""
+    the cache are not their neighbours in the text. The rows of w are made in turn: a row avoids
+    what earlier rows have taken, and its copies, so that no two slots hold the same."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str):
         super().__init__()
         self.normalise = normalise
         filters = slots if normalise == "sum" else 1 + slots
-        self.conv = nn.Conv1d(2 * head_dim, filters, kernel, padding=kernel // 2)  # the paper's g
+        self.conv = nn.Conv1d(2 * head_dim, filters, kernel, padding=kernel // 2, bias=False)  # g
         nn.init.normal_(self.conv.weight)  # as the official code starts
         if normalise == "softmax":  # at the start neighbours hardly count
-            self.held = nn.Conv1d(2 * head_dim, filters, 1)
+            self.held = nn.Conv1d(2 * head_dim, filters, 1, bias=False)
             nn.init.normal_(self.held.weight)
             self.conv.weight.data[:, :, torch.arange(kernel) != kernel // 2] *= 0.02
             self.conv.weight.data[0] = self.held.weight.data[0] = 0.0
@@ -106,12 +107,19 @@ class Compressor(nn.Module):
     def forward(self, k: Tensor, v: Tensor, from_slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S), whose
         row i says how much of each entry slot i takes. from_slot (B, G, S): which had a slot."""
-        entries = torch.cat((k, v), dim=-1).flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
+        entries = torch.cat((k, v), dim=-1).float().flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
         logits = self.conv(entries).float()  # (6): (B * G, filters, S)
         if self.normalise == "softmax":
             again = self.held(entries).float()
             logits = torch.where(from_slot.flatten(0, 1)[:, None], again, logits)
-            w = (logits[:, 1:] + 3 * logits[:, :1]).softmax(dim=-1)  # 3, so that it learns faster
+            logits = logits[:, 1:] + 3 * logits[:, :1]  # 3, so that it learns faster
+            unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1).detach()
+            rows, taken = [], 0.0
+            for row in logits.split(1, dim=1):  # (B * G, 1, S)
+                rows.append((row - 40 * taken).softmax(dim=-1))
+                slot = F.normalize(rows[-1].detach() @ unit.mT, dim=-1)  # (B * G, 1, 2D)
+                taken = taken + (slot @ unit) ** 32  # cosines: nearly 0 for all but copies
+            w = torch.cat(rows, dim=1)
         else:
             w = logits.relu() + 1e-9  # a row of zeros becomes a plain mean
             w = w / w.sum(dim=-1, keepdim=True)  # (7)

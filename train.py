@@ -28,7 +28,8 @@ from model import UserError
 
 # --- Recipes -------------------------------------------------------------------------------------
 
-# Both, beyond the paper: no weight decay, gradients clipped at norm 1. Rates fall linearly to 0.
+# Both, beyond the paper: no weight decay; the gradient of the convolutions and that of the rest are
+# each clipped at norm 1; rates fall linearly to 0.
 RECIPES = {
     "embedded": dict(
         method="lococo+window", mem=128, seq=2048, kernel=5, normalise="softmax", lora_rank=8,
@@ -49,24 +50,28 @@ RECIPES = {
 def gradients(lococo: LoCoCo, draw: Callable, args: argparse.Namespace, step: int,
               done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
     """Add the gradient of the step's loss to p.grad; return the loss, nats over tokens. draw(i) is
-    training sequence i, as `tell` returns it: the word of a fact told before counts --answer-weight
-    times. done(n) is told of every n tokens."""
+    training sequence i, as `tell` returns it. For the convolutions alone the word of a fact told
+    before counts --answer-weight times: were it so for LoRA, it would learn less of the plain text.
+    done(n) is told of every n tokens."""
     total, scored = 0.0, args.batch * (args.seq - 1)
+    convolutions = list(lococo.compressors.parameters())
     own = range(step * args.batch, (step + 1) * args.batch)
     for n in range(0, args.batch, args.micro_batch):
         rows = [draw(i) for i in own[n : n + args.micro_batch]]
         tokens, ago = (torch.stack(row).to(args.device) for row in zip(*rows))
-        weights = torch.where(ago > 0, args.answer_weight, 1.0)[:, 1:]
-        weights, cache = weights.split(args.bptt * args.segment, dim=1), lococo.cache()
+        answers = (ago > 0)[:, 1:].split(args.bptt * args.segment, dim=1)
         with precision(args):
-            pieces = segment_losses(lococo.model, tokens, cache, args.segment, args.bptt)
-            for (losses, _), weight in zip(pieces, weights):
-                loss = (losses * weight).sum()
+            pieces = segment_losses(lococo.model, tokens, lococo.cache(), args.segment, args.bptt)
+            for (losses, _), answer in zip(pieces, answers):
+                loss = losses.sum() / scored
                 if loss.requires_grad:  # with --lora-rank 0 not before the first compression
-                    (loss / scored).backward()  # now, so that the graph never spans more
+                    if convolutions and args.answer_weight != 1:
+                        more = (args.answer_weight - 1) * losses[answer].sum() / scored
+                        more.backward(inputs=convolutions, retain_graph=True)
+                    loss.backward()  # now, so that the graph never spans more
                 total += loss.item()
                 done(losses.numel())
-    return total / scored
+    return total
 
 
 def make_optimizer(lococo: LoCoCo, args: argparse.Namespace) -> torch.optim.AdamW:
@@ -96,8 +101,9 @@ def train(lococo: LoCoCo, draw: Callable, args: argparse.Namespace, optimizer, b
             group["lr"] = group["rate"] * (1 - step / args.steps)
         optimizer.zero_grad()
         loss = gradients(lococo, draw, args, step, bar.update)
-        norm = torch.nn.utils.clip_grad_norm_(lococo.trained().values(), 1.0)
-        if not norm.isfinite():
+        clip = torch.nn.utils.clip_grad_norm_
+        norms = [clip(group["params"], 1.0) for group in optimizer.param_groups]
+        if not sum(norms).isfinite():
             bar.close()
             raise UserError(f"step {step + 1}: the gradient is not finite; try a lower --lr or "
                             "--conv-lr in a new run")  # fmt: skip

@@ -17,6 +17,7 @@ class OfficialCompressor(Compressor):
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel, "sum")  # starts as large as there
+        self.conv.bias = nn.Parameter(torch.zeros(slots))
         self.gate = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, k: Tensor, v: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -69,27 +69,31 @@ def test_when_facts_are_told_and_by_which_names(tokenizer):
     assert sum(map(len, names)) == len(set.union(*names)) and min(map(len, names)) > 500
 
 
-@pytest.mark.parametrize("weight, told", [(7.5, 1), (1.0, 1), (7.5, 0)])
-def test_the_weight_of_answers(model, monkeypatch, weight, told):
-    """A step's loss and gradient, in float64, are those of a sum of single nats."""
+@pytest.mark.parametrize("weight, told, bptt", [(7.5, 1, 2), (7.5, 1, 1), (1.0, 1, 2), (7.5, 0, 2)])
+def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
+    """A step's loss and gradient, in float64, are those of a sum of single nats. In the convolutions'
+    gradient those of answers count `weight` times."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     lococo = LoCoCo(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2)).double()
     tokens, ago = torch.randint(3, 64, (4, 41)), torch.zeros(4, 41, dtype=torch.int64)
     ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (4, 5))
-    args = Namespace(batch=2, micro_batch=1, seq=41, segment=6, bptt=2, answer_weight=weight)
+    args = Namespace(batch=2, micro_batch=1, seq=41, segment=6, bptt=bptt, answer_weight=weight)
     args.device, args.dtype = "cpu", torch.float32  # no autocast
     loss = train.gradients(lococo, lambda i: (tokens[i], ago[i]), args, step=1)
-    found, total = [p.grad.clone() for p in lococo.trained().values()], 0.0
+    found, plain, weighted = {n: p.grad for n, p in lococo.trained().items()}, 0.0, 0.0
     for n in (2, 3):  # the sequences of the second step
         cache = lococo.cache()
         for start, segment in zip(range(0, 40, 6), tokens[n : n + 1, :40].split(6, dim=1)):
             p = model(segment, cache)[0].softmax(dim=-1)
             for t, row in enumerate(p, start=start + 1):
-                factor = weight if ago[n, t] > 0 else 1.0
-                total -= factor * row[tokens[n, t]].log() / 80
-            if start % 12 == 6:  # gradients reach back over two segments
+                nats = -row[tokens[n, t]].log() / 80
+                plain = plain + nats
+                weighted = weighted + (weight if ago[n, t] > 0 else 1.0) * nats
+            if start // 6 % bptt == bptt - 1:  # gradients reach back over so many segments
                 cache.detach()
-    lococo.zero_grad()
-    total.backward()
-    assert loss == pytest.approx(total.item(), rel=1e-9)
-    assert all(torch.allclose(a, p.grad) for a, p in zip(found, lococo.trained().values()))
+    assert loss == pytest.approx(plain.item(), rel=1e-9)
+    for parameters, total in ((lococo.compressors, weighted), (lococo.model, plain)):
+        lococo.zero_grad()
+        total.backward(retain_graph=True)
+        trained = {n: p for n, p in lococo.trained().items() if p in set(parameters.parameters())}
+        assert trained and all(torch.allclose(found[n], p.grad) for n, p in trained.items())

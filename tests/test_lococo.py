@@ -39,7 +39,7 @@ def logits_of(model, cache, tokens=TOKENS, segment=6):
     ("h2o", 512, dict(sinks=4, heavy=124), (4, 124, 0, 384)), ("lococo", 512, {}, (0, 0, 512, 0)),
     ("lococo", 512, dict(sinks=4, heavy=8, recent=444), (4, 8, 56, 444)),
     ("lococo+sinks", 512, {}, (4, 0, 508, 0)), ("lococo+h2o", 512, {}, (0, 256, 256, 0)),
-    ("lococo+window", 128, {}, (4, 0, 64, 60)),
+    ("lococo+window", 128, {}, (4, 0, 16, 108)),
 ])  # fmt: skip
 def test_a_method_is_four_counts(method, mem, changes, counts):
     s = settings(method, mem, **changes)
@@ -141,7 +141,7 @@ def check_against_slow_memory(lococo, memory, rows):
     cache = lococo.cache(Watched)
     segments, outputs = [], []
     for T in (6, 6, 6, 2, 6, 1, 6, 6):
-        k, v = torch.randn(2, 2, T, 8), torch.randn(2, 2, T, 8)
+        k, v = torch.randn(2, 2, 2, T, 8).to(lococo.model.norm.weight.dtype)
         q = 2 * k.repeat_interleave(2, dim=1) + torch.randn(2, 4, T, 8)  # new entries are heavy too
         segments.append([q, k, v])
         cache.enter(T)
@@ -158,13 +158,15 @@ def check_against_slow_memory(lococo, memory, rows):
 
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("method, changes", VARIANTS)
-def test_every_method_equals_a_slow_memory(config, method, changes, positions):
-    """Segments of uneven sizes, grouped queries, positions by slot that are halved."""
+def test_every_method_equals_a_slow_memory(config, monkeypatch, method, changes, positions):
+    """Segments of uneven sizes, grouped queries, positions by slot that are halved. In float64: a
+    row that avoids copies makes much of what is rounded."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     model = Llama(replace(config, n_layers=1, context=7))
     lococo = LoCoCo(model, settings(method, positions=positions, **changes))
     for p in lococo.compressors.parameters():
         p.data += 0.3 * torch.randn(p.shape)
-    check_against_slow_memory(lococo, Memory, weights_by_loop)
+    check_against_slow_memory(lococo.double(), Memory, weights_by_loop)
 
 
 # --- The official code's memory ------------------------------------------------------------------
@@ -179,6 +181,7 @@ def test_the_official_codes_memory_equals_its_published_formula(config, gate, ke
     with torch.no_grad():
         assert lococo.compressors[0].gate == 0.5
         lococo.compressors[0].gate.fill_(gate)
+        lococo.compressors[0].conv.bias.normal_()
         lococo.compressors[0].conv.weight *= 0.3  # else rounding decides between logits of 50
     check_against_slow_memory(lococo, OfficialMemory, official_rows)
 

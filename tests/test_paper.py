@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import meta_state, reference_logits, remembered
 
 from lococo import METHODS, POSITIONS, Compressor, LoCoCo, segment_losses, settings_for
@@ -17,12 +18,13 @@ def weights_by_loop(compressor, slots, k, v, held, *_):
     """(6) and (7) for one head, k and v (S, D), held (S,) -> W (slots, S), in float64."""
     entries, S = torch.cat((k, v), dim=1).double(), len(k)
     W = torch.zeros(slots, S, dtype=torch.float64)
+    taken = torch.zeros(S, dtype=torch.float64)
 
     def logit(i, j):
         """Of filter i at entry j."""
         if compressor.normalise == "softmax" and held[j]:
-            return compressor.held.weight[i, :, 0].double() @ entries[j] + compressor.held.bias[i]
-        g, total = compressor.conv.weight.double(), compressor.conv.bias[i].double()
+            return compressor.held.weight[i, :, 0].double() @ entries[j]
+        g, total = compressor.conv.weight.double(), torch.zeros((), dtype=torch.float64)
         for tap in range(g.shape[2]):
             neighbour = j + tap - g.shape[2] // 2
             if 0 <= neighbour < S:  # beyond the ends are zeros
@@ -34,8 +36,12 @@ def weights_by_loop(compressor, slots, k, v, held, *_):
             if compressor.normalise == "sum":
                 W[i, j] = logit(i, j).clamp(min=0)
             else:  # filter 0 is added to all others, three times
-                W[i, j] = (3 * logit(0, j) + logit(1 + i, j)).exp()
+                W[i, j] = (3 * logit(0, j) + logit(1 + i, j) - 40 * taken[j]).exp()
         W[i] = W[i] / W[i].sum() if W[i].any() else 1 / S  # (7)
+        centred = entries - entries.mean(dim=0)
+        directions = torch.stack([entry / entry.norm() for entry in centred])
+        for j in range(S):  # the rows after it avoid copies of what it takes
+            taken[j] += F.cosine_similarity(W[i] @ directions, centred[j], dim=0).detach() ** 32
     return W.detach()
 
 
