@@ -202,7 +202,7 @@ def load_adapter(run: Path, model: Llama) -> LoCoCo:
         raise UserError(f"{file}: made by another version of this program ({error})") from None
     for name, p in trained.items():
         p.data = tensors[name].to(p.device, copy=True)
-    return lococo
+    return lococo.eval()
 
 
 def save_memory(file: Path, memory: Memory, owner: dict) -> None:

@@ -92,6 +92,7 @@ def train(lococo: LoCoCo, draw: Callable, args: argparse.Namespace, optimizer, b
         asked.append(number)
         signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
 
+    lococo.train()
     usual = [signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)]
     tokens = args.batch * (args.seq - 1)
     bar = tqdm(desc="training", total=args.steps * tokens, initial=begin * tokens, unit=" tokens",
@@ -221,6 +222,7 @@ def main() -> None:
 
     def score(name: str, lococo: LoCoCo) -> None:
         """Perplexity of the documents, and recall of the facts in them, by distance."""
+        lococo.eval()
         if len(documents):
             nats, _, _ = token_losses(lococo, documents, args)
             values = [math.exp(nats.double().mean())]
