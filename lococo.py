@@ -87,11 +87,11 @@ class Compressor(nn.Module):
 
     "sum" is the paper's form, a filter for each slot: 2D * slots * kernel weights, 22.0 M in the 32
     layers of Llama-2 7B with 128 slots and 21 taps. "softmax" remembers facts. It has one filter
-    more, added to all others, which learns what is worth a slot; the others learn which slot takes
-    it. Entries that come from slots have filters of their own, with one tap: their neighbours in
-    the cache are not their neighbours in the text. The rows of w are made in turn: a row avoids
-    copies of what earlier rows have taken. After training they are twice as sharp: a slot that
-    holds half of one fact and half of another gives back neither."""
+    more, added to all others (three times: it learns faster), for what is worth a slot; the others
+    learn which slot takes it. Entries that come from slots have filters of their own, with one tap:
+    their neighbours in the cache are not those in the text. The rows of w are made in turn: a row
+    avoids copies of what earlier rows have taken. After training they are twice as sharp: a slot
+    that holds half of one fact and half of another gives back neither."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str):
         super().__init__()
@@ -113,12 +113,11 @@ class Compressor(nn.Module):
         if self.normalise == "softmax":
             again = self.held(entries).float()
             logits = torch.where(from_slot.flatten(0, 1)[:, None], again, logits)
-            logits = logits[:, 1:] + 3 * logits[:, :1]  # 3, so that it learns faster
-            sharpness = 1 if self.training else 2
+            logits = (1 if self.training else 2) * (logits[:, 1:] + 3 * logits[:, :1])
             unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1).detach()
             rows, taken = [], 0.0
             for row in logits.split(1, dim=1):  # (B * G, 1, S)
-                rows.append((sharpness * row - 40 * taken).softmax(dim=-1))
+                rows.append((row - 40 * taken).softmax(dim=-1))
                 slot = F.normalize(rows[-1].detach() @ unit.mT, dim=-1)  # (B * G, 1, 2D)
                 taken = taken + (slot @ unit) ** 32  # cosines: nearly 0 for all but copies
             w = torch.cat(rows, dim=1)

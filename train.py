@@ -51,8 +51,8 @@ def gradients(lococo: LoCoCo, draw: Callable, args: argparse.Namespace, step: in
               done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
     """Add the gradient of the step's loss to p.grad; return the loss, nats over tokens. draw(i) is
     training sequence i, as `tell` returns it. For the convolutions alone the word of a fact told
-    before counts --answer-weight times: were it so for LoRA, it would learn less of the plain text.
-    done(n) is told of every n tokens."""
+    before counts --answer-weight times: plain text loses if LoRA is trained so. done(n) is told of
+    every n tokens."""
     total, scored = 0.0, args.batch * (args.seq - 1)
     convolutions = list(lococo.compressors.parameters())
     own = range(step * args.batch, (step + 1) * args.batch)
@@ -222,9 +222,8 @@ def main() -> None:
 
     def score(name: str, lococo: LoCoCo) -> None:
         """Perplexity of the documents, and recall of the facts in them, by distance."""
-        lococo.eval()
         if len(documents):
-            nats, _, _ = token_losses(lococo, documents, args)
+            nats, _, _ = token_losses(lococo.eval(), documents, args)
             values = [math.exp(nats.double().mean())]
             if answers:
                 _, right, _ = token_losses(lococo, told, args)

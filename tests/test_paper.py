@@ -36,7 +36,9 @@ def weights_by_loop(compressor, slots, k, v, held, *_):
             if compressor.normalise == "sum":
                 W[i, j] = logit(i, j).clamp(min=0)
             else:  # filter 0 is added to all others, three times
-                W[i, j] = (3 * logit(0, j) + logit(1 + i, j) - 40 * taken[j]).exp()
+                sharpness = 1 if compressor.training else 2
+                both = sharpness * (3 * logit(0, j) + logit(1 + i, j))
+                W[i, j] = (both - 40 * taken[j]).exp()
         W[i] = W[i] / W[i].sum() if W[i].any() else 1 / S  # (7)
         centred = entries - entries.mean(dim=0)
         directions = torch.stack([entry / entry.norm() for entry in centred])
@@ -46,10 +48,10 @@ def weights_by_loop(compressor, slots, k, v, held, *_):
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 21])
-@pytest.mark.parametrize("normalise", ["sum", "softmax"])
-def test_compressor_equals_a_loop_over_the_equations(normalise, kernel):
+@pytest.mark.parametrize("normalise, training", [("sum", True), ("softmax", True), ("softmax", False)])
+def test_compressor_equals_a_loop_over_the_equations(normalise, training, kernel):
     torch.manual_seed(0)
-    compressor = Compressor(4, 5, kernel, normalise)
+    compressor = Compressor(4, 5, kernel, normalise).train(training)
     for p in compressor.parameters():
         torch.nn.init.normal_(p, std=0.3)
     k, v, held = torch.randn(2, 3, 12, 4), torch.randn(2, 3, 12, 4), torch.rand(2, 3, 12) < 0.4
