@@ -39,8 +39,6 @@ ROWS = {  # the row's name: flags of train.py
     "window": "--method streaming",
     "h2o": "--method h2o --positions slots",
     "lococo+window": "--method lococo+window",
-    "lococo+window, 24 merged": "--method lococo+window --recent 100",  # at M = 128
-    "lococo+window, 44 merged": "--method lococo+window --recent 16",  # at M = 64
     "lococo+h2o": f"--method lococo+h2o {PAPER}",
     "lococo": f"--method lococo {PAPER}",
     "lococo+sinks": f"--method lococo+sinks {PAPER}",

@@ -71,7 +71,7 @@ def test_when_facts_are_told_and_by_which_names(tokenizer):
 
 @pytest.mark.parametrize("weight, told, bptt", [(7.5, 1, 2), (7.5, 1, 1), (1.0, 1, 2), (7.5, 0, 2)])
 def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
-    """A step's loss and gradient, in float64, are those of a sum of single nats. In the convolutions'
+    """A step's loss and gradient, in float64, are those of single nats. In the convolutions'
     gradient those of answers count `weight` times."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     lococo = LoCoCo(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2)).double()

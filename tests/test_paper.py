@@ -48,10 +48,10 @@ def weights_by_loop(compressor, slots, k, v, held, *_):
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 21])
-@pytest.mark.parametrize("normalise, training", [("sum", True), ("softmax", True), ("softmax", False)])
+@pytest.mark.parametrize("normalise, training", [("sum", 1), ("softmax", 1), ("softmax", 0)])
 def test_compressor_equals_a_loop_over_the_equations(normalise, training, kernel):
     torch.manual_seed(0)
-    compressor = Compressor(4, 5, kernel, normalise).train(training)
+    compressor = Compressor(4, 5, kernel, normalise).train(bool(training))
     for p in compressor.parameters():
         torch.nn.init.normal_(p, std=0.3)
     k, v, held = torch.randn(2, 3, 12, 4), torch.randn(2, 3, 12, 4), torch.rand(2, 3, 12) < 0.4

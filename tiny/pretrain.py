@@ -8,7 +8,7 @@ that it reads ask for one: facts, repeated passages, repeated random tokens (`re
 Held-out and choosing documents and names of facts (eval_ppl.py, PARTS) are never seen.
 
 Writes Hugging Face's layout. A new base needs a new adapter, as one belongs to its base:
-`python train.py --model runs/tiny --recipe embedded --recent 100 --steps 1600`.
+`python train.py --model runs/tiny --recipe embedded --steps 1200`.
 """
 
 import argparse
