@@ -202,10 +202,11 @@ def parse() -> argparse.Namespace:
     add("--long", type=int, default=32768, help="the other length whose training memory is shown")
     add("--contexts", type=int, nargs="+", default=[2048, 32768], help="tokens before decoding")
     add("--bptt", type=int, default=1)
+    add("--answer-weight", type=float, default=1.0, help="other than 1: two backward passes")
     add("--rounds", type=int, default=5, help="turns of each method; one more warms up")
     add("--device", default="cpu")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.set_defaults(seed=0, batch=1, micro_batch=1, lr=1e-5, conv_lr=1e-5, answer_weight=1.0)
+    parser.set_defaults(seed=0, batch=1, micro_batch=1, lr=1e-5, conv_lr=1e-5)
     return parser.parse_args()
 
 

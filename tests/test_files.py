@@ -100,7 +100,7 @@ def save_adapter(lococo: LoCoCo, run, change=lambda tensors, about: None) -> Non
 
 def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     base, scaled, turned, rounded = (copy.deepcopy(model) for _ in range(4))
-    lococo = LoCoCo(model, settings_for(**ADAPTED))
+    lococo = LoCoCo(model, settings_for(**ADAPTED)).eval()
     save_adapter(lococo, tmp_path)
     scaled.layers[1].feed_forward.w2.weight.data *= 1.1
     turned.config.rope_theta *= 2
