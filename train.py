@@ -33,7 +33,7 @@ from model import UserError
 RECIPES = {
     "embedded": dict(
         method="lococo+window", mem=128, seq=2048, kernel=5, normalise="softmax", lora_rank=8,
-        lr=2e-3, conv_lr=7.5e-3, steps=400, batch=None, micro_batch=2, bptt=4, save_every=10,
+        lr=2e-3, conv_lr=7.5e-3, steps=240, batch=None, micro_batch=2, bptt=4, save_every=10,
         facts=8, answer_weight=20.0, score_documents=32,
     ),
     "paper": dict(  # section 4.1
