@@ -86,12 +86,12 @@ class Compressor(nn.Module):
     """The convolution of section 3.2.1 mixes S entries into a few slots. A layer's heads share it.
 
     "sum" is the paper's form, a filter for each slot: 2D * slots * kernel weights, 22.0 M in the 32
-    layers of Llama-2 7B with 128 slots and 21 taps. "softmax" remembers facts. It has one filter
-    more, added to all others (three times: it learns faster), for what is worth a slot; the others
-    learn which slot takes it. Entries that come from slots have filters of their own, with one tap:
-    their neighbours in the cache are not those in the text. The rows of w are made in turn: a row
-    avoids copies of what earlier rows have taken. After training they are twice as sharp: a slot
-    that holds half of one fact and half of another gives back neither."""
+    layers of Llama-2 7B with 128 slots and 21 taps. "softmax" remembers facts. Its filter 0 says
+    what is worth a slot: three times its output (so it learns faster) is added to all others, which
+    say what slot takes it. What was merged before has filters of its own, with one tap: neighbours
+    in the cache are not those in the text. The rows of w are made in turn: each avoids copies of
+    what those before it took. In use, not in training, the logits are doubled: a slot that holds
+    half of one fact and half of another gives back neither."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str):
         super().__init__()
@@ -107,7 +107,7 @@ class Compressor(nn.Module):
 
     def forward(self, k: Tensor, v: Tensor, from_slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S), whose
-        row i says how much of each entry slot i takes. from_slot (B, G, S): which had a slot."""
+        row i says how much of each entry slot i takes. from_slot (B, G, S): what was merged."""
         entries = torch.cat((k, v), dim=-1).float().flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
         logits = self.conv(entries).float()  # (6): (B * G, filters, S)
         if self.normalise == "softmax":
@@ -119,7 +119,7 @@ class Compressor(nn.Module):
             for row in logits.split(1, dim=1):  # (B * G, 1, S)
                 rows.append((row - 40 * taken).softmax(dim=-1))
                 slot = F.normalize(rows[-1].detach() @ unit.mT, dim=-1)  # (B * G, 1, 2D)
-                taken = taken + (slot @ unit) ** 32  # cosines: nearly 0 for all but copies
+                taken = taken + (slot @ unit) ** 32  # a cosine's high power: 0 but for copies
             w = torch.cat(rows, dim=1)
         else:
             w = logits.relu() + 1e-9  # a row of zeros becomes a plain mean

@@ -50,9 +50,9 @@ RECIPES = {
 def gradients(lococo: LoCoCo, draw: Callable, args: argparse.Namespace, step: int,
               done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
     """Add the gradient of the step's loss to p.grad; return the loss, nats over tokens. draw(i) is
-    training sequence i, as `tell` returns it. For the convolutions alone the word of a fact told
-    before counts --answer-weight times: plain text loses if LoRA is trained so. done(n) is told of
-    every n tokens."""
+    training sequence i, as `tell` returns it. In the gradient of the convolutions the word of a
+    fact told before counts --answer-weight times; if it did so for LoRA, plain text would get
+    worse. done(n) is told of every n tokens."""
     total, scored = 0.0, args.batch * (args.seq - 1)
     convolutions = list(lococo.compressors.parameters())
     own = range(step * args.batch, (step + 1) * args.batch)
@@ -68,7 +68,7 @@ def gradients(lococo: LoCoCo, draw: Callable, args: argparse.Namespace, step: in
                     if convolutions and args.answer_weight != 1:
                         more = (args.answer_weight - 1) * losses[answer].sum() / scored
                         more.backward(inputs=convolutions, retain_graph=True)
-                    loss.backward()  # now, so that the graph never spans more
+                    loss.backward()  # for all; now, so that the graph never spans more
                 total += loss.item()
                 done(losses.numel())
     return total
