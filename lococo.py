@@ -88,7 +88,7 @@ class Compressor(nn.Module):
     "sum" is the paper's form, a filter for each slot: 2D * slots * kernel weights, 22.0 M in the 32
     layers of Llama-2 7B with 128 slots and 21 taps. "softmax" remembers facts. Its filter 0 says
     what is worth a slot: three times its output (so it learns faster) is added to all others, which
-    say what slot takes it. What was merged before has filters of its own, with one tap: neighbours
+    say which slot takes it. What was merged before has filters of its own, with one tap: neighbours
     in the cache are not those in the text. The rows of w are made in turn: each avoids copies of
     what those before it took. In use, not in training, the logits are doubled: a slot that holds
     half of one fact and half of another gives back neither."""
@@ -119,7 +119,7 @@ class Compressor(nn.Module):
             for row in logits.split(1, dim=1):  # (B * G, 1, S)
                 rows.append((row - 40 * taken).softmax(dim=-1))
                 slot = F.normalize(rows[-1].detach() @ unit.mT, dim=-1)  # (B * G, 1, 2D)
-                taken = taken + (slot @ unit) ** 32  # a cosine's high power: 0 but for copies
+                taken = taken + (slot @ unit) ** 32  # cosine ** 32: about 0 but for copies
             w = torch.cat(rows, dim=1)
         else:
             w = logits.relu() + 1e-9  # a row of zeros becomes a plain mean
