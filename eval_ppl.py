@@ -82,14 +82,13 @@ def read_documents(file: Path) -> Iterator[tuple[str, str]]:
 
 def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
     """Token ids of all documents, one after the other, of each of PARTS."""
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
-    streams = {part: [np.empty(0, dtype)] for part in PARTS}
+    streams = {part: [np.empty(0, np.int32)] for part in PARTS}
     for file in tqdm(files, "tokenizing", leave=False, disable=None):
         try:
             for name, text in read_documents(file):
                 number = zlib.crc32(name.encode()) % 20
                 part = next(part for part in PARTS if number in PARTS[part])
-                streams[part].append(np.array(tokenizer.encode(text), dtype))
+                streams[part].append(np.array(tokenizer.encode(text), np.int32))
         except UnicodeDecodeError:
             tqdm.write(f"left out, as it is not in UTF-8: {file}", file=sys.stderr)
     return {part: torch.from_numpy(np.concatenate(ids)) for part, ids in streams.items()}
@@ -149,16 +148,6 @@ def token_losses(lococo: LoCoCo, documents: Tensor, args) -> tuple[Tensor, Tenso
     return losses, right, cache.nbytes // len(batch)
 
 
-def last_seen(tokens: Tensor) -> Tensor:
-    """How many tokens ago the three that end with each token last occurred, (L - 1,); 0: never."""
-    ids, seen, ago = tokens.tolist(), {}, []
-    for t in range(1, len(ids)):
-        three = tuple(ids[max(t - 2, 0) : t + 1])
-        ago.append(t - seen.get(three, t))
-        seen[three] = t
-    return torch.tensor(ago)
-
-
 def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
     """Masks by n, (N, L - 1): 1 to `reach` = M + T, then up to 512, 1024 ... L. What is further
     back than `reach` is known from the memory or not at all."""
@@ -175,7 +164,7 @@ def fact_tokens(tokenizer: Tokenizer) -> tuple[list[int], int, int, int]:
     """The ids of all words that are one token, then those of a line break, of "@" and of "="."""
     pieces = [tokenizer.sp.id_to_piece(i) for i in range(tokenizer.vocab_size)]
     words = [i for i, piece in enumerate(pieces) if re.fullmatch("\u2581[a-z]{3,}", piece)]
-    return words, *tokenizer.encode("x\n@ =", bos=False)[-3:]
+    return words, *tokenizer.encode("x\n@ =")[-3:]
 
 
 def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
@@ -222,28 +211,25 @@ def tell_all(documents: Tensor, facts: int, part: str, tokenizer) -> tuple[Tenso
 
 
 def is_task(row: dict) -> bool:
-    """No text is empty, `answer` is the place of a choice, and a space comes before each choice."""
-    texts, right = (row["choices"], row["answer"]) if "choices" in row else (row["answers"], 0)
-    prompts = row["prompt"] if isinstance(row["prompt"], list) else [row["prompt"]] * len(texts)
-    joints = [p[-1] + t[0] for p, t in zip(prompts, texts, strict=True) if p.strip() and t.strip()]
-    good = [joint for joint in joints if "answers" in row or joint != joint.strip()]
-    return len(good) == len(texts) and right in range(len(texts))
+    """It has a prompt, and its right choice or its answers."""
+    right = row["choices"][row["answer"]] if "choices" in row else row["answers"]
+    return bool(right and str(row["prompt"]).strip())
 
 
 @torch.no_grad()
 def score_choices(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tuple[dict, KVCache]:
     """Is the likeliest choice right, and (`acc_norm`) the likeliest per character? As in the
-    lm-evaluation-harness, both are tokenized together and cut where the prompt's last word ends."""
+    lm-evaluation-harness, prompt, space and choice are tokenized together, then cut."""
     model, T, scores = lococo.model, lococo.settings.segment, []
     for i, choice in enumerate(row["choices"]):
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][i]
         if i == 0 or isinstance(row["prompt"], list):  # read once, but for its last token
             start, cache = tokenizer.encode(prompt.rstrip()), lococo.cache()
             prefill(model, torch.tensor([start[:-1]], device=args.device), cache, T)
-        rest = start[-1:] + tokenizer.encode(prompt + choice)[len(start) :]
+        rest = start[-1:] + tokenizer.encode(f"{prompt.rstrip()} {choice.strip()}")[len(start) :]
         pieces = segment_losses(model, torch.tensor([rest], device=args.device), cache.fork(), T)
         scores.append(-sum(nats.sum().item() for nats, _ in pieces))
-    by_length = [score / len(choice.lstrip()) for score, choice in zip(scores, row["choices"])]
+    by_length = [score / len(choice.strip()) for score, choice in zip(scores, row["choices"])]
     likeliest = {"acc": np.argmax(scores), "acc_norm": np.argmax(by_length)}
     return {metric: i == row["answer"] for metric, i in likeliest.items()}, cache
 
@@ -338,8 +324,6 @@ def main() -> None:
         own = load_adapter(args.runs[0], load_base(args)[0]).settings
         args.method, args.mem, args.segment = ["streaming", "h2o"], own.mem, own.segment
         args.positions = "slots"
-    for run in args.runs:
-        read_file(run / "adapter.safetensors")  # refused now, not after others are scored
     full = Settings("full", segment=512, length=0, positions="original", lora_rank=0)
     methods = {"base, full": partial(LoCoCo, settings=full)}
     methods |= {f"base, {name}": partial(untrained, args, name) for name in args.method}
@@ -377,10 +361,8 @@ def main() -> None:
     counts = ", ".join(f"{len(rows)} of {n} tokens" for n, rows in documents.items())
     print(f"documents ({', '.join(parts)}): {counts}")
     if args.by_position:
-        ago = torch.stack([last_seen(document) for document in last])
-        kinds = ranges("position ", torch.arange(1, L).expand_as(ago), reach)
-        kinds |= ranges("last seen ", ago, reach) | {"never seen": ago == 0}
-        print_means(f"nats in {L} tokens", kinds, losses)
+        position = torch.arange(1, L).expand(len(last), -1)
+        print_means(f"nats in {L} tokens", ranges("position ", position, reach), losses)
     if args.recall:
         title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer)[0])}"
         print_means(title, ranges("told ago ", told_ago, reach), right)

@@ -4,8 +4,6 @@
     python generate.py --prompt - --adapter runs/my-run < book.txt
     python generate.py --prompt file.txt --method streaming --mem 128         # without an adapter
     python generate.py --prompt file.txt --show-memory 2 1        # the slots of layer 2, head 1
-    python generate.py --prompt book.txt --save-memory book.safetensors       # read it once ...
-    python generate.py --load-memory book.safetensors --prompt question.txt   # ... and ask often
 
 The text goes to standard output, the figures to standard error. The first two sections are for all
 programs: flags and the base model, the files that are written.
@@ -25,9 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lococo import (
-    COUNTS, METHODS, POSITIONS, LoCoCo, Memory, Settings, prefill, settings_for,
-)  # fmt: skip
+from lococo import COUNTS, METHODS, POSITIONS, LoCoCo, Memory, Settings, prefill, settings_for
 from model import DAMAGED, KVCache, Llama, Tokenizer, UserError, load_llama
 
 HERE = Path(__file__).resolve().parent
@@ -136,7 +132,7 @@ def run_program(main: Callable[[], None]) -> None:
         sys.exit(2)
 
 
-# --- Files: adapters, the state of a run, memories, tokens ---------------------------------------
+# --- Files: adapters, the state of a run, tokens -------------------------------------------------
 
 
 def checksum(tensors: dict[str, Tensor], about: str) -> str:
@@ -159,8 +155,7 @@ def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
             os.fsync(written.fileno())
         os.replace(beside, file)
     except DAMAGED as error:
-        if beside.is_file():
-            beside.unlink()
+        beside.unlink(missing_ok=True)
         raise UserError(f"{file}: cannot be written ({error}); it is as it was before") from None
 
 
@@ -205,22 +200,6 @@ def load_adapter(run: Path, model: Llama) -> LoCoCo:
     return lococo.eval()
 
 
-def save_memory(file: Path, memory: Memory, owner: dict) -> None:
-    kinds = ("keys", "values", "scores") if memory.settings.heavy else ("keys", "values")
-    tensors = {f"{kind} {n}": t for kind in kinds for n, t in enumerate(getattr(memory, kind))}
-    write_file(file, tensors, seen=memory.seen, owner=owner)
-
-
-def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
-    tensors, about = read_file(file)
-    if about.get("owner") != owner:
-        raise UserError(f"{file}: made with another model, adapter, method or --dtype")
-    for name, tensor in tensors.items():
-        kind, layer = name.split()
-        getattr(memory, kind)[int(layer)] = tensor.to(device)
-    memory.seen = about["seen"]
-
-
 # --- Decoding ------------------------------------------------------------------------------------
 
 
@@ -263,21 +242,17 @@ def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> I
 
 class TracedMemory(Memory):
     """A memory that also follows W through all compressions, for one layer and key/value head:
-    `shares` (S, N) says how much of each of the N tokens read is in each entry; `largest`, after
+    `shares` (M, N) says how much of each of the N tokens read is in each slot; `largest`, after
     each compression, the largest share in each slot and its token, both (M,)."""
 
     layer, head, shares, largest = 0, 0, torch.zeros(0, 0), ()
 
-    def enter(self, T: int) -> int:
-        first = super().enter(T)
-        self.shares = torch.block_diag(self.shares, torch.eye(T))
-        return first
-
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         order, w = super().compress(layer)
         if layer == self.layer:
-            W = self.mixing_matrix(order, w)[0, self.head]
-            self.shares = W.float().cpu() @ self.shares
+            W = self.mixing_matrix(order, w)[0, self.head].float().cpu()  # (M, S)
+            entered = torch.eye(W.shape[1] - len(self.shares))
+            self.shares = W @ torch.block_diag(self.shares, entered)
             self.largest += (self.shares.max(dim=1),)
         return order, w
 
@@ -314,25 +289,18 @@ def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--prompt", required=True, metavar="FILE", help="a text file; - for standard input")
-    add("--adapter", type=Path, metavar="RUN", help="run directory of train.py")
-    add("--method", choices=METHODS, help="a method without training, instead of an adapter")
-    add("--save-memory", type=Path, metavar="FILE", help="write the memory there and end")
-    add("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--adapter", type=Path, metavar="RUN", help="run directory of train.py")
+    one("--method", choices=METHODS, help="a method without training, instead of an adapter")
     add("--show-memory", type=int, nargs=2, metavar=("LAYER", "HEAD"),
         help="print what the slots hold, and end")  # fmt: skip
     add("--max-new-tokens", type=int, default=200)
     add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     args = parser.parse_args()
     parser.refuse_counts(args)
-    if args.method and args.adapter:
-        parser.error(f"--method {args.method}, --adapter {args.adapter}: give one of them")
     if args.method is None and args.adapter is None:
         embedded = args.model.resolve() == TINY
         args.adapter, args.method = (TINY, None) if embedded else (None, "full")
-    if args.load_memory and args.show_memory:
-        parser.error("--show-memory: a saved memory does not say which tokens were read")
-    if args.save_memory and args.save_memory.exists():
-        parser.error(f"--save-memory {args.save_memory}: there is such a file already")
     return args
 
 
@@ -340,32 +308,23 @@ def main() -> None:
     args = parse()
     prepare(args)
     text = read_prompt(args.prompt)
-    if args.save_memory:  # a place that cannot be written is noticed before the work
-        args.save_memory.touch()
-        args.save_memory.unlink()
     model, tokenizer = load_base(args)
-    ids = tokenizer.encode(text, bos=not args.load_memory)
+    ids = tokenizer.encode(text)
     run = args.adapter
     lococo = load_adapter(run, model) if run else untrained(args, args.method, model)
     settings = lococo.settings
-    if not settings.mem and (args.save_memory or args.load_memory or args.show_memory):
-        raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
     cache = lococo.cache(TracedMemory if args.show_memory else Memory)
     if args.show_memory:
+        if not settings.mem:
+            raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
         cache.layer, cache.head = args.show_memory
         if cache.layer >= model.config.n_layers or cache.head >= model.config.n_kv_heads:
             raise UserError(f"--show-memory {cache.layer} {cache.head}: no such layer or head")
-    owner = described(lococo) | {"adapter": checksum(lococo.trained(), str(args.dtype))}
-    if args.load_memory:
-        load_memory(args.load_memory, cache, owner, args.device)
-    if settings.positions != "slots" and cache.seen + len(ids) > settings.length:
+    if settings.positions != "slots" and len(ids) > settings.length:
         print(f"warning: longer than the {settings.length:,} tokens trained for", file=sys.stderr)
     with precision(args):
         logits = prefill(model, torch.tensor([ids], device=args.device), cache, settings.segment)
-        sample(logits[0], 0)  # only to refuse NaN
-        if args.save_memory:
-            save_memory(args.save_memory, cache, owner)
-        elif args.show_memory:
+        if args.show_memory:
             print(*describe_slots(cache, ids, tokenizer), sep="\n")
         else:
             new = decode(model, tokenizer, logits, cache, args.max_new_tokens, args.temperature)
@@ -374,7 +333,6 @@ def main() -> None:
             print()
     full = cache.nbytes // cache.held * cache.seen
     print(
-        f"prompt           {len(ids):,} tokens in segments of {settings.segment}\n"
         f"memory           {settings.mem} slots; {cache.held:,} entries held of {cache.seen:,}\n"
         f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {full:,}",
         file=sys.stderr,

@@ -3,10 +3,6 @@
 In the order of the paper (arXiv 2406.05317), with its equation numbers: what a memory keeps, the
 compressor (section 3.2.1), the memory and the segment loop (algorithm 2), position interpolation,
 LoRA. Letters as in model.py. The paper's W of (6) is called logits here; w are its rows after (7).
-
-Where the paper and its code differ, this follows the paper; the code is in tests/official_code.py.
-Compression waits until a segment needs the room, also while decoding, where the paper compresses
-at every token: that would cost many times the model itself.
 """
 
 import math
@@ -70,10 +66,9 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     if row and fills not in given:
         counts[fills] += mem - sum(counts.values())
     total = sum(counts.values())
-    if min(counts.values()) < 0 or total > (mem if row else 0) or (row and total == 0):
+    empty = counts["merged"] == 0 if fills == "merged" else total == 0
+    if min(counts.values()) < 0 or total > (mem if row else 0) or (row and empty):
         raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
-    if fills == "merged" and counts["merged"] == 0:
-        raise UserError(f"--method {method} --mem {mem}: no slot is left to merge into")
     if given.get("kernel", 21) % 2 == 0:
         raise UserError(f"--kernel {given['kernel']}: it must be odd, to have a middle")
     return Settings(method, segment, length, **row | given | counts)
@@ -85,13 +80,12 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
 class Compressor(nn.Module):
     """The convolution of section 3.2.1 mixes S entries into a few slots. A layer's heads share it.
 
-    "sum" is the paper's form, a filter for each slot: 2D * slots * kernel weights, 22.0 M in the 32
-    layers of Llama-2 7B with 128 slots and 21 taps. "softmax" remembers facts. Its filter 0 says
-    what is worth a slot: three times its output (so it learns faster) is added to all others, which
-    say which slot takes it. What was merged before has filters of its own, with one tap: neighbours
-    in the cache are not those in the text. The rows of w are made in turn: each avoids copies of
-    what those before it took. In use, not in training, the logits are doubled: a slot that holds
-    half of one fact and half of another gives back neither."""
+    "sum" is the paper's form, a filter for each slot. "softmax" is ours and remembers facts. Its
+    filter 0 says what is worth a slot: three times its output (so it learns faster) is added to all
+    others, which say which slot takes it. What was merged before has filters of its own, with one
+    tap: neighbours in the cache are not those in the text. The rows of w are made in turn: each
+    avoids copies of what those before it took. In use, not in training, the logits are doubled: a
+    slot that holds half of one fact and half of another gives back neither."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str):
         super().__init__()
@@ -105,14 +99,14 @@ class Compressor(nn.Module):
             self.conv.weight.data[:, :, torch.arange(kernel) != kernel // 2] *= 0.02
             self.conv.weight.data[0] = self.held.weight.data[0] = 0.0
 
-    def forward(self, k: Tensor, v: Tensor, from_slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, k: Tensor, v: Tensor, merged_before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S), whose
-        row i says how much of each entry slot i takes. from_slot (B, G, S): what was merged."""
+        row i says how much of each entry slot i takes. merged_before (B, G, S): what was merged."""
         entries = torch.cat((k, v), dim=-1).float().flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
         logits = self.conv(entries).float()  # (6): (B * G, filters, S)
         if self.normalise == "softmax":
             again = self.held(entries).float()
-            logits = torch.where(from_slot.flatten(0, 1)[:, None], again, logits)
+            logits = torch.where(merged_before.flatten(0, 1)[:, None], again, logits)
             logits = (1 if self.training else 2) * (logits[:, 1:] + 3 * logits[:, :1])
             unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1).detach()
             rows, taken = [], 0.0
@@ -203,8 +197,8 @@ class Memory(KVCache):
         v_front, v_rest, v_recent = v.split((front, rest, s.recent), dim=2)
         if s.merged:
             # Once compressed, the cache is [front | merged slots | recent slots | segment].
-            from_slot = (order[:, :, front : front + rest] < front + s.merged) & (S < self.seen)
-            k_new, v_new, w = self.compressors[layer](k_rest, v_rest, from_slot)
+            merged_before = (order[:, :, front : front + rest] < front + s.merged) & (S < self.seen)
+            k_new, v_new, w = self.compressors[layer](k_rest, v_rest, merged_before)
         else:
             k_new, v_new = k_rest[:, :, :0], v_rest[:, :, :0]
             w = k.new_zeros(*k.shape[:2], 0, rest)
@@ -252,8 +246,7 @@ def segment_losses(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Nats of each token of (B, L) after the first, and whether it was the likeliest one, both
     (B, <= bptt * segment) at a time. Call backward before asking for the next: the graph reaches
-    back over `bptt` segments (in the official code one), so training memory does not grow with L.
-    The last target of a segment is the first token of the next."""
+    back over `bptt` segments. A segment's last target is the first token of the next."""
     inputs = tokens[:, :-1].split(segment, dim=1)
     targets = tokens[:, 1:].split(segment, dim=1)
     losses, right = [], []
@@ -273,7 +266,7 @@ def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tenso
     """Read tokens (B, L) into the cache by segments; float32 logits (B, V) of what comes next."""
     for x in tqdm(tokens.split(segment, dim=1), "reading", leave=False, delay=2, disable=None):
         h = model.hidden(x, cache)
-    return model.logits(h[:, -1])
+    return model.output(h[:, -1]).float()
 
 
 # --- Position interpolation (arXiv 2306.15595) ---------------------------------------------------

@@ -19,7 +19,8 @@ from typing import Iterator
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 
@@ -40,7 +41,6 @@ class LlamaConfig:
     context: int = 4096  # pretrained length, in tokens
     rope_theta: float = 10000.0
     rope_scale: float = 1.0  # positions are divided by this (position interpolation)
-    tied: bool = False  # the output layer is the embedding table
 
     @property
     def head_dim(self) -> int:
@@ -122,9 +122,7 @@ class KVCache:
     def fork(self) -> "KVCache":
         """An independent copy: what enters it does not enter this one."""
         other = copy(self)
-        for name, value in vars(self).items():
-            if isinstance(value, list):  # keys, values, and what a memory has beside them
-                setattr(other, name, value.copy())
+        vars(other).update({name: copy(value) for name, value in vars(self).items()})
         return other
 
     def detach(self) -> None:
@@ -204,8 +202,7 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        if not config.tied:
-            self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids (B, T) that follow those in the cache -> last normalised output (B, T, dim)."""
@@ -220,11 +217,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids (B, T), int64, that follow those in the cache -> float32 logits (B, T, V)."""
-        return self.logits(self.hidden(tokens, cache))
-
-    def logits(self, h: Tensor) -> Tensor:
-        last = self.tok_embeddings if self.config.tied else self.output
-        return F.linear(h, last.weight).float()
+        return self.output(self.hidden(tokens, cache)).float()
 
 
 # --- Official weights ----------------------------------------------------------------------------
@@ -257,17 +250,13 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
     return model
 
 
-def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a .safetensors, .bin or .pth file, mapped into memory."""
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors, .bin or .pth file by name, mapped into memory."""
     try:
         if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():
-                    yield name, handle.get_tensor(name)
-        else:
-            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            for name, tensor in content.items():
-                yield name, tensor.detach()  # an AttributeError if it is no tensor
+            return load_file(file)
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        return {name: tensor.detach() for name, tensor in content.items()}
     except DAMAGED as error:
         reason = getattr(error, "strerror", None) or f"damaged or refused: {type(error).__name__}"
         raise UserError(f"{file}: cannot be read as weights ({reason})") from None
@@ -289,7 +278,7 @@ def meta_config(file: Path) -> LlamaConfig:
 
 def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
     """Each shard consolidated.NN.pth has some rows or columns of a matrix, and all of a norm."""
-    shards = [dict(read_tensors(file)) for file in sorted(path.glob("consolidated.*.pth"))]
+    shards = [read_tensors(file) for file in sorted(path.glob("consolidated.*.pth"))]
     for name in sorted({name for shard in shards for name in shard} - {"rope.freqs"}):
         parts = [shard[name] for shard in shards if name in shard]
         kind = name.split(".")[-2:][0]  # "wq" of "layers.0.attention.wq.weight"
@@ -311,7 +300,8 @@ def hugging_face_config(file: Path) -> LlamaConfig:
     scaling = c.get("rope_scaling") or newer
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     plain = {"model_type": "llama", "hidden_act": "silu", "sliding_window": None,
-             "attention_bias": False, "mlp_bias": False, "quantization_config": None}  # fmt: skip
+             "attention_bias": False, "mlp_bias": False, "quantization_config": None,
+             "tie_word_embeddings": False}  # fmt: skip
     for key, value in plain.items():
         if c.get(key, value) != value:
             raise ValueError(f"{key} {c[key]} is not implemented")
@@ -325,7 +315,6 @@ def hugging_face_config(file: Path) -> LlamaConfig:
         n_kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
         rope_theta=newer.get("rope_theta", c.get("rope_theta", 10000.0)),
         rope_scale=scaling["factor"] if rope_type == "linear" else 1.0,
-        tied=c.get("tie_word_embeddings", False),
     )
 
 
@@ -344,9 +333,8 @@ def hugging_face_name(name: str) -> str:
 def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
     """Rows of q and k are already in the order of `rotate`."""
     for file in sorted(path.glob("model*.safetensors")) or sorted(path.glob("pytorch_model*.bin")):
-        for name, tensor in read_tensors(file):
-            stored_twice = config.tied and name == "lm_head.weight"
-            if not stored_twice and not name.endswith("inv_freq"):  # `rope` computes it in float32
+        for name, tensor in read_tensors(file).items():
+            if not name.endswith("inv_freq"):  # `rope` computes it in float32
                 yield name, tensor
 
 
@@ -368,5 +356,5 @@ class Tokenizer:
         self.bos, self.eos = self.sp.bos_id(), self.sp.eos_id()
         self.vocab_size = self.sp.vocab_size()
 
-    def encode(self, text: str, bos: bool = True) -> list[int]:
-        return [self.bos] * bos + self.sp.encode(text)
+    def encode(self, text: str) -> list[int]:
+        return [self.bos] + self.sp.encode(text)

@@ -121,7 +121,7 @@ def main() -> None:
     draw_mixing(memory.mixing, s, args.out / "mixing.png")
 
     ids = tokenizer.encode((HERE / "assets" / "prompt.txt").read_text())
-    at = tokenizer.encode("x\n@", bos=False)[-1]
+    at = tokenizer.encode("x\n@")[-1]
     word = next(n for n, token in enumerate(ids) if token == at) + 4
     path, layer, head = follow(lococo, ids, word)
 

@@ -117,7 +117,6 @@ def test_the_table_of_choices(run, tokenizer):
 
 @pytest.mark.parametrize("line, sentence", [
     ("x", "rows, line 3: not as README says"), ('{"prompt": "x =", "answers": []}', "line 3"),
-    ('{"prompt": "x =", "choices": ["1"], "answer": 0}', "line 3"),  # no space
     ('{"prompt": "x =", "choices": [" 1"]}', "rows, line 3: "), ("[1]", "rows, line 3: "),
     ('{"prompt": "x =", "choices": [" 1", " 2"], "answer": 2}', "rows, line 3"),
     ('{"prompt": " ", "choices": [" 1"], "answer": 0}', "line 3"),

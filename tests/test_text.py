@@ -68,7 +68,7 @@ def test_parts_are_by_the_checksum_of_the_documents_name(tokenizer):
         expected[part or "training"] += tokenizer.encode(text)
     streams = token_streams([TEXT], tokenizer)
     assert {part: ids.tolist() for part, ids in streams.items()} == expected
-    assert all(ids.dtype == np.uint16 and len(ids) for ids in streams.values())
+    assert all(ids.dtype == np.int32 and len(ids) for ids in streams.values())
 
 
 def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch, capsys):
