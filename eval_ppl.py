@@ -52,7 +52,7 @@ def find_files(paths: list[Path]) -> list[Path]:
         if not path.exists():
             raise UserError(f"--data {path}: no such file or folder")
         inside = (f for f in sorted(path.rglob("*")) if "/." not in f"/{f.relative_to(path)}")
-        files += [f for f in inside if f.is_file()] or [path]
+        files += [f for f in inside if f.is_file()] if path.is_dir() else [path]
     return files
 
 
@@ -75,7 +75,7 @@ def read_documents(file: Path) -> Iterator[tuple[str, str]]:
     """(name, text) of a text file, or of each line of a .jsonl or .jsonl.gz file."""
     if file.name.endswith((".jsonl", ".jsonl.gz")):
         for number, row in read_rows(file, lambda row: isinstance(row["text"], str)):
-            yield f"{file.name}:{number}", row["text"].encode("utf-8", "replace").decode()
+            yield f"{file.name}:{number}", row["text"]
     else:
         yield file.name, file.read_bytes().decode()
 
@@ -99,7 +99,7 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
     name of the stored file says which texts and tokenizer it is made from."""
     files = find_files(paths)
     key = repr([(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files])
-    digest = hashlib.sha256(key.encode() + tokenizer.file.read_bytes()).hexdigest()
+    digest = hashlib.sha256(f"int32 {key}".encode() + tokenizer.file.read_bytes()).hexdigest()
     stored = Path(CACHE).expanduser() / f"{digest[:24]}.safetensors"
     try:
         streams, _ = read_file(stored)
@@ -134,7 +134,7 @@ def long_documents(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
 
 @torch.no_grad()
 def token_losses(lococo: LoCoCo, documents: Tensor, args) -> tuple[Tensor, Tensor, int]:
-    """Of every token after the first of documents (N, L) its nats, and whether it was the likeliest
+    """For each token but the first of documents (N, L) its nats, and whether it was the likeliest
     one, (N, L - 1); and the bytes that the cache of one document has at the end."""
     rows = []
     for batch in tqdm(documents.split(args.micro_batch), "scoring", leave=False, disable=None):
@@ -143,8 +143,6 @@ def token_losses(lococo: LoCoCo, documents: Tensor, args) -> tuple[Tensor, Tenso
             pieces = list(segment_losses(lococo.model, batch, cache, lococo.settings.segment))
         rows.append([torch.cat(piece, dim=1).cpu() for piece in zip(*pieces)])
     losses, right = (torch.cat(row) for row in zip(*rows))
-    if not losses.isfinite().all():
-        raise UserError("the loss is not finite: the weights or the adapter have NaN or inf")
     return losses, right, cache.nbytes // len(batch)
 
 
@@ -152,7 +150,7 @@ def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
     """Masks by n, (N, L - 1): 1 to `reach` = M + T, then up to 512, 1024 ... L. What is further
     back than `reach` is known from the memory or not at all."""
     L = n.shape[1] + 1
-    edges = sorted({0, min(reach, L), L} | {2**n for n in range(9, 15) if reach < 2**n < L})
+    edges = sorted({0, min(reach, L), L} | {2**e for e in range(9, 15) if reach < 2**e < L})
     return {f"{what}{a}-{b}": (a < n) & (n <= b) for a, b in zip(edges, edges[1:])}
 
 
@@ -211,9 +209,12 @@ def tell_all(documents: Tensor, facts: int, part: str, tokenizer) -> tuple[Tenso
 
 
 def is_task(row: dict) -> bool:
-    """It has a prompt, and its right choice or its answers."""
-    right = row["choices"][row["answer"]] if "choices" in row else row["answers"]
-    return bool(right and str(row["prompt"]).strip())
+    """No text is blank, and `answer` is the place of a choice."""
+    many = "choices" in row
+    texts, right = (row["choices"], row["answer"]) if many else (row["answers"], 0)
+    prompts = np.broadcast_to(row["prompt"], len(texts)).tolist() if many else [row["prompt"]]
+    ends = row.get("stop") != "" and row.get("max_tokens", 32) > 0
+    return ends and right in range(len(texts)) and all(text.strip() for text in prompts + texts)
 
 
 @torch.no_grad()
@@ -221,12 +222,12 @@ def score_choices(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tupl
     """Is the likeliest choice right, and (`acc_norm`) the likeliest per character? As in the
     lm-evaluation-harness, prompt, space and choice are tokenized together, then cut."""
     model, T, scores = lococo.model, lococo.settings.segment, []
-    for i, choice in enumerate(row["choices"]):
-        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][i]
-        if i == 0 or isinstance(row["prompt"], list):  # read once, but for its last token
-            start, cache = tokenizer.encode(prompt.rstrip()), lococo.cache()
+    prompts = np.broadcast_to(row["prompt"], len(row["choices"])).tolist()
+    for i, (prompt, choice) in enumerate(zip(prompts, row["choices"])):
+        if i == 0 or prompt != prompts[i - 1]:  # read once, but for its last token
+            start, cache = tokenizer.encode(prompt.rstrip(" ")), lococo.cache()
             prefill(model, torch.tensor([start[:-1]], device=args.device), cache, T)
-        rest = start[-1:] + tokenizer.encode(f"{prompt.rstrip()} {choice.strip()}")[len(start) :]
+        rest = start[-1:] + tokenizer.encode(f"{prompt.rstrip(' ')} {choice.strip()}")[len(start) :]
         pieces = segment_losses(model, torch.tensor([rest], device=args.device), cache.fork(), T)
         scores.append(-sum(nats.sum().item() for nats, _ in pieces))
     by_length = [score / len(choice.strip()) for score, choice in zip(scores, row["choices"])]
@@ -235,19 +236,19 @@ def score_choices(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tupl
 
 
 def score_answer(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tuple[dict, KVCache]:
-    """The likeliest continuation, up to the row's "stop" (a line break) and of at most "max_tokens"
+    """The greedy continuation, up to the row's "stop" (a line break) and of at most "max_tokens"
     (32), beside the answer that it is most like. The cache returned has read the prompt alone."""
     model, T, cache = lococo.model, lococo.settings.segment, lococo.cache()
     ids, most = tokenizer.encode(row["prompt"]), row.get("max_tokens", 32)
     logits = prefill(model, torch.tensor([ids], device=args.device), cache, T)
-    text, stop, read = "", row.get("stop", "\n"), cache.fork()
-    for piece in as_text(decode(model, tokenizer, logits, cache, most, 0), tokenizer, ids):
+    text, stop = "", row.get("stop", "\n")
+    for piece in as_text(decode(model, tokenizer, logits, cache.fork(), most, 0), tokenizer, ids):
         text += piece
         if stop in text:
             break
     text, mark = text.split(stop)[0], row.get("punctuation", " ")
     likeness = [compare(text, answer, mark) for answer in row["answers"]]
-    return {metric: max(each[metric] for each in likeness) for metric in likeness[0]}, read
+    return {metric: max(each[metric] for each in likeness) for metric in likeness[0]}, cache
 
 
 def compare(text: str, answer: str, mark: str) -> dict[str, float]:
@@ -281,7 +282,7 @@ def score_tasks(args, tokenizer: Tokenizer, methods: dict[str, Callable], width:
                 with precision(args):
                     metrics, cache = score(lococo, row, tokenizer, args)
                 long += [number] * (cache.seen > trained)
-                about = {"compressed": cache.held < cache.seen, "cache, MB": cache.nbytes / 1e6}
+                about = {"compressed": cache.size < cache.seen, "cache, MB": cache.nbytes / 1e6}
                 for column, value in (about | metrics).items():
                     columns.setdefault(column, []).append(float(value))
             errors = {c: np.std(v) / max(len(v) - 1, 1) ** 0.5 for c, v in columns.items()}
@@ -303,11 +304,11 @@ def parse():
     add("--method", nargs="+", default=[], choices=METHODS, help="methods without training")
     add("--lengths", type=int, nargs="+", default=[2048, 4096, 8192], help="in tokens")
     add("--data", type=Path, nargs="+", default=[], help="as in train.py")
-    add("--part", choices=PARTS, help="default: held-out; without runs all of --data")
+    add("--part", choices=PARTS, help="default: held-out; without a RUN all of --data")
     add("--documents", type=int, default=64, help="at most so many for each length")
     add("--micro-batch", type=int, default=4, help="documents in memory at once")
     add("--by-position", action="store_true", help="also where the loss is, at the last length")
-    add("--recall", action="store_true", help="also what is remembered; adds window and H2O")
+    add("--recall", action="store_true", help="also what is remembered; adds window and H2O to RUN")
     add("--tasks", type=Path, nargs="+", default=[], metavar="FILE", help="score these instead")
     args = parser.parse_args()
     parser.refuse_counts(args)
@@ -320,10 +321,12 @@ def main() -> None:
     args = parse()
     prepare(args)
     tokenizer = Tokenizer(args.model)
-    if (args.recall or args.tasks) and args.runs and not args.method:  # what needs no training
+    if (args.recall or args.tasks) and args.runs and not args.method:  # adds what needs no training
         own = load_adapter(args.runs[0], load_base(args)[0]).settings
         args.method, args.mem, args.segment = ["streaming", "h2o"], own.mem, own.segment
         args.positions = "slots"
+    for run in args.runs:
+        read_file(run / "adapter.safetensors")  # refused now, not after others are scored
     full = Settings("full", segment=512, length=0, positions="original", lora_rank=0)
     methods = {"base, full": partial(LoCoCo, settings=full)}
     methods |= {f"base, {name}": partial(untrained, args, name) for name in args.method}
@@ -339,7 +342,7 @@ def main() -> None:
         rows = [long_documents(streams[part], tokenizer.bos, L, args.documents) for part in parts]
         documents[L] = torch.cat(rows)[: args.documents]
         if L < 2 or not len(documents[L]):
-            raise UserError(f"--lengths {L}: there is no document of so many tokens to score")
+            raise UserError(f"--lengths {L}: no {' or '.join(parts)} document is so long")
     L, last = list(documents.items())[-1]
 
     print(f"{'':{width}} {'slots':>6} {'cache bytes':>12}", *(f"{L:>8}" for L in documents))

@@ -100,9 +100,8 @@ def method_flags(args: argparse.Namespace) -> dict:
 
 def untrained(args: argparse.Namespace, method: str, model: Llama) -> LoCoCo:
     """A method that needs no training, on its base model."""
-    mem, flags = args.mem or 512, method_flags(args)
-    length = model.config.context
-    settings = settings_for(method, mem, args.segment or mem, length, lora_rank=0, **flags)
+    mem, flags = args.mem or 512, method_flags(args) | {"lora_rank": 0}
+    settings = settings_for(method, mem, args.segment or mem, model.config.context, **flags)
     if settings.merged:
         raise UserError(f"--method {method}: its convolution must be trained first, by train.py")
     return LoCoCo(model, settings)
@@ -123,11 +122,11 @@ def run_program(main: Callable[[], None]) -> None:
         sentence = str(error)
         if isinstance(error, OSError) and error.filename:
             sentence = f"{error.filename}: {error.strerror}"
-        if isinstance(error, (RuntimeError, MemoryError)):
-            known = "allocate" in sentence or "out of memory" in sentence
-            if not known and not isinstance(error, MemoryError):
-                raise
-            sentence = "out of memory: try smaller --mem, --segment, --micro-batch, or --recompute"
+        scarce = "allocate" in sentence or "out of memory" in sentence
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and scarce):
+            sentence = "out of memory: try a smaller --mem, --segment, --micro-batch; --recompute"
+        elif isinstance(error, RuntimeError):
+            raise
         print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
         sys.exit(2)
 
@@ -168,7 +167,7 @@ def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
     except DAMAGED as error:
         raise UserError(f"{file}: cannot be read ({error})") from None
     if not {"about", "checksum"} <= metadata.keys():
-        raise UserError(f"{file}: not written by this program, or before November 2026")
+        raise UserError(f"{file}: not written by this program, or by an older version")
     if checksum(tensors, metadata["about"]) != metadata["checksum"]:
         raise UserError(f"{file}: damaged, its content does not have its checksum")
     return tensors, json.loads(metadata["about"])
@@ -189,10 +188,12 @@ def load_adapter(run: Path, model: Llama) -> LoCoCo:
     try:
         lococo = LoCoCo(model, Settings(**about["settings"]))
         if described(lococo)["base"] != about["base"]:
-            raise UserError(f"{file}: made for another base model; name its directory as --model")
+            raise UserError(f"{file}: made for another base (--model) or by another version")
         trained = lococo.trained()
         if {n: t.shape for n, t in tensors.items()} != {n: p.shape for n, p in trained.items()}:
             raise LookupError("its tensors have other names or shapes")
+        if not all(t.isfinite().all() for t in tensors.values()):
+            raise UserError(f"{file}: not finite, it has NaN or inf; train it again")
     except (LookupError, TypeError) as error:
         raise UserError(f"{file}: made by another version of this program ({error})") from None
     for name, p in trained.items():
@@ -205,8 +206,6 @@ def load_adapter(run: Path, model: Llama) -> LoCoCo:
 
 def sample(logits: Tensor, temperature: float) -> int:
     """One token id from logits (V,); temperature 0 takes the likeliest."""
-    if not logits.isfinite().all():
-        raise UserError("the logits are not finite: the weights or the adapter have NaN or inf")
     if temperature == 0:
         return int(logits.argmax())
     return int(torch.softmax(logits.double() / temperature, dim=-1).multinomial(1))
@@ -258,13 +257,13 @@ class TracedMemory(Memory):
 
 
 def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Lines about what the slots hold; ids are the tokens that were read. A bar a compression says
-    how much of the line's first token was in the slot that had most of it."""
-    yield f"layer {memory.layer}, head {memory.head}: {memory.held} entries after {len(ids)} tokens"
+    """Lines about what the slots hold; ids are the tokens that were read. Behind
+    a line one bar for each compression: the largest share of its first token in a slot it led."""
+    yield f"layer {memory.layer}, head {memory.head}: {memory.size} entries after {len(ids)} tokens"
     kinds = [kind for kind in COUNTS for _ in range(getattr(memory.settings, kind))]
-    for slot, kind in enumerate(kinds if memory.held < len(ids) else []):
+    for slot, kind in enumerate(kinds if memory.size < len(ids) else []):
         line = f"{slot:>4} {kind:7}"
-        top = memory.shares[slot].topk(3)
+        top = memory.shares[slot].topk(min(3, memory.shares.shape[1]))
         for share, n in zip(top.values.tolist(), top.indices.tolist()):
             if share >= 0.01:
                 piece = repr(tokenizer.sp.id_to_piece(ids[n]).replace("\u2581", " "))
@@ -331,11 +330,10 @@ def main() -> None:
             for piece in as_text(new, tokenizer, ids):
                 print(piece, end="", flush=True)
             print()
-    full = cache.nbytes // cache.held * cache.seen
-    print(
-        f"memory           {settings.mem} slots; {cache.held:,} entries held of {cache.seen:,}\n"
-        f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {full:,}",
-        file=sys.stderr,
+    full = cache.nbytes // cache.size * cache.seen
+    sys.stderr.write(
+        f"memory           {settings.mem} slots; {cache.size:,} entries held of {cache.seen:,}\n"
+        f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {full:,}\n"
     )
 
 

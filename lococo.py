@@ -66,8 +66,8 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     if row and fills not in given:
         counts[fills] += mem - sum(counts.values())
     total = sum(counts.values())
-    empty = counts["merged"] == 0 if fills == "merged" else total == 0
-    if min(counts.values()) < 0 or total > (mem if row else 0) or (row and empty):
+    fits = 0 < total <= mem if row else total == 0
+    if not fits or min(counts.values()) < 0 or ("merged" in row and counts["merged"] == 0):
         raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
     if given.get("kernel", 21) % 2 == 0:
         raise UserError(f"--kernel {given['kernel']}: it must be odd, to have a middle")
@@ -80,12 +80,12 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
 class Compressor(nn.Module):
     """The convolution of section 3.2.1 mixes S entries into a few slots. A layer's heads share it.
 
-    "sum" is the paper's form, a filter for each slot. "softmax" is ours and remembers facts. Its
-    filter 0 says what is worth a slot: three times its output (so it learns faster) is added to all
-    others, which say which slot takes it. What was merged before has filters of its own, with one
-    tap: neighbours in the cache are not those in the text. The rows of w are made in turn: each
-    avoids copies of what those before it took. In use, not in training, the logits are doubled: a
-    slot that holds half of one fact and half of another gives back neither."""
+    "sum" is the paper's form, a filter for each slot. "softmax" is ours and remembers facts. Three
+    times its filter 0, which says what is worth a slot, is added to all others, which say which
+    slot takes it. What was merged before has one-tap filters of its own: neighbours in the cache
+    are not those in the text. The rows of w are made in turn: each avoids copies of what those
+    before it took. In use, not in training, doubled logits make the rows sharper: a slot that holds
+    half of one fact and half of another gives back neither."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int, normalise: str):
         super().__init__()
@@ -93,27 +93,27 @@ class Compressor(nn.Module):
         filters = slots if normalise == "sum" else 1 + slots
         self.conv = nn.Conv1d(2 * head_dim, filters, kernel, padding=kernel // 2, bias=False)  # g
         nn.init.normal_(self.conv.weight)  # as the official code starts
-        if normalise == "softmax":  # at the start neighbours hardly count
-            self.held = nn.Conv1d(2 * head_dim, filters, 1, bias=False)
+        if normalise == "softmax":  # at the start neighbours and filter 0 hardly count
+            self.held = nn.Conv1d(2 * head_dim, filters, 1, bias=False)  # for merged_before
             nn.init.normal_(self.held.weight)
             self.conv.weight.data[:, :, torch.arange(kernel) != kernel // 2] *= 0.02
             self.conv.weight.data[0] = self.held.weight.data[0] = 0.0
 
     def forward(self, k: Tensor, v: Tensor, merged_before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S), whose
-        row i says how much of each entry slot i takes. merged_before (B, G, S): what was merged."""
+        row i says how much of each entry slot i takes. S is without the entries that are kept.
+        merged_before (B, G, S): those that come from a merged or heavy slot."""
         entries = torch.cat((k, v), dim=-1).float().flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
         logits = self.conv(entries).float()  # (6): (B * G, filters, S)
         if self.normalise == "softmax":
-            again = self.held(entries).float()
-            logits = torch.where(merged_before.flatten(0, 1)[:, None], again, logits)
+            logits = torch.where(merged_before.flatten(0, 1)[:, None], self.held(entries), logits)
             logits = (1 if self.training else 2) * (logits[:, 1:] + 3 * logits[:, :1])
             unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1).detach()
             rows, taken = [], 0.0
             for row in logits.split(1, dim=1):  # (B * G, 1, S)
                 rows.append((row - 40 * taken).softmax(dim=-1))
                 slot = F.normalize(rows[-1].detach() @ unit.mT, dim=-1)  # (B * G, 1, 2D)
-                taken = taken + (slot @ unit) ** 32  # cosine ** 32: about 0 but for copies
+                taken = taken + (slot @ unit) ** 32  # cosine ** 32: near 0 but for copies
             w = torch.cat(rows, dim=1)
         else:
             w = logits.relu() + 1e-9  # a row of zeros becomes a plain mean
@@ -141,11 +141,12 @@ class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer.
 
     When the next segment does not fit, S entries become M slots by K' = W K and V' = W V. Every
-    method is a W. For M = 4 and T = 3, with one sink, two merged slots and one recent token:
+    method is a W. Its columns are in order of time; (6) writes the segment before the memory.
+    For M = 4 and T = 3, with one sink, two merged slots and one recent token:
 
                      memory     segment
         sink       1  .  .  .   .  .  .     kept: a one-hot row
-        merged     .  w  w  w   w  w  .     a row of the convolution's W, which sums to 1
+        merged     .  w  w  w   w  w  .     a row of w, from the convolution; it sums to 1
         merged     .  w  w  w   w  w  .
         recent     .  .  .  .   .  .  1
     """
@@ -159,11 +160,11 @@ class Memory(KVCache):
         """Make room for T tokens; return the position of the first one. What is held is compressed
         only now, in the graph of the next segment: so its loss trains the convolution."""
         assert T <= self.settings.segment
-        if self.held + T > self.settings.mem + self.settings.segment:
+        if self.size + T > self.settings.mem + self.settings.segment:
             for layer in range(self.config.n_layers):
                 self.compress(layer)
         first = super().enter(T)
-        return self.held if self.settings.positions == "slots" else first
+        return self.size if self.settings.positions == "slots" else first
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         read = super().attend(layer, q, k, v)
@@ -190,13 +191,12 @@ class Memory(KVCache):
             place = torch.zeros(S, device=k.device)
             place[:front] = slots[:front]
             place[S - s.recent :] = slots[s.mem - s.recent :]
-            way = place - order  # `order` is the old place
-            k = self.move(k, way if s.heavy else way[:1, :1])  # the same in all heads
+            k = self.move(k, place - order)  # `order` is the old place
         # Otherwise keys are mixed as they are, each rotated by its position in the text.
         k_front, k_rest, k_recent = k.split((front, rest, s.recent), dim=2)
         v_front, v_rest, v_recent = v.split((front, rest, s.recent), dim=2)
         if s.merged:
-            # Once compressed, the cache is [front | merged slots | recent slots | segment].
+            # If compressed before, the cache is [front | merged slots | recent slots | segment].
             merged_before = (order[:, :, front : front + rest] < front + s.merged) & (S < self.seen)
             k_new, v_new, w = self.compressors[layer](k_rest, v_rest, merged_before)
         else:
@@ -225,10 +225,10 @@ class Memory(KVCache):
     def mixing_matrix(self, order: Tensor, w: Tensor) -> Tensor:
         """All of W, (B, G, M, S), as drawn above, from what `compress` returns."""
         s, S = self.settings, order.shape[2]
-        kept = s.sinks + s.heavy
+        front = s.sinks + s.heavy
         W = w.new_zeros(*w.shape[:2], s.mem, S)
-        W[:, :, :kept, :kept] = torch.eye(kept)
-        W[:, :, kept : kept + s.merged, kept : S - s.recent] = w
+        W[:, :, :front, :front] = torch.eye(front)
+        W[:, :, front : front + s.merged, front : S - s.recent] = w
         W[:, :, s.mem - s.recent :, S - s.recent :] = torch.eye(s.recent)
         # Columns back in the order of the cache.
         return torch.zeros_like(W).scatter(3, order[:, :, None].expand_as(W), W)
@@ -245,8 +245,8 @@ def segment_losses(
     model: Llama, tokens: Tensor, cache: KVCache, segment: int, bptt: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Nats of each token of (B, L) after the first, and whether it was the likeliest one, both
-    (B, <= bptt * segment) at a time. Call backward before asking for the next: the graph reaches
-    back over `bptt` segments. A segment's last target is the first token of the next."""
+    (B, <= bptt * segment) at a time. Call backward before asking for the next: the graph spans
+    `bptt` segments, then it is cut. A segment's last target is the first token of the next."""
     inputs = tokens[:, :-1].split(segment, dim=1)
     targets = tokens[:, 1:].split(segment, dim=1)
     losses, right = [], []

@@ -3,7 +3,7 @@
 Read this file first. It is an ordinary Llama-2 and knows nothing of LoCoCo. The method plugs in at
 one place, the cache: attention hands its queries, keys and values to `cache.attend`. The KVCache
 below keeps every key and value; the Memory of lococo.py keeps M slots instead. Sources: Llama 2
-(arXiv 2307.09288), the checkpoints of Meta and Hugging Face; equations are those of lococo.py.
+(arXiv 2307.09288), the checkpoints of Meta and Hugging Face; equation numbers are LoCoCo's.
 
 Letters: B batch, T tokens of a segment, which enter together (the paper's B), S cached entries,
 M slots, H query heads, G key/value heads, D head dimension, L whole sequence, V vocabulary.
@@ -82,7 +82,7 @@ def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Equation (1), last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
     whole, grouped = q.shape[2] == k.shape[2], q.shape[1] != k.shape[1]
-    mask = None if whole else causal_mask(q.shape[2], k.shape[2], q.device)  # is_causal is the same
+    mask = None if whole else causal_mask(q.shape[2], k.shape[2], q.device)  # whole: is_causal
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=grouped)
 
 
@@ -97,7 +97,7 @@ class KVCache:
         self.values: list[Tensor | None] = [None] * config.n_layers
 
     @property
-    def held(self) -> int:
+    def size(self) -> int:
         """S, the number of entries that each layer holds now."""
         return 0 if self.keys[0] is None else self.keys[0].shape[2]
 
@@ -111,8 +111,8 @@ class KVCache:
         return self.seen - T
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Put a layer's new k and v (B, G, T, D) behind what it holds (step 4); its queries q
-        (B, H, T, D) -> what its heads read, (B, H, T, D)."""
+        """Put a layer's new k and v (B, G, T, D) behind what it holds (algorithm 1, step 4);
+        its queries q (B, H, T, D) -> what its heads read, (B, H, T, D)."""
         if self.keys[layer] is not None:
             k = torch.cat((self.keys[layer], k), dim=2)
             v = torch.cat((self.values[layer], v), dim=2)
@@ -122,7 +122,7 @@ class KVCache:
     def fork(self) -> "KVCache":
         """An independent copy: what enters it does not enter this one."""
         other = copy(self)
-        vars(other).update({name: copy(value) for name, value in vars(self).items()})
+        vars(other).update({name: v[:] for name, v in vars(self).items() if type(v) is list})
         return other
 
     def detach(self) -> None:
@@ -186,7 +186,7 @@ class Block(nn.Module):
         return self.attention.project(self.attention_norm(x), cos, sin)
 
     def add(self, x: Tensor, read: Tensor) -> Tensor:
-        """What the heads read, (B, H, T, D), joins the residual stream x (B, T, dim)."""
+        """What the heads read, (B, H, T, D), joins the stream x (B, T, dim); then feed-forward."""
         x = x + self.attention.wo(read.transpose(1, 2).flatten(2))
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -208,7 +208,7 @@ class Llama(nn.Module):
         """Token ids (B, T) that follow those in the cache -> last normalised output (B, T, dim)."""
         cache = KVCache(self.config) if cache is None else cache
         T = tokens.shape[1]
-        positions = cache.enter(T) + torch.arange(T, device=tokens.device)
+        positions = cache.enter(T) + torch.arange(T, device=tokens.device)  # a Memory makes room
         cos, sin = rope(positions / cache.scale, self.config)
         x = self.tok_embeddings(tokens)
         for block in self.layers:
@@ -238,8 +238,8 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
         ours = {name if from_meta else hugging_face_name(name): name for name in model.state_dict()}
         weights, state = meta_weights if from_meta else hugging_face_weights, {}
         for name, tensor in weights(path, config):
-            if name not in ours or not tensor.is_floating_point():
-                raise ValueError(f"{name}, {tensor.dtype}, is not a weight of this model")
+            if name not in ours or not tensor.is_floating_point() or not tensor.isfinite().all():
+                raise ValueError(f"{name}, {tensor.dtype}: no weight of this model or not finite")
             state[ours[name]] = tensor.to(device, dtype, copy=True)
         model.load_state_dict(state, strict=True, assign=True)  # none missing, none of other shape
     except DAMAGED as error:
@@ -357,4 +357,4 @@ class Tokenizer:
         self.vocab_size = self.sp.vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        return [self.bos] + self.sp.encode(text)
+        return [self.bos] + self.sp.encode(text.encode("utf-8", "replace").decode())

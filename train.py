@@ -28,8 +28,8 @@ from model import UserError
 
 # --- Recipes -------------------------------------------------------------------------------------
 
-# Both, beyond the paper: no weight decay; the gradient of the convolutions and that of the rest are
-# each clipped at norm 1; rates fall linearly to 0. Without a batch a step takes 4,096 tokens.
+# In both, beyond the paper: no weight decay; the gradient of the convolutions and that of the rest
+# are each clipped at norm 1. Without a batch a step takes 4,096 tokens, or one longer sequence.
 RECIPES = {
     "embedded": dict(
         method="lococo+window", mem=128, seq=2048, kernel=5, normalise="softmax", lora_rank=8,
@@ -102,8 +102,7 @@ def train(lococo: LoCoCo, draw: Callable, args: argparse.Namespace, optimizer, b
             group["lr"] = group["rate"] * (1 - step / args.steps)
         optimizer.zero_grad()
         loss = gradients(lococo, draw, args, step, bar.update)
-        clip = torch.nn.utils.clip_grad_norm_
-        norms = [clip(group["params"], 1.0) for group in optimizer.param_groups]
+        norms = [torch.nn.utils.clip_grad_norm_(g["params"], 1.0) for g in optimizer.param_groups]
         if not sum(norms).isfinite():
             bar.close()
             raise UserError(f"step {step + 1}: the gradient is not finite; try a lower --lr or "
@@ -164,7 +163,7 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
     add("--micro-batch", type=int, help="sequences in memory at once")
     add("--facts", type=int, metavar="N", help="facts to write into a sequence (eval_ppl.py)")
     add("--answer-weight", type=float, metavar="W", help="of a fact's word when told again")
-    add("--bptt", type=int, help="segments that the gradient reaches back over")
+    add("--bptt", type=int, help="segments that the gradient spans")
     add("--recompute", action="store_true", help="less memory, more time")
     add("--save-every", type=int, metavar="STEPS", help="of the state to resume from")
     add("--score-documents", type=int, metavar="N", help="held-out documents to score")
@@ -246,7 +245,7 @@ def main() -> None:
     owner = described(lococo) | {"text": checksum({"ids": torch.from_numpy(ids)}, "")}
     if tensors:
         if {key: about[key] for key in owner} != owner:
-            raise UserError(f"--resume {args.out}: the model, the text or the method differs")
+            raise UserError(f"--resume {args.out}: its model, text, method or version differs")
         restore_state(lococo, optimizer, tensors)
     else:
         score(f"{args.method}, before training", lococo)

@@ -105,7 +105,7 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     scaled.layers[1].feed_forward.w2.weight.data *= 1.1
     turned.config.rope_theta *= 2
     for other in (scaled, turned):
-        assert "made for another base model" in refusal(load_adapter, tmp_path, other)
+        assert "made for another base" in refusal(load_adapter, tmp_path, other)
     loaded = load_adapter(tmp_path, base)
     assert loaded.settings == lococo.settings
     assert torch.equal(*(prefill(m.model, TOKENS, m.cache(), 8) for m in (lococo, loaded)))

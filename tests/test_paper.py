@@ -14,15 +14,15 @@ from model import KVCache
 TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(1))
 
 
-def weights_by_loop(compressor, slots, k, v, held, *_):
-    """(6) and (7) for one head, k and v (S, D), held (S,) -> W (slots, S), in float64."""
+def weights_by_loop(compressor, slots, k, v, merged_before, *_):
+    """(6) and (7) for one head, k and v (S, D), merged_before (S,) -> W (slots, S), in float64."""
     entries, S = torch.cat((k, v), dim=1).double(), len(k)
     W = torch.zeros(slots, S, dtype=torch.float64)
     taken = torch.zeros(S, dtype=torch.float64)
 
     def logit(i, j):
         """Of filter i at entry j."""
-        if compressor.normalise == "softmax" and held[j]:
+        if compressor.normalise == "softmax" and merged_before[j]:
             return compressor.held.weight[i, :, 0].double() @ entries[j]
         g, total = compressor.conv.weight.double(), torch.zeros((), dtype=torch.float64)
         for tap in range(g.shape[2]):
@@ -54,12 +54,13 @@ def test_compressor_equals_a_loop_over_the_equations(normalise, training, kernel
     compressor = Compressor(4, 5, kernel, normalise).train(bool(training))
     for p in compressor.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    k, v, held = torch.randn(2, 3, 12, 4), torch.randn(2, 3, 12, 4), torch.rand(2, 3, 12) < 0.4
-    k_new, v_new, w = compressor(k, v, held)  # (B, G, slots, D)
+    k, v = torch.randn(2, 2, 3, 12, 4)
+    merged_before = torch.rand(2, 3, 12) < 0.4
+    k_new, v_new, w = compressor(k, v, merged_before)  # (B, G, slots, D)
     assert torch.allclose(w.sum(dim=-1), torch.ones(2, 3, 5)) and (w >= 0).all()
     for b in range(2):
         for head in range(3):
-            W = weights_by_loop(compressor, 5, k[b, head], v[b, head], held[b, head])
+            W = weights_by_loop(compressor, 5, k[b, head], v[b, head], merged_before[b, head])
             assert torch.allclose(w[b, head].double(), W, atol=1e-5)
             for i in range(5):
                 for new, old in ((k_new, k), (v_new, v)):  # (4) and (5)
@@ -72,10 +73,10 @@ def test_how_a_softmax_starts():
     torch.manual_seed(0)
     compressor, order = Compressor(64, 16, 5, "softmax"), torch.randperm(99)
     k, v = torch.randn(2, 1, 1, 99, 64)
-    for held in (torch.zeros(1, 1, 99).bool(), torch.ones(1, 1, 99).bool()):
-        w = compressor(k, v, held)[2][0, 0]
+    for merged_before in (torch.zeros(1, 1, 99).bool(), torch.ones(1, 1, 99).bool()):
+        w = compressor(k, v, merged_before)[2][0, 0]
         assert w.amax(dim=1).mean() > 0.5 and len(w.argmax(dim=1).unique()) > 12
-        elsewhere = compressor(k[:, :, order], v[:, :, order], held)[2][0, 0]
+        elsewhere = compressor(k[:, :, order], v[:, :, order], merged_before)[2][0, 0]
         assert (elsewhere - w[:, order]).abs().sum(dim=1).mean() < 0.3
 
 
@@ -91,7 +92,7 @@ def test_memory_is_bounded_and_keeps_what_it_says(model, sizes):
         model(TOKENS[:, seen : seen + T], memory)
         compressed = held + T > 8 + 6
         held = (8 if compressed else held) + T
-        assert memory.held == held <= 8 + 6
+        assert memory.size == held <= 8 + 6
         for own, every in ((memory.keys[0], full.keys[0]), (memory.values[0], full.values[0])):
             assert torch.allclose(own[:, :, :2], every[:, :, : min(held, 2)], atol=1e-6)
             assert torch.allclose(own[:, :, -T:], every[:, :, seen : seen + T], atol=1e-6)

@@ -259,10 +259,11 @@ def test_text_is_shown_as_it_comes_and_in_whole_characters(tokenizer, text):
 MISTAKES = [
     (generate, "--prompt text/0.py", "--mem 16 | go with --method; --adapter nan | not finite;"
     "--adapter old | old/adapter.safetensors: not written by this; --adapter damaged | checksum;"
+    "--adapter nan --show-memory 0 0 | not finite;"
     "--adapter adapter --model other-base | for another base; --adapter nowhere | nowhere/adapter"),
     (generate, LINES[generate], "--temperature nan; --show-memory 4 0; --show-memory 0 2;"
     "--show-memory 0 -1 | --show-memory -1; --method lococo; --prompt -; --prompt /dev/null;"
-    "--prompt nowhere | nowhere: No such file; --prompt text | text: Is a;"
+    "--prompt allocate | allocate: No such file; --prompt text | text: Is a;"
     "--prompt latin | latin: not UTF-8 text (byte 3); --adapter nan | not allowed with argument;"
     "--sinks 17 | not fit; --model nan-base | finite; --method full --show-memory 0 0 | no slots"),
     (eval_ppl, LINES[eval_ppl], "--lengths 99999; --lengths 1; --method lococo;"

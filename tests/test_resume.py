@@ -113,7 +113,7 @@ def test_what_a_resumed_run_takes_and_refuses(run, monkeypatch):
     shutil.copytree(TINY, "base", ignore=shutil.ignore_patterns("adapter*"))
     before_step(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
     assert run(f"{RUN} 9 --model base")[0] == 130
-    changed = "--resume run: the model, the text or the method differs"
+    changed = "--resume run: its model, text, method or version differs"
     for words, sentence in (("--save-every 0", "--save-every 0"), ("--mem 32", changed),
                             ("--method h2o", changed), ("--lora-rank 0", changed)):
         code, _, err = run(f"--resume run {words}")

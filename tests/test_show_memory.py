@@ -35,7 +35,7 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, layer,
     cache = lococo.cache(Followed)
     cache.layer, cache.head = layer, head
     logits = prefill(model, TOKENS, cache, 8)
-    assert cache.held == 8 + 5 and len(largest) == len(cache.largest) == 4
+    assert cache.size == 8 + 5 and len(largest) == len(cache.largest) == 4
     assert torch.allclose(cache.shares.sum(dim=1), torch.ones(8), atol=1e-5)
     assert all(map(torch.equal, sum(largest, ()), sum(cache.largest, ())))
     assert torch.equal(logits, prefill(model, TOKENS, lococo.cache(), 8))

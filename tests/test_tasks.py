@@ -59,7 +59,7 @@ def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
             row["answer"] = some.index(max(some, key=order.index))
             monkeypatch.setattr(eval_ppl, "prefill", Mock(side_effect=prefill))
             found, cache = eval_ppl.score_choices(lococo, row, tokenizer, Namespace(device="cpu"))
-            assert found[metric] and (cache.seen, cache.held) == (48, 32 if settings.mem else 48)
+            assert found[metric] and (cache.seen, cache.size) == (48, 32 if settings.mem else 48)
             assert eval_ppl.prefill.call_count == len(set(prompts))
 
 
@@ -118,6 +118,12 @@ def test_the_table_of_choices(run, tokenizer):
 @pytest.mark.parametrize("line, sentence", [
     ("x", "rows, line 3: not as README says"), ('{"prompt": "x =", "answers": []}', "line 3"),
     ('{"prompt": "x =", "choices": [" 1"]}', "rows, line 3: "), ("[1]", "rows, line 3: "),
+    ('{"prompt": "x =", "choices": ["1", " "], "answer": 0}', "line 3"),
+    ('{"prompt": ["x", "y"], "choices": ["1", "2", "3"], "answer": 0}', "line 3"),
+    ('{"prompt": "x =", "choices": ["1", "2"], "answer": -1}', "line 3"),
+    ('{"prompt": "x =", "answers": "1"}', "line 3"), ('{"prompt": ["x"], "answers": ["1"]}', "line 3"),
+    ('{"prompt": "x =", "answers": ["1"], "stop": ""}', "line 3"),
+    ('{"prompt": "x =", "answers": ["1"], "max_tokens": "9"}', "line 3"),
     ('{"prompt": "x =", "choices": [" 1", " 2"], "answer": 2}', "rows, line 3"),
     ('{"prompt": " ", "choices": [" 1"], "answer": 0}', "line 3"),
     ("", "nowhere: No such file")])  # fmt: skip
