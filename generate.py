@@ -329,7 +329,7 @@ def main() -> None:
             new = decode(model, tokenizer, logits, cache, args.max_new_tokens, args.temperature)
             for piece in as_text(new, tokenizer, ids):
                 print(piece, end="", flush=True)
-            print()
+            print(flush=True)
     full = cache.nbytes // cache.size * cache.seen
     sys.stderr.write(
         f"memory           {settings.mem} slots; {cache.size:,} entries held of {cache.seen:,}\n"
