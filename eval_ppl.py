@@ -209,11 +209,11 @@ def tell_all(documents: Tensor, facts: int, part: str, tokenizer) -> tuple[Tenso
 
 
 def is_task(row: dict) -> bool:
-    """No text is blank, and `answer` is the place of a choice."""
+    """No text is blank, "stop" is text, and `answer` is the place of a choice."""
     many = "choices" in row
     texts, right = (row["choices"], row["answer"]) if many else (row["answers"], 0)
     prompts = np.broadcast_to(row["prompt"], len(texts)).tolist() if many else [row["prompt"]]
-    ends = row.get("stop") != "" and row.get("max_tokens", 32) > 0
+    ends = row.get("stop", "\n") > "" and row.get("max_tokens", 32) > 0
     return ends and right in range(len(texts)) and all(text.strip() for text in prompts + texts)
 
 
@@ -236,8 +236,8 @@ def score_choices(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tupl
 
 
 def score_answer(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tuple[dict, KVCache]:
-    """The greedy continuation, up to the row's "stop" (a line break) and of at most "max_tokens"
-    (32), beside the answer that it is most like. The cache returned has read the prompt alone."""
+    """The greedy continuation, up to the row's "stop" (else a line break), of at most "max_tokens"
+    (else 32), beside the answer that it is most like. The cache returned has read the prompt."""
     model, T, cache = lococo.model, lococo.settings.segment, lococo.cache()
     ids, most = tokenizer.encode(row["prompt"]), row.get("max_tokens", 32)
     logits = prefill(model, torch.tensor([ids], device=args.device), cache, T)
@@ -304,7 +304,7 @@ def parse():
     add("--method", nargs="+", default=[], choices=METHODS, help="methods without training")
     add("--lengths", type=int, nargs="+", default=[2048, 4096, 8192], help="in tokens")
     add("--data", type=Path, nargs="+", default=[], help="as in train.py")
-    add("--part", choices=PARTS, help="default: held-out; without a RUN all of --data")
+    add("--part", choices=PARTS, help="default: held-out; all of --data without a RUN")
     add("--documents", type=int, default=64, help="at most so many for each length")
     add("--micro-batch", type=int, default=4, help="documents in memory at once")
     add("--by-position", action="store_true", help="also where the loss is, at the last length")
@@ -335,7 +335,7 @@ def main() -> None:
     if args.tasks:
         return score_tasks(args, tokenizer, methods, width)
     streams = token_streams(args.data, tokenizer)
-    all_parts = args.data and not args.runs and not args.part
+    all_parts = args.data and args.runs in ([], [TINY]) and not args.part
     parts = list(PARTS) if all_parts else [args.part or "held-out"]
     documents = {}
     for L in args.lengths:

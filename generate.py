@@ -93,7 +93,7 @@ def precision(args: argparse.Namespace) -> torch.autocast:
 
 
 def method_flags(args: argparse.Namespace) -> dict:
-    """What changes a row of METHODS; train.py has more of it than the other programs."""
+    """The flags that change a row of METHODS; train.py has three more than the others."""
     names = ("sinks", "heavy", "recent", "positions", "kernel", "normalise", "lora_rank")
     return {name: vars(args)[name] for name in names if name in args}
 
@@ -225,7 +225,7 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 
 def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> Iterator[str]:
     """Text of tokens as they come. The prompt's end is decoded too, or a first space would be lost.
-    Text that ends inside a character, which decodes to U+FFFD, waits."""
+    Text that ends inside a character (U+FFFD) waits; it is dropped if nothing follows."""
     ids = prompt[-8:]
     shown = len(tokenizer.sp.decode(ids))
     for token in tokens:
@@ -257,8 +257,8 @@ class TracedMemory(Memory):
 
 
 def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Lines about what the slots hold; ids are the tokens that were read. Behind
-    a line one bar for each compression: the largest share of its first token in a slot it led."""
+    """Lines about what the slots hold; ids are the tokens that were read. At the end of a line a
+    bar for each compression: its first token's share of a slot where that was the largest."""
     yield f"layer {memory.layer}, head {memory.head}: {memory.size} entries after {len(ids)} tokens"
     kinds = [kind for kind in COUNTS for _ in range(getattr(memory.settings, kind))]
     for slot, kind in enumerate(kinds if memory.size < len(ids) else []):

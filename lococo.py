@@ -2,7 +2,7 @@
 
 In the order of the paper (arXiv 2406.05317), with its equation numbers: what a memory keeps, the
 compressor (section 3.2.1), the memory and the segment loop (algorithm 2), position interpolation,
-LoRA. Letters as in model.py. The paper's W of (6) is called logits here; w are its rows after (7).
+LoRA. Letters as in model.py. The paper's W of (6) is called logits here, that of (7) is w.
 """
 
 import math
@@ -57,8 +57,8 @@ class Settings:
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
-    """A row of METHODS at M = mem. `changes` that are not None replace fields. Merged slots fill
-    the rest of M; in a row without them recent slots do, unless given. Raises UserError."""
+    """A row of METHODS at M = mem. `changes` that are not None replace fields. What is left of M
+    goes to merged slots, in a row without them to recent ones. Raises UserError."""
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
     fills = "merged" if "merged" in row else "recent"
@@ -66,7 +66,7 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     if row and fills not in given:
         counts[fills] += mem - sum(counts.values())
     total = sum(counts.values())
-    fits = 0 < total <= mem if row else total == 0
+    fits = (0 < total <= mem) if row else total == 0
     if not fits or min(counts.values()) < 0 or ("merged" in row and counts["merged"] == 0):
         raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
     if given.get("kernel", 21) % 2 == 0:
@@ -113,7 +113,7 @@ class Compressor(nn.Module):
             for row in logits.split(1, dim=1):  # (B * G, 1, S)
                 rows.append((row - 40 * taken).softmax(dim=-1))
                 slot = F.normalize(rows[-1].detach() @ unit.mT, dim=-1)  # (B * G, 1, 2D)
-                taken = taken + (slot @ unit) ** 32  # cosine ** 32: near 0 but for copies
+                taken = taken + (slot @ unit) ** 32  # near 0 but for (opposite) copies
             w = torch.cat(rows, dim=1)
         else:
             w = logits.relu() + 1e-9  # a row of zeros becomes a plain mean
@@ -275,12 +275,12 @@ def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tenso
 def interpolation(config: LlamaConfig, settings: Settings) -> float:
     """The number by which positions are divided so that all lie inside the pretrained context.
     "interpolated" (the paper): a token's position in the text, which reaches L. "slots": its place
-    in the cache, which never exceeds M + T, whatever L is. "original": not divided."""
+    in the cache, which never exceeds M + T. "original": the base's own positions."""
     if settings.positions == "original":
         return config.rope_scale
     by_slot = settings.positions == "slots" and settings.mem > 0
-    reach = settings.mem + settings.segment if by_slot else settings.length
-    return max(config.rope_scale, reach / config.context)  # some checkpoints are interpolated
+    reach = min(settings.mem + settings.segment, settings.length) if by_slot else settings.length
+    return max(config.rope_scale, reach / config.context)  # rope_scale: the checkpoint's own
 
 
 # --- LoRA (arXiv 2106.09685) ---------------------------------------------------------------------

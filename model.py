@@ -51,8 +51,8 @@ class LlamaConfig:
 
 
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position * theta^(-2i/D), each (..., D/2), for positions (...). Always in
-    float32: in bfloat16 the positions 256 and 257 are the same number."""
+    """Cosine and sine of position * theta^(-i/D), i = 0, 2, 4 ..., each (..., D/2), for positions
+    (...). Always in float32: in bfloat16 the positions 256 and 257 are the same number."""
     i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = config.rope_theta ** (-i / config.head_dim)
     angle = positions.float()[..., None] * frequency

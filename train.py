@@ -233,8 +233,8 @@ def main() -> None:
         name = f"{args.method}-mem{args.mem}-seq{args.seq}"
         numbered = [HERE / "runs" / n for n in (name, *(f"{name}-{i}" for i in range(2, 1000)))]
         args.out = args.out or next(out for out in numbered if not out.exists())
+        window = settings_for("streaming", mem, args.segment, model.config.context, lora_rank=0)
         args.out.mkdir(parents=True, exist_ok=True)
-        window = settings_for("streaming", mem, args.segment, args.seq, lora_rank=0)
         score("window of equal memory, base untouched", LoCoCo(model, window))
     lococo = LoCoCo(model, settings)
     if args.recompute:  # the backward pass runs these again: all but attention

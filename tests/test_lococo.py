@@ -225,6 +225,7 @@ def test_a_fork_goes_on_by_itself(model, method, gradients):
     (1.0, dict(length=256, positions="original"), 1.0),
     (1.0, dict(length=256, positions="slots"), 1.0),  # slots end at M + T = 14, whatever L
     (1.0, dict(length=2048, mem=122, positions="slots"), 2.0),  # M + T = 128
+    (1.0, dict(length=64, mem=122, positions="slots"), 1.0),  # but L is not above 64
     (3.0, dict(length=256), 4.0), (3.0, dict(length=128), 3.0),  # a checkpoint interpolated by 3
     (3.0, dict(length=256, positions="original"), 3.0),
 ])  # fmt: skip

@@ -123,6 +123,7 @@ def test_the_table_of_choices(run, tokenizer):
     ('{"prompt": "x =", "choices": ["1", "2"], "answer": -1}', "line 3"),
     ('{"prompt": "x =", "answers": "1"}', "line 3"), ('{"prompt": ["x"], "answers": ["1"]}', "line 3"),
     ('{"prompt": "x =", "answers": ["1"], "stop": ""}', "line 3"),
+    ('{"prompt": "x =", "answers": ["1"], "stop": null}', "line 3"),
     ('{"prompt": "x =", "answers": ["1"], "max_tokens": "9"}', "line 3"),
     ('{"prompt": "x =", "choices": [" 1", " 2"], "answer": 2}', "rows, line 3"),
     ('{"prompt": " ", "choices": [" 1"], "answer": 0}', "line 3"),
