@@ -273,6 +273,8 @@ def compare(text: str, answer: str, mark: str) -> dict[str, float]:
 def score_tasks(args, tokenizer: Tokenizer, methods: dict[str, Callable], width: int) -> None:
     """A table for each file: means over its rows ± standard error. tests/tasks.py makes files."""
     files = {file: list(read_rows(file, is_task)) for file in args.tasks}
+    if not all(files.values()):
+        raise UserError(f"--tasks {', '.join(map(str, files))}: one of them has no rows")
     for file, rows in files.items():
         for name, make in methods.items():
             lococo, columns, long = make(load_base(args)[0]), {}, []
@@ -344,7 +346,6 @@ def main() -> None:
         if L < 2 or not len(documents[L]):
             raise UserError(f"--lengths {L}: no {' or '.join(parts)} document is so long")
     L, last = list(documents.items())[-1]
-
     print(f"{'':{width}} {'slots':>6} {'cache bytes':>12}", *(f"{L:>8}" for L in documents))
     if args.recall:
         told, told_ago = tell_all(last, 8, args.part or "held-out", tokenizer)

@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         for name, value in vars(args).items():
             for n in value if isinstance(value, list) else [value]:
                 if type(n) in (int, float) and not (0 < n < 2**31 or n == 0 and name in may_be_0):
-                    self.error(f"--{name.replace('_', '-')} {n}: it must be above 0, below 2^31")
+                    self.error(f"--{name.replace('_', '-')} {n}: it is too small or too large")
         return args
 
     def refuse_counts(self, args: argparse.Namespace) -> None:
@@ -308,8 +308,7 @@ def main() -> None:
     prepare(args)
     text = read_prompt(args.prompt)
     model, tokenizer = load_base(args)
-    ids = tokenizer.encode(text)
-    run = args.adapter
+    ids, run = tokenizer.encode(text), args.adapter
     lococo = load_adapter(run, model) if run else untrained(args, args.method, model)
     settings = lococo.settings
     cache = lococo.cache(TracedMemory if args.show_memory else Memory)

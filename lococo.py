@@ -276,10 +276,9 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     """The number by which positions are divided so that all lie inside the pretrained context.
     "interpolated" (the paper): a token's position in the text, which reaches L. "slots": its place
     in the cache, which never exceeds M + T. "original": the base's own positions."""
-    if settings.positions == "original":
-        return config.rope_scale
-    by_slot = settings.positions == "slots" and settings.mem > 0
-    reach = min(settings.mem + settings.segment, settings.length) if by_slot else settings.length
+    L = settings.length
+    held = settings.mem + settings.segment if settings.mem else L
+    reach = {"interpolated": L, "slots": min(held, L), "original": 0}[settings.positions]
     return max(config.rope_scale, reach / config.context)  # rope_scale: the checkpoint's own
 
 

@@ -243,7 +243,7 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
             state[ours[name]] = tensor.to(device, dtype, copy=True)
         model.load_state_dict(state, strict=True, assign=True)  # none missing, none of other shape
     except DAMAGED as error:
-        if "allocate" in str(error):  # out of memory
+        if isinstance(error, FileNotFoundError) or "allocate" in str(error):  # out of memory
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"{file} or its weights: not a plain Llama-2: {reason:.250}") from None

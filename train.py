@@ -167,7 +167,7 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
     add("--recompute", action="store_true", help="less memory, more time")
     add("--save-every", type=int, metavar="STEPS", help="of the state to resume from")
     add("--score-documents", type=int, metavar="N", help="held-out documents to score")
-    add("--resume", type=Path, metavar="RUN", help="go on with a run, with its own arguments")
+    add("--resume", type=Path, metavar="RUN", help="go on with a run; other flags win over its own")
     args = parser.parse_args()
     if args.resume:
         tensors, about = read_file(args.resume / "state.safetensors")
@@ -181,6 +181,8 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor] | None, dict]:
         parser.set_defaults(recipe=recipe, **RECIPES[recipe])
         tensors, about = None, {"step": 0, "scores": {}}
     args = parser.parse_args()  # again: a flag wins over the recipe or the stored run
+    if about["step"] > args.steps:
+        parser.error(f"--steps {args.steps}: this run is at step {about['step']}")
     args.segment = args.segment or args.mem
     args.batch = args.batch or max(1, 4096 // args.seq)
     args.model, args.data = args.model.resolve(), [Path(data).resolve() for data in args.data]
@@ -247,8 +249,6 @@ def main() -> None:
         if {key: about[key] for key in owner} != owner:
             raise UserError(f"--resume {args.out}: its model, text, method or version differs")
         restore_state(lococo, optimizer, tensors)
-    else:
-        score(f"{args.method}, before training", lococo)
     print(settings)
     print(f"{sum(p.numel() for p in lococo.trained().values()):,} parameters train")
 
@@ -257,6 +257,7 @@ def main() -> None:
         save_state(lococo, optimizer, args.out / "state.safetensors", **about)
 
     if not tensors:
+        score(f"{args.method}, before training", lococo)
         save(0)
     stopped = train(lococo, draw, args, optimizer, about["step"], save)
     if stopped:

@@ -152,7 +152,8 @@ def test_what_is_not_this_llama_is_refused_by_name(tmp_path, model, key, value, 
 
 
 def test_missing_configurations_and_shards_are_noticed(tmp_path, model):
-    refusal(tmp_path, "config.json")  # neither layout
+    with pytest.raises(FileNotFoundError, match="config.json"):  # neither layout
+        load_llama(tmp_path)
     write_model(tmp_path, model, SHARDS)
     (tmp_path / SHARDS[0]).unlink()
     refusal(tmp_path, "Missing", "tok_embeddings.weight")

@@ -129,9 +129,11 @@ def test_the_table_of_choices(run, tokenizer):
     ('{"prompt": " ", "choices": [" 1"], "answer": 0}', "line 3"),
     ("", "nowhere: No such file")])  # fmt: skip
 def test_a_mistake_in_the_rows_is_one_sentence(run, line, sentence):
+    Path("blank").write_text("\n")
     Path("rows").write_text('{"prompt": "x =", "answers": ["1"]}\n\n' + line)
     code, out, err = run(eval_ppl, f"--tasks {'rows' if line else 'nowhere'}")
     assert (code, out, err.count("\n")) == (2, "", 1) and sentence in err, err
+    assert run(eval_ppl, "--tasks blank")[2] == "eval_ppl.py: --tasks blank: one of them has no rows\n"
 
 
 # For each data set its files of questions and of shots, all fields of its authors' rows with # for
