@@ -3,12 +3,14 @@
     python eval_ppl.py                                       # the embedded model and adapter
     python eval_ppl.py runs/a runs/b --lengths 2048 8192 --by-position
     python eval_ppl.py --method streaming h2o --mem 512      # without training, on any base
-    python eval_ppl.py runs/a --tasks questions.jsonl        # instead: the answers to questions
+    python eval_ppl.py runs/a --recall --json figures.json   # also what is remembered; as a file
 
 Perplexity is exp(nats / tokens) over all tokens of a document after the first. A document shorter
-than the length is left out, a longer one is cut: so compare within a column.
+than the length is left out, a longer one is cut: so compare within a column. The paper's tasks are
+scored by tests/tasks.py.
 """
 
+import argparse
 import gzip
 import hashlib
 import json
@@ -18,8 +20,7 @@ import re
 import sys
 import sysconfig
 import zlib
-from collections import Counter
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -28,10 +29,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from generate import TINY, Parser, as_text, decode, load_adapter, load_base, precision, prepare
-from generate import read_file, run_program, untrained, write_file
-from lococo import METHODS, LoCoCo, Settings, prefill, segment_losses
-from model import DAMAGED, KVCache, Tokenizer, UserError
+from generate import TINY, Machine, Parser, at_least, load_adapter, load_base, method_flags
+from generate import prepare, read_adapter, read_file, run_program, untrained, write_file
+from lococo import METHODS, AdaptedLlama, Settings, segment_losses
+from model import DAMAGED, Tokenizer, UserError
 
 # --- Text ----------------------------------------------------------------------------------------
 
@@ -133,17 +134,20 @@ def long_documents(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
 
 
 @torch.no_grad()
-def token_losses(lococo: LoCoCo, documents: Tensor, args) -> tuple[Tensor, Tensor, int]:
+def token_losses(
+    adapted: AdaptedLlama, documents: Tensor, machine: Machine, micro_batch: int
+) -> tuple[Tensor, Tensor, int]:
     """For each token but the first of documents (N, L) its nats, and whether it was the likeliest
-    one, (N, L - 1); and the bytes that the cache of one document has at the end."""
+    one, (N, L - 1); and the bytes that the cache of one document has at the end. So many documents
+    as `micro_batch` are in memory at once."""
     rows = []
-    for batch in tqdm(documents.split(args.micro_batch), "scoring", leave=False, disable=None):
-        batch, cache = batch.to(args.device), lococo.cache()
-        with precision(args):
-            pieces = list(segment_losses(lococo.model, batch, cache, lococo.settings.segment))
+    for batch in tqdm(documents.split(micro_batch), "scoring", leave=False, disable=None):
+        batch, cache = batch.to(machine.device), adapted.cache()
+        with machine.precision():
+            pieces = list(segment_losses(adapted.model, batch, cache, adapted.settings.segment))
         rows.append([torch.cat(piece, dim=1).cpu() for piece in zip(*pieces)])
-    losses, right = (torch.cat(row) for row in zip(*rows))
-    return losses, right, cache.nbytes // len(batch)
+    losses, hits = (torch.cat(row) for row in zip(*rows))
+    return losses, hits, cache.nbytes // len(batch)
 
 
 def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
@@ -205,113 +209,75 @@ def tell_all(documents: Tensor, facts: int, part: str, tokenizer) -> tuple[Tenso
     return tokens, ago[:, 1:]
 
 
-# --- Tasks: multiple choice and questions --------------------------------------------------------
+# --- The program ---------------------------------------------------------------------------------
+
+FULL = Settings("full", segment=512, length=0, positions="original", lora_rank=0)
+NAME = 36  # columns for a method's name in a table
 
 
-def is_task(row: dict) -> bool:
-    """No text is blank, "stop" is text, and `answer` is the place of a choice."""
-    many = "choices" in row
-    texts, right = (row["choices"], row["answer"]) if many else (row["answers"], 0)
-    prompts = np.broadcast_to(row["prompt"], len(texts)).tolist() if many else [row["prompt"]]
-    ends = row.get("stop", "\n") > "" and row.get("max_tokens", 32) > 0
-    return ends and right in range(len(texts)) and all(text.strip() for text in prompts + texts)
+def memory_sizes(runs: list[Path]) -> list[tuple[int, int]]:
+    """(M, T) of each different memory among the runs, read from their adapters alone. So a bad
+    adapter is refused before anything is scored."""
+    settings = [read_adapter(run)[0] for run in runs]
+    return list(dict.fromkeys((s.mem, s.segment) for s in settings if s.mem))
 
 
-@torch.no_grad()
-def score_choices(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tuple[dict, KVCache]:
-    """Is the likeliest choice right, and (`acc_norm`) the likeliest per character? As in the
-    lm-evaluation-harness, prompt, space and choice are tokenized together, then cut."""
-    model, T, scores = lococo.model, lococo.settings.segment, []
-    prompts = np.broadcast_to(row["prompt"], len(row["choices"])).tolist()
-    for i, (prompt, choice) in enumerate(zip(prompts, row["choices"])):
-        if i == 0 or prompt != prompts[i - 1]:  # read once, but for its last token
-            start, cache = tokenizer.encode(prompt.rstrip(" ")), lococo.cache()
-            prefill(model, torch.tensor([start[:-1]], device=args.device), cache, T)
-        rest = start[-1:] + tokenizer.encode(f"{prompt.rstrip(' ')} {choice.strip()}")[len(start) :]
-        pieces = segment_losses(model, torch.tensor([rest], device=args.device), cache.fork(), T)
-        scores.append(-sum(nats.sum().item() for nats, _ in pieces))
-    by_length = [score / len(choice.strip()) for score, choice in zip(scores, row["choices"])]
-    likeliest = {"acc": np.argmax(scores), "acc_norm": np.argmax(by_length)}
-    return {metric: i == row["answer"] for metric, i in likeliest.items()}, cache
+def compared(
+    args: argparse.Namespace, machine: Machine, sizes: list[tuple[int, int]]
+) -> Iterator[tuple[str, AdaptedLlama]]:
+    """Names and models that are scored: the base with its full cache, with each --method, with a
+    window and H2O of each of the sizes (M, T); then the RUNs. What needs no training shares one
+    base, a RUN has its own. Delete a model before asking for the next: a GPU may hold just one."""
+    mem, flags = args.mem or 512, method_flags(args)
+    wanted = [(method, mem, args.segment or mem, flags) for method in args.method]
+    for mem, segment in sizes:
+        for method in ("streaming", "h2o"):
+            wanted.append((method, mem, segment, {"positions": "slots"}))
+    model, _ = load_base(args.model, machine)
+    methods = {"base, full": AdaptedLlama(model, FULL)}
+    for method, mem, segment, changes in wanted:  # all are made now: a wrong one is refused first
+        adapted = untrained(model, method, mem, segment, **changes)
+        name = f"base, {method}"
+        if adapted.settings.mem:
+            name += f" M={adapted.settings.mem}"
+        if adapted.settings.mem and segment != mem:
+            name += f" T={segment}"
+        methods[name] = adapted
+    yield from methods.items()
+    del model, methods, adapted
+    for run in dict.fromkeys(args.runs):
+        yield os.path.relpath(run), load_adapter(run, load_base(args.model, machine)[0])
 
 
-def score_answer(lococo: LoCoCo, row: dict, tokenizer: Tokenizer, args) -> tuple[dict, KVCache]:
-    """The greedy continuation, up to the row's "stop" (else a line break), of at most "max_tokens"
-    (else 32), beside the answer that it is most like. The cache returned has read the prompt."""
-    model, T, cache = lococo.model, lococo.settings.segment, lococo.cache()
-    ids, most = tokenizer.encode(row["prompt"]), row.get("max_tokens", 32)
-    logits = prefill(model, torch.tensor([ids], device=args.device), cache, T)
-    text, stop = "", row.get("stop", "\n")
-    for piece in as_text(decode(model, tokenizer, logits, cache.fork(), most, 0), tokenizer, ids):
-        text += piece
-        if stop in text:
-            break
-    text, mark = text.split(stop)[0], row.get("punctuation", " ")
-    likeness = [compare(text, answer, mark) for answer in row["answers"]]
-    return {metric: max(each[metric] for each in likeness) for metric in likeness[0]}, cache
+def json_file(text: str) -> Path:
+    """An argparse type: a file that can be written when the work is done."""
+    file = Path(text)
+    if file.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: this is a folder; name a file")
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {file.parent}; make it first")
+    return file
 
 
-def compare(text: str, answer: str, mark: str) -> dict[str, float]:
-    """Exact match and F1 of words without case, articles and punctuation, which becomes `mark` (in
-    TriviaQA a space, in SQuAD nothing); F of ROUGE-1, -2 and -L, without a stemmer (SCROLLS)."""
-    both = [re.sub(r"[!-/:-@\[-`{-~‘’´]", mark, t.lower()) for t in (text, answer)]
-    words = [re.sub(r"\b(a|an|the)\b", " ", t).split() for t in both]
-    x, y = tokens = [re.findall("[a-z0-9]+", t.lower()) for t in (text, answer)]
-    common = [0] * (len(y) + 1)  # longest common subsequence of x so far and the first j of y
-    for token in x:
-        above, common = common, [0]
-        for j, other in enumerate(y):
-            common.append(above[j] + 1 if token == other else max(above[j + 1], common[j]))
-    pairs = [[*zip(t, t[1:])] for t in tokens]
-    lists = {"f1": words, "rouge1": tokens, "rouge2": pairs, "rougeL": tokens}
-    shared = {metric: (Counter(a) & Counter(b)).total() for metric, (a, b) in lists.items()}
-    shared["rougeL"] = common[-1]
-    f1 = {metric: 2 * shared[metric] / max(len(a + b), 1) for metric, (a, b) in lists.items()}
-    return {"em": words[0] == words[1]} | f1
+def add_shared_flags(parser: Parser) -> None:
+    """Of eval_ppl.py and tests/tasks.py."""
+    add = parser.add_argument
+    add("--method", nargs="+", default=[], choices=METHODS, help="methods without training")
+    add("--json", type=json_file, metavar="FILE", help="write the tables there, too")
 
 
-def score_tasks(args, tokenizer: Tokenizer, methods: dict[str, Callable], width: int) -> None:
-    """A table for each file: means over its rows ± standard error. tests/tasks.py makes files."""
-    files = {file: list(read_rows(file, is_task)) for file in args.tasks}
-    if not all(files.values()):
-        raise UserError(f"--tasks {', '.join(map(str, files))}: one of them has no rows")
-    for file, rows in files.items():
-        for name, make in methods.items():
-            lococo, columns, long = make(load_base(args)[0]), {}, []
-            trained = lococo.settings.length or lococo.model.config.context
-            for number, row in tqdm(rows, name, leave=False, disable=None):
-                score = score_choices if "choices" in row else score_answer
-                with precision(args):
-                    metrics, cache = score(lococo, row, tokenizer, args)
-                long += [number] * (cache.seen > trained)
-                about = {"compressed": cache.size < cache.seen, "cache, MB": cache.nbytes / 1e6}
-                for column, value in (about | metrics).items():
-                    columns.setdefault(column, []).append(float(value))
-            errors = {c: np.std(v) / max(len(v) - 1, 1) ** 0.5 for c, v in columns.items()}
-            cells = {c: f"{np.mean(v):.3f} ±{errors[c]:.3f}" for c, v in columns.items()}
-            if "rougeL" in columns:  # the geometric mean of the means, as SCROLLS has it
-                three = [np.mean(columns[c]) for c in ("rouge1", "rouge2", "rougeL")]
-                cells["rouge"] = f"{np.cbrt(np.prod(three)):.3f}"
-            if name == next(iter(methods)):
-                print(f"{file}: {len(rows)} rows\n{'':{width}}", *(f"{c:>13}" for c in cells))
-            note = f" {len(long)} above {trained:,} tokens: line {long[0]} ..." if long else ""
-            print(f"{name:{width}}", *(f"{cell:>13}" for cell in cells.values()), note)
-            del lococo  # before the next one is loaded
-
-
-def parse():
+def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="*", type=Path, metavar="RUN", help="run directories of train.py")
-    add("--method", nargs="+", default=[], choices=METHODS, help="methods without training")
-    add("--lengths", type=int, nargs="+", default=[2048, 4096, 8192], help="in tokens")
+    add_shared_flags(parser)
+    add("--lengths", type=at_least(2), nargs="+", default=[2048, 4096, 8192], help="in tokens")
     add("--data", type=Path, nargs="+", default=[], help="as in train.py")
     add("--part", choices=PARTS, help="default: held-out; all of --data without a RUN")
-    add("--documents", type=int, default=64, help="at most so many for each length")
-    add("--micro-batch", type=int, default=4, help="documents in memory at once")
+    add("--documents", type=at_least(1), default=64, help="at most so many for each length")
+    add("--micro-batch", type=at_least(1), default=4, help="documents in memory at once")
     add("--by-position", action="store_true", help="also where the loss is, at the last length")
     add("--recall", action="store_true", help="also what is remembered; adds window and H2O to RUN")
-    add("--tasks", type=Path, nargs="+", default=[], metavar="FILE", help="score these instead")
     args = parser.parse_args()
     parser.refuse_counts(args)
     if not args.runs and not args.method and args.model.resolve() == TINY:
@@ -321,21 +287,11 @@ def parse():
 
 def main() -> None:
     args = parse()
-    prepare(args)
+    machine = prepare(args)
     tokenizer = Tokenizer(args.model)
-    if (args.recall or args.tasks) and args.runs and not args.method:  # adds what needs no training
-        own = load_adapter(args.runs[0], load_base(args)[0]).settings
-        args.method, args.mem, args.segment = ["streaming", "h2o"], own.mem, own.segment
-        args.positions = "slots"
-    for run in args.runs:
-        read_file(run / "adapter.safetensors")  # refused now, not after others are scored
-    full = Settings("full", segment=512, length=0, positions="original", lora_rank=0)
-    methods = {"base, full": partial(LoCoCo, settings=full)}
-    methods |= {f"base, {name}": partial(untrained, args, name) for name in args.method}
-    methods |= {os.path.relpath(run): partial(load_adapter, run) for run in args.runs}
-    width = max(map(len, methods))
-    if args.tasks:
-        return score_tasks(args, tokenizer, methods, width)
+    sizes = memory_sizes(args.runs)
+    if args.method or not args.recall:
+        sizes = []  # no more methods than are asked for
     streams = token_streams(args.data, tokenizer)
     all_parts = args.data and args.runs in ([], [TINY]) and not args.part
     parts = list(PARTS) if all_parts else [args.part or "held-out"]
@@ -343,41 +299,59 @@ def main() -> None:
     for L in args.lengths:
         rows = [long_documents(streams[part], tokenizer.bos, L, args.documents) for part in parts]
         documents[L] = torch.cat(rows)[: args.documents]
-        if L < 2 or not len(documents[L]):
+        if not len(documents[L]):
             raise UserError(f"--lengths {L}: no {' or '.join(parts)} document is so long")
     L, last = list(documents.items())[-1]
-    print(f"{'':{width}} {'slots':>6} {'cache bytes':>12}", *(f"{L:>8}" for L in documents))
     if args.recall:
         told, told_ago = tell_all(last, 8, args.part or "held-out", tokenizer)
-    losses, right, reach = {}, {}, 0
-    for name, make in methods.items():
-        lococo = make(load_base(args)[0])  # a fresh base, without what was dropped in before
-        row = ""
-        for rows in documents.values():
-            losses[name], _, cache_bytes = token_losses(lococo, rows, args)
-            row += f"{math.exp(losses[name].double().mean()):>9.3f}"
-        mem = lococo.settings.mem
-        reach = max(reach, mem and mem + lococo.settings.segment)
-        print(f"{name:{width}} {mem or '-':>6} {cache_bytes:>12,}{row}")
+
+    print(f"{'':{NAME}} {'slots':>6} {'cache bytes':>12}", *(f"{L:>8}" for L in documents))
+    methods, losses, hits, reach = {}, {}, {}, 0
+    for name, adapted in compared(args, machine, sizes):
+        mem, segment = adapted.settings.mem, adapted.settings.segment
+        reach = max(reach, mem and mem + segment)
+        perplexity = {}
+        for length, rows in documents.items():
+            losses[name], _, held = token_losses(adapted, rows, machine, args.micro_batch)
+            perplexity[length] = math.exp(losses[name].double().mean())
+        row = "".join(f"{value:>9.3f}" for value in perplexity.values())
+        print(f"{name:{NAME}} {mem or '-':>6} {held:>12,}{row}", flush=True)
+        methods[name] = {"slots": mem, "cache bytes": held, "perplexity": perplexity}
         if args.recall:
-            right[name] = token_losses(lococo, told, args)[1].double()
-        del lococo  # before the next one is loaded
-    counts = ", ".join(f"{len(rows)} of {n} tokens" for n, rows in documents.items())
-    print(f"documents ({', '.join(parts)}): {counts}")
+            hits[name] = token_losses(adapted, told, machine, args.micro_batch)[1]
+        del adapted
+    counts = {length: len(rows) for length, rows in documents.items()}
+    listed = ", ".join(f"{count} of {length} tokens" for length, count in counts.items())
+    print(f"documents ({', '.join(parts)}): {listed}")
+
+    report = {"parts": parts, "documents": counts, "methods": methods}
     if args.by_position:
         position = torch.arange(1, L).expand(len(last), -1)
-        print_means(f"nats in {L} tokens", ranges("position ", position, reach), losses)
+        kinds = ranges("position ", position, reach)
+        report["nats by position"] = print_means(f"nats in {L} tokens", kinds, losses)
     if args.recall:
         title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer)[0])}"
-        print_means(title, ranges("told ago ", told_ago, reach), right)
+        report["recall"] = print_means(title, ranges("told ago ", told_ago, reach), hits)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
-def print_means(title: str, kinds: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """A row for each mask, with the number of its tokens; a column for each method."""
+def print_means(
+    title: str, kinds: dict[str, Tensor], values: dict[str, Tensor]
+) -> dict[str, dict[str, float | None]]:
+    """A row for each mask, with the number of its tokens; a column for each method. Returns the
+    rows; a mean of no tokens is None."""
     print(f"\n{title:30}{'tokens':>9}", *(f"{name:>5}" for name in values), sep="  ")
+    rows = {}
     for kind, mask in kinds.items():
-        means = "".join(f"  {v[mask].mean():>{max(len(n), 5)}.3f}" for n, v in values.items())
-        print(f"{kind:30}{int(mask.sum()):>9,}{means}")
+        tokens, row = int(mask.sum()), ""
+        rows[kind] = {"tokens": tokens}
+        for name, value in values.items():
+            mean = value[mask].double().mean().item() if tokens else None
+            rows[kind][name] = mean
+            row += f"  {'-' if mean is None else f'{mean:.3f}':>{max(len(name), 5)}}"
+        print(f"{kind:30}{tokens:>9,}{row}")
+    return rows
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@
     python generate.py --prompt - --adapter runs/my-run < book.txt
     python generate.py --prompt file.txt --method streaming --mem 128         # without an adapter
     python generate.py --prompt file.txt --show-memory 2 1        # the slots of layer 2, head 1
+    python generate.py --prompt book.txt --save-memory book.safetensors       # read it once ...
+    python generate.py --prompt question.txt --load-memory book.safetensors   # ... ask many times
 
-The text goes to standard output, the figures to standard error. The first two sections are for all
-programs: flags and the base model, the files that are written.
+The text goes to standard output, the figures to standard error. First comes how a text is made;
+then what all programs share: the files that they write, their flags, the base model, errors.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -23,183 +25,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lococo import COUNTS, METHODS, POSITIONS, LoCoCo, Memory, Settings, prefill, settings_for
+from lococo import COUNTS, METHODS, POSITIONS, AdaptedLlama, Memory, Settings, prefill
+from lococo import settings_for
 from model import DAMAGED, KVCache, Llama, Tokenizer, UserError, load_llama
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "tiny"  # the embedded model and its adapter
-
-# --- Flags, the base model, errors ---------------------------------------------------------------
-
-
-class Parser(argparse.ArgumentParser):
-    def __init__(self, doc: str):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-        add = self.add_argument
-        add("--model", type=Path, default=TINY, help="directory of the base model")
-        add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
-        add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU")
-        add("--seed", type=int, default=0)
-        add("--mem", type=int, help="memory slots M")
-        add("--segment", type=int, help="tokens T that enter together (default: as --mem)")
-        for flag in ("--sinks", "--heavy", "--recent"):
-            add(flag, type=int, help=f"{flag[2:]} slots, instead of the method's")
-        add("--positions", choices=POSITIONS, help="of keys, instead of the method's")
-
-    def parse_args(self) -> argparse.Namespace:
-        args = super().parse_args()
-        may_be_0 = ("seed", "sinks", "heavy", "recent", "lora_rank", "facts", "score_documents",
-                    "temperature", "show_memory")  # fmt: skip
-        for name, value in vars(args).items():
-            for n in value if isinstance(value, list) else [value]:
-                if type(n) in (int, float) and not (0 < n < 2**31 or n == 0 and name in may_be_0):
-                    self.error(f"--{name.replace('_', '-')} {n}: it is too small or too large")
-        return args
-
-    def refuse_counts(self, args: argparse.Namespace) -> None:
-        given = {args.mem, args.segment, *method_flags(args).values()} - {None}
-        if given and not args.method:
-            self.error("--mem and the like go with --method; a trained adapter has its own")
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def prepare(args: argparse.Namespace) -> None:
-    """Settle device and dtype, and the random state."""
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.zeros(1, device=args.device).item()
-    except (RuntimeError, AssertionError):
-        raise UserError(f"--device {args.device}: this torch has no such device") from None
-    on_cpu = torch.device(args.device).type == "cpu"
-    args.dtype = getattr(torch, args.dtype or ("float32" if on_cpu else "bfloat16"))
-    torch.manual_seed(args.seed)
-    torch.set_flush_denormal(True)  # a CPU is many times slower with a softmax's tiny weights
-
-
-def load_base(args: argparse.Namespace) -> tuple[Llama, Tokenizer]:
-    model = load_llama(args.model, args.dtype, args.device)
-    tokenizer = Tokenizer(args.model)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise UserError(f"{tokenizer.file}: it has more tokens than the model ({args.model})")
-    return model, tokenizer
-
-
-def precision(args: argparse.Namespace) -> torch.autocast:
-    """Compute in --dtype; what trains is kept in float32."""
-    device = torch.device(args.device).type
-    return torch.autocast(device, args.dtype, enabled=args.dtype != torch.float32)
-
-
-def method_flags(args: argparse.Namespace) -> dict:
-    """The flags that change a row of METHODS; train.py has three more than the others."""
-    names = ("sinks", "heavy", "recent", "positions", "kernel", "normalise", "lora_rank")
-    return {name: vars(args)[name] for name in names if name in args}
-
-
-def untrained(args: argparse.Namespace, method: str, model: Llama) -> LoCoCo:
-    """A method that needs no training, on its base model."""
-    mem, flags = args.mem or 512, method_flags(args) | {"lora_rank": 0}
-    settings = settings_for(method, mem, args.segment or mem, model.config.context, **flags)
-    if settings.merged:
-        raise UserError(f"--method {method}: its convolution must be trained first, by train.py")
-    return LoCoCo(model, settings)
-
-
-def run_program(main: Callable[[], None]) -> None:
-    """What the user can mend is one sentence and exit code 2."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal may not have every character
-    try:
-        main()
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # `| head` has seen enough
-        os._exit(1)
-    except (UserError, OSError, RuntimeError, MemoryError) as error:
-        sentence = str(error)
-        if isinstance(error, OSError) and error.filename:
-            sentence = f"{error.filename}: {error.strerror}"
-        scarce = "allocate" in sentence or "out of memory" in sentence
-        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and scarce):
-            sentence = "out of memory: try a smaller --mem, --segment, --micro-batch; --recompute"
-        elif isinstance(error, RuntimeError):
-            raise
-        print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
-        sys.exit(2)
-
-
-# --- Files: adapters, the state of a run, tokens -------------------------------------------------
-
-
-def checksum(tensors: dict[str, Tensor], about: str) -> str:
-    digest = hashlib.sha256(about.encode())
-    for name, t in sorted(tensors.items()):
-        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        column = t.detach().cpu().reshape(-1, 1).contiguous()  # so that `view` always can
-        digest.update(column.view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
-    """A safetensors file with a JSON object: written under another name, synced, then renamed."""
-    tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
-    text = json.dumps(about)
-    beside = file.with_name(file.name + ".part")
-    try:
-        save_file(tensors, beside, metadata={"about": text, "checksum": checksum(tensors, text)})
-        with open(beside, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(beside, file)
-    except DAMAGED as error:
-        beside.unlink(missing_ok=True)
-        raise UserError(f"{file}: cannot be written ({error}); it is as it was before") from None
-
-
-def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
-    """The tensors of a file of `write_file` by name, mapped into memory, and its JSON object."""
-    try:
-        with safe_open(file, framework="pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}
-            metadata = handle.metadata() or {}
-    except DAMAGED as error:
-        raise UserError(f"{file}: cannot be read ({error})") from None
-    if not {"about", "checksum"} <= metadata.keys():
-        raise UserError(f"{file}: not written by this program, or by an older version")
-    if checksum(tensors, metadata["about"]) != metadata["checksum"]:
-        raise UserError(f"{file}: damaged, its content does not have its checksum")
-    return tensors, json.loads(metadata["about"])
-
-
-def described(lococo: LoCoCo) -> dict:
-    """Identifies the settings and the base, from a sample of each frozen tensor."""
-    frozen = {n: p.flatten() for n, p in lococo.named_parameters() if not p.requires_grad}
-    some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
-    base = checksum(some, repr(lococo.model.config))
-    return {"settings": asdict(lococo.settings), "base": base}
-
-
-def load_adapter(run: Path, model: Llama) -> LoCoCo:
-    """Put the adapter of a run directory of train.py onto its base model."""
-    file = run / "adapter.safetensors"
-    tensors, about = read_file(file)
-    try:
-        lococo = LoCoCo(model, Settings(**about["settings"]))
-        if described(lococo)["base"] != about["base"]:
-            raise UserError(f"{file}: made for another base (--model) or by another version")
-        trained = lococo.trained()
-        if {n: t.shape for n, t in tensors.items()} != {n: p.shape for n, p in trained.items()}:
-            raise LookupError("its tensors have other names or shapes")
-        if not all(t.isfinite().all() for t in tensors.values()):
-            raise UserError(f"{file}: not finite, it has NaN or inf; train it again")
-    except (LookupError, TypeError) as error:
-        raise UserError(f"{file}: made by another version of this program ({error})") from None
-    for name, p in trained.items():
-        p.data = tensors[name].to(p.device, copy=True)
-    return lococo.eval()
-
 
 # --- Decoding ------------------------------------------------------------------------------------
 
@@ -247,21 +78,21 @@ class TracedMemory(Memory):
     layer, head, shares, largest = 0, 0, torch.zeros(0, 0), ()
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
-        order, w = super().compress(layer)
+        arranged, w = super().compress(layer)
         if layer == self.layer:
-            W = self.mixing_matrix(order, w)[0, self.head].float().cpu()  # (M, S)
+            W = self.mixing_matrix(arranged, w)[0, self.head].float().cpu()  # (M, S)
             entered = torch.eye(W.shape[1] - len(self.shares))
             self.shares = W @ torch.block_diag(self.shares, entered)
             self.largest += (self.shares.max(dim=1),)
-        return order, w
+        return arranged, w
 
 
 def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Lines about what the slots hold; ids are the tokens that were read. At the end of a line a
-    bar for each compression: its first token's share of a slot where that was the largest."""
+    """Lines about what the slots hold; ids are the tokens that were read. At a line's end stands
+    one bar for each compression: how much of this slot was its now-largest token."""
     yield f"layer {memory.layer}, head {memory.head}: {memory.size} entries after {len(ids)} tokens"
     kinds = [kind for kind in COUNTS for _ in range(getattr(memory.settings, kind))]
-    for slot, kind in enumerate(kinds if memory.size < len(ids) else []):
+    for slot, kind in enumerate(kinds if memory.compressed else []):
         line = f"{slot:>4} {kind:7}"
         top = memory.shares[slot].topk(min(3, memory.shares.shape[1]))
         for share, n in zip(top.values.tolist(), top.indices.tolist()):
@@ -271,6 +102,218 @@ def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -
         most = [(share * (n == top.indices[0])).max() for share, n in memory.largest]
         bars = "".join(" ▁▂▃▄▅▆▇█"[round(8 * float(share))] for share in most)
         yield f"{line}  {bars}"
+
+
+# --- Saved memories ------------------------------------------------------------------------------
+
+
+def save_memory(file: Path, memory: Memory, owner: dict) -> None:
+    """`owner` says which base and adapter the entries belong to."""
+    kinds = ("keys", "values", "scores") if memory.settings.heavy else ("keys", "values")
+    tensors = {f"{kind} {n}": t for kind in kinds for n, t in enumerate(getattr(memory, kind))}
+    write_file(file, tensors, seen=memory.seen, compressed=memory.compressed, owner=owner)
+
+
+def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
+    tensors, about = read_file(file)
+    if about.get("owner") != owner:
+        raise UserError(f"--load-memory {file}: of another model, adapter, method or --dtype")
+    for name, tensor in tensors.items():
+        kind, layer = name.split()
+        getattr(memory, kind)[int(layer)] = tensor.to(device)
+    memory.seen, memory.compressed = about["seen"], about["compressed"]
+
+
+# --- Files that the programs write, adapters -----------------------------------------------------
+
+
+def checksum(tensors: dict[str, Tensor], about: str) -> str:
+    digest = hashlib.sha256(about.encode())
+    for name, t in sorted(tensors.items()):
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
+        column = t.detach().cpu().reshape(-1, 1).contiguous()  # so that `view` always can
+        digest.update(column.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
+    """A safetensors file with a JSON object and a checksum. It is written under another name,
+    synced, then renamed. One key of metadata: the order of several would differ between runs."""
+    tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
+    text = json.dumps(about)
+    beside = file.with_name(file.name + ".part")
+    try:
+        save_file(tensors, beside, {"about": json.dumps([text, checksum(tensors, text)])})
+        with open(beside, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(beside, file)
+    except DAMAGED as error:
+        beside.unlink(missing_ok=True)
+        raise UserError(f"{file}: cannot be written ({error}); it is as it was before") from None
+
+
+def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
+    """The tensors of a file of `write_file` by name, mapped into memory, and its JSON object."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}
+            text, written = json.loads((handle.metadata() or {})["about"])
+    except DAMAGED as error:
+        raise UserError(f"{file}: cannot be read, or another version's ({error!r})") from None
+    if checksum(tensors, text) != written:
+        raise UserError(f"{file}: damaged, its content does not have its checksum")
+    return tensors, json.loads(text)
+
+
+def described(adapted: AdaptedLlama) -> dict:
+    """Identifies the settings and the base, from a sample of each frozen tensor."""
+    frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
+    some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
+    base = checksum(some, repr(adapted.model.config))
+    return {"settings": asdict(adapted.settings), "base": base}
+
+
+def read_adapter(run: Path) -> tuple[Settings, dict[str, Tensor], str]:
+    """Of a run directory of train.py: settings, tensors, and which base they belong to."""
+    file = run / "adapter.safetensors"
+    tensors, about = read_file(file)
+    if not all(t.isfinite().all() for t in tensors.values()):
+        raise UserError(f"{file}: not finite, it has NaN or inf; train it again")
+    try:
+        return Settings(**about["settings"]), tensors, about["base"]
+    except (LookupError, TypeError) as error:
+        raise UserError(f"{file}: made by another version of this program ({error})") from None
+
+
+def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
+    """Put the adapter of a run directory of train.py onto its base model."""
+    settings, tensors, base = read_adapter(run)
+    adapted = AdaptedLlama(model, settings)
+    if described(adapted)["base"] != base:
+        raise UserError(f"{run}: its adapter is for another base (--model), or another version's")
+    trained = adapted.trained()
+    if {n: t.shape for n, t in tensors.items()} != {n: p.shape for n, p in trained.items()}:
+        raise UserError(f"{run}: its adapter has other tensors, made by another version")
+    for name, p in trained.items():
+        p.data = tensors[name].to(p.device, copy=True)
+    return adapted.eval()
+
+
+# --- Flags, the base model, errors ---------------------------------------------------------------
+
+
+def at_least(least: float, kind: type = int) -> Callable[[str], float]:
+    """An argparse type: a number from `least` on."""
+
+    def convert(text: str) -> float:
+        number = kind(text)
+        if not least <= number < 2**31:
+            raise argparse.ArgumentTypeError(f"{text}: it must be from {least} on, and not huge")
+        return number
+
+    convert.__name__ = kind.__name__  # for argparse's own sentence: invalid int value
+    return convert
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags of all programs. A mistake is one sentence."""
+
+    def __init__(self, doc: str):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        add = self.add_argument
+        add("--model", type=Path, default=TINY, help="directory of the base model")
+        add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
+        add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU")
+        add("--seed", type=at_least(0), default=0)
+        add("--mem", type=at_least(1), help="memory slots M")
+        add("--segment", type=at_least(1), help="tokens T that enter together (default: as --mem)")
+        for flag in ("--sinks", "--heavy", "--recent"):
+            add(flag, type=at_least(0), help=f"{flag[2:]} slots, instead of the method's")
+        add("--positions", choices=POSITIONS, help="of keys, instead of the method's")
+
+    def refuse_counts(self, args: argparse.Namespace) -> None:
+        given = {args.mem, args.segment, *method_flags(args).values()} - {None}
+        if given and not args.method:
+            self.error("--mem and the like go with --method; a trained adapter has its own")
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
+
+
+def method_flags(args: argparse.Namespace) -> dict:
+    """The flags that change a row of METHODS; train.py has three more than the others."""
+    names = ("sinks", "heavy", "recent", "positions", "compressor", "kernel", "lora_rank")
+    return {name: vars(args)[name] for name in names if name in args}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a program computes, and in which numbers."""
+
+    device: str
+    dtype: torch.dtype
+
+    def precision(self) -> torch.autocast:
+        """Compute in `dtype`; what trains is kept in float32."""
+        device = torch.device(self.device).type
+        return torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32)
+
+
+def prepare(args: argparse.Namespace) -> Machine:
+    """Also sets the random state."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError):
+        raise UserError(f"--device {device}: this torch has no such device") from None
+    usual = "float32" if torch.device(device).type == "cpu" else "bfloat16"
+    torch.manual_seed(args.seed)
+    torch.set_flush_denormal(True)  # a CPU is many times slower with a softmax's tiny weights
+    return Machine(device, getattr(torch, args.dtype or usual))
+
+
+def load_base(path: Path, machine: Machine) -> tuple[Llama, Tokenizer]:
+    model = load_llama(path, machine.dtype, machine.device)
+    tokenizer = Tokenizer(path)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(f"{tokenizer.file}: it has more tokens than the model ({path})")
+    return model, tokenizer
+
+
+def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> AdaptedLlama:
+    """A method that needs no training, on its base model."""
+    flags |= {"lora_rank": 0}
+    settings = settings_for(method, mem, segment, model.config.context, **flags)
+    if settings.merged:
+        raise UserError(f"--method {method}: its convolution must be trained first, by train.py")
+    return AdaptedLlama(model, settings)
+
+
+def run_program(main: Callable[[], None]) -> None:
+    """What the user can mend is one sentence and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal may not have every character
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `| head` has seen enough
+        os._exit(1)
+    except (UserError, OSError, RuntimeError, MemoryError) as error:
+        sentence = str(error)
+        if isinstance(error, OSError) and error.filename:
+            sentence = f"{error.filename}: {error.strerror}"
+        scarce = "allocate" in sentence or "out of memory" in sentence
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and scarce):
+            sentence = "out of memory: try a smaller --mem, --segment, --micro-batch; --recompute"
+        elif isinstance(error, RuntimeError):
+            raise
+        print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
+        sys.exit(2)
+
+
+# --- The program ---------------------------------------------------------------------------------
 
 
 def read_prompt(name: str) -> str:
@@ -291,38 +334,54 @@ def parse() -> argparse.Namespace:
     one = parser.add_mutually_exclusive_group().add_argument
     one("--adapter", type=Path, metavar="RUN", help="run directory of train.py")
     one("--method", choices=METHODS, help="a method without training, instead of an adapter")
-    add("--show-memory", type=int, nargs=2, metavar=("LAYER", "HEAD"),
+    add("--save-memory", type=Path, metavar="FILE", help="write the memory there, and end")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
+    one("--show-memory", type=at_least(0), nargs=2, metavar=("LAYER", "HEAD"),
         help="print what the slots hold, and end")  # fmt: skip
-    add("--max-new-tokens", type=int, default=200)
-    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    add("--max-new-tokens", type=at_least(1), default=200)
+    add("--temperature", type=at_least(0, float), default=0.8, help="0 takes the likeliest token")
     args = parser.parse_args()
     parser.refuse_counts(args)
     if args.method is None and args.adapter is None:
         embedded = args.model.resolve() == TINY
         args.adapter, args.method = (TINY, None) if embedded else (None, "full")
+    if args.save_memory and args.save_memory.exists():
+        parser.error(f"--save-memory {args.save_memory}: there is such a file already")
     return args
 
 
 def main() -> None:
     args = parse()
-    prepare(args)
+    machine = prepare(args)
     text = read_prompt(args.prompt)
-    model, tokenizer = load_base(args)
-    ids, run = tokenizer.encode(text), args.adapter
-    lococo = load_adapter(run, model) if run else untrained(args, args.method, model)
-    settings = lococo.settings
-    cache = lococo.cache(TracedMemory if args.show_memory else Memory)
+    model, tokenizer = load_base(args.model, machine)
+    ids, mem = tokenizer.encode(text), args.mem or 512
+    if args.adapter:
+        adapted = load_adapter(args.adapter, model)
+    else:
+        flags = method_flags(args)
+        adapted = untrained(model, args.method, mem, args.segment or mem, **flags)
+    settings = adapted.settings
+    if not settings.mem and (args.save_memory or args.load_memory or args.show_memory):
+        raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
+    cache = adapted.cache(TracedMemory if args.show_memory else Memory)
     if args.show_memory:
-        if not settings.mem:
-            raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
         cache.layer, cache.head = args.show_memory
         if cache.layer >= model.config.n_layers or cache.head >= model.config.n_kv_heads:
             raise UserError(f"--show-memory {cache.layer} {cache.head}: no such layer or head")
-    if settings.positions != "slots" and len(ids) > settings.length:
+    owner = described(adapted) | {"adapter": checksum(adapted.trained(), str(machine.dtype))}
+    if args.load_memory:
+        load_memory(args.load_memory, cache, owner, machine.device)
+        ids = ids[1:]  # without the BOS: the text goes on
+    if settings.positions != "slots" and cache.seen + len(ids) > settings.length:
         print(f"warning: longer than the {settings.length:,} tokens trained for", file=sys.stderr)
-    with precision(args):
-        logits = prefill(model, torch.tensor([ids], device=args.device), cache, settings.segment)
-        if args.show_memory:
+    with machine.precision():
+        tokens = torch.tensor([ids], device=machine.device)
+        logits = prefill(model, tokens, cache, settings.segment)
+        if args.save_memory:
+            save_memory(args.save_memory, cache, owner)
+        elif args.show_memory:
             print(*describe_slots(cache, ids, tokenizer), sep="\n")
         else:
             new = decode(model, tokenizer, logits, cache, args.max_new_tokens, args.temperature)

@@ -12,7 +12,6 @@ M slots, H query heads, G key/value heads, D head dimension, L whole sequence, V
 import json
 import math
 import pickle
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
@@ -41,6 +40,7 @@ class LlamaConfig:
     context: int = 4096  # pretrained length, in tokens
     rope_theta: float = 10000.0
     rope_scale: float = 1.0  # positions are divided by this (position interpolation)
+    tied: bool = False  # the embeddings are the output matrix, too
 
     @property
     def head_dim(self) -> int:
@@ -79,11 +79,27 @@ def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
     return torch.ones(T, S, dtype=torch.bool, device=device).tril(diagonal=S - T)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Equation (1), last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
     whole, grouped = q.shape[2] == k.shape[2], q.shape[1] != k.shape[1]
     mask = None if whole else causal_mask(q.shape[2], k.shape[2], q.device)  # whole: is_causal
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=grouped)
+
+
+def extended(held: Tensor | None, new: Tensor) -> Tensor:
+    """torch.cat of entries (B, G, S, D) and (B, G, T, D). Without gradients in place, in a buffer
+    that doubles when it is full: or each decoded token would copy all others."""
+    if held is None or torch.is_grad_enabled():
+        return new if held is None else torch.cat((held, new), dim=2)
+    S, end = held.shape[2], held.shape[2] + new.shape[2]
+    buffer = getattr(held, "buffer", held)
+    if buffer.shape[2] < end:
+        buffer = held.new_empty(*held.shape[:2], 2 * end, held.shape[3])
+        buffer[:, :, :S] = held
+    buffer[:, :, S:end] = new
+    front = buffer[:, :, :end]
+    front.buffer = buffer
+    return front
 
 
 class KVCache:
@@ -91,8 +107,9 @@ class KVCache:
 
     def __init__(self, config: LlamaConfig):
         self.config = config
-        self.scale = config.rope_scale  # positions are divided by this
+        self.rope_scale = config.rope_scale
         self.seen = 0  # tokens that have entered
+        self.compressed = False  # whether there are fewer entries than tokens
         self.keys: list[Tensor | None] = [None] * config.n_layers  # (B, G, S, D), rotated
         self.values: list[Tensor | None] = [None] * config.n_layers
 
@@ -103,6 +120,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
+        """Of all keys and values."""
         return sum(t.nbytes for t in self.keys + self.values if t is not None)
 
     def enter(self, T: int) -> int:
@@ -111,19 +129,11 @@ class KVCache:
         return self.seen - T
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Put a layer's new k and v (B, G, T, D) behind what it holds (algorithm 1, step 4);
-        its queries q (B, H, T, D) -> what its heads read, (B, H, T, D)."""
-        if self.keys[layer] is not None:
-            k = torch.cat((self.keys[layer], k), dim=2)
-            v = torch.cat((self.values[layer], v), dim=2)
-        self.keys[layer], self.values[layer] = k, v
-        return attend(q, k, v)
-
-    def fork(self) -> "KVCache":
-        """An independent copy: what enters it does not enter this one."""
-        other = copy(self)
-        vars(other).update({name: v[:] for name, v in vars(self).items() if type(v) is list})
-        return other
+        """A layer's new k and v (B, G, T, D) join what it holds (algorithm 1, step 4); its queries
+        q (B, H, T, D) -> what its heads read, (B, H, T, D)."""
+        self.keys[layer] = extended(self.keys[layer], k)
+        self.values[layer] = extended(self.values[layer], v)
+        return attention(q, self.keys[layer], self.values[layer])
 
     def detach(self) -> None:
         """Stop the gradient of all that comes later, so that no graph grows with the text."""
@@ -202,14 +212,15 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if not config.tied:
+            self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids (B, T) that follow those in the cache -> last normalised output (B, T, dim)."""
         cache = KVCache(self.config) if cache is None else cache
         T = tokens.shape[1]
         positions = cache.enter(T) + torch.arange(T, device=tokens.device)  # a Memory makes room
-        cos, sin = rope(positions / cache.scale, self.config)
+        cos, sin = rope(positions / cache.rope_scale, self.config)
         x = self.tok_embeddings(tokens)
         for block in self.layers:
             x = block(x, cos, sin, cache)
@@ -217,7 +228,11 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids (B, T), int64, that follow those in the cache -> float32 logits (B, T, V)."""
-        return self.output(self.hidden(tokens, cache)).float()
+        return self.logits(self.hidden(tokens, cache))
+
+    def logits(self, h: Tensor) -> Tensor:
+        last = self.tok_embeddings if self.config.tied else self.output
+        return F.linear(h, last.weight).float()
 
 
 # --- Official weights ----------------------------------------------------------------------------
@@ -300,8 +315,7 @@ def hugging_face_config(file: Path) -> LlamaConfig:
     scaling = c.get("rope_scaling") or newer
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     plain = {"model_type": "llama", "hidden_act": "silu", "sliding_window": None,
-             "attention_bias": False, "mlp_bias": False, "quantization_config": None,
-             "tie_word_embeddings": False}  # fmt: skip
+             "attention_bias": False, "mlp_bias": False, "quantization_config": None}  # fmt: skip
     for key, value in plain.items():
         if c.get(key, value) != value:
             raise ValueError(f"{key} {c[key]} is not implemented")
@@ -315,6 +329,7 @@ def hugging_face_config(file: Path) -> LlamaConfig:
         n_kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
         rope_theta=newer.get("rope_theta", c.get("rope_theta", 10000.0)),
         rope_scale=scaling["factor"] if rope_type == "linear" else 1.0,
+        tied=c.get("tie_word_embeddings", False),
     )
 
 
@@ -334,7 +349,8 @@ def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str,
     """Rows of q and k are already in the order of `rotate`."""
     for file in sorted(path.glob("model*.safetensors")) or sorted(path.glob("pytorch_model*.bin")):
         for name, tensor in read_tensors(file).items():
-            if not name.endswith("inv_freq"):  # `rope` computes it in float32
+            stored_twice = config.tied and name == "lm_head.weight"
+            if not stored_twice and not name.endswith("inv_freq"):  # `rope` has it in float32
                 yield name, tensor
 
 

@@ -6,8 +6,9 @@
 The model has random weights. Methods take turns, for several rounds. The table has the medians and,
 behind each, how many times the window's that is.
 
-    train    one optimizer step on one sequence; the gradient reaches back over --bptt segments, and
-             that of `full`, which has no segments, over the whole sequence
+    train    one optimizer step on --batch sequences with 8 facts in each, as train.py takes it; the
+             gradient reaches back over --bptt segments, and that of `full`, which has no segments,
+             over the whole sequence
     prefill  reading one sequence
     decode   one token, after so many others. The caches are filled with random entries: time
              depends on how many there are, not on what they say. A memory is timed over T tokens,
@@ -30,18 +31,20 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from generate import precision, prepare, run_program  # noqa: E402
-from lococo import LoCoCo, prefill, settings_for  # noqa: E402
-from model import KVCache, Llama, LlamaConfig  # noqa: E402
+from eval_ppl import fact_tokens, tell  # noqa: E402
+from generate import TINY, precision, prepare, run_program  # noqa: E402
+from lococo import AdaptedLlama, prefill, settings_for  # noqa: E402
+from model import KVCache, Llama, LlamaConfig, Tokenizer  # noqa: E402
 from train import gradients, make_optimizer  # noqa: E402
 
 ROWS = {  # the row's name: method and settings
     "full": dict(method="full"),
     "window": dict(method="streaming"),
     "h2o": dict(method="h2o"),
-    "lococo+window": dict(method="lococo+window", kernel=5, normalise="softmax"),  # the recipe
-    "lococo": dict(method="lococo", kernel=21, normalise="sum"),  # the paper's, as the next one
-    "lococo+h2o": dict(method="lococo+h2o", kernel=21, normalise="sum"),
+    "lococo+window": dict(method="lococo+window", kernel=3, compressor="facts"),  # the recipe
+    "the same, plain text": dict(method="lococo+window", kernel=3, compressor="facts"),
+    "lococo": dict(method="lococo", kernel=21),  # the paper's, as the next one
+    "lococo+h2o": dict(method="lococo+h2o", kernel=21),
 }
 PARTS = ("train", "prefill", "decode", "memory")
 
@@ -58,10 +61,10 @@ def seconds(work: Callable, args: argparse.Namespace) -> float:
     return time.perf_counter() - begun
 
 
-def make(row: str, model: Llama, args: argparse.Namespace) -> LoCoCo:
+def make(row: str, model: Llama, args: argparse.Namespace) -> AdaptedLlama:
     segment = args.seq if row == "full" else args.segment
     settings = settings_for(mem=args.mem, segment=segment, length=args.seq, **ROWS[row])
-    return LoCoCo(copy.deepcopy(model), settings)
+    return AdaptedLlama(copy.deepcopy(model), settings)
 
 
 # --- What is measured ----------------------------------------------------------------------------
@@ -71,37 +74,43 @@ def random_ids(L: int, args: argparse.Namespace) -> np.ndarray:
     return np.random.default_rng(0).integers(0, args.vocab, L)
 
 
-def add_gradients(lococo: LoCoCo, L: int, args: argparse.Namespace,
+def add_gradients(adapted: AdaptedLlama, L: int, args: argparse.Namespace,
                   done: Callable[[int], None] = lambda tokens: None) -> None:  # fmt: skip
-    """Of one sequence of L tokens without facts, in the segments of the method."""
-    ids = torch.from_numpy(random_ids(L, args))
-    own = argparse.Namespace(**vars(args) | {"seq": L, "segment": lococo.settings.segment})
-    gradients(lococo, lambda i: (ids, torch.zeros_like(ids)), own, 0, done)
+    """Of sequences of L tokens, in the segments of the method. Random tokens, and lines of 16."""
+    ids, tokenizer = torch.from_numpy(random_ids(L, args)), Tokenizer(TINY)
+    ids[::16] = fact_tokens(tokenizer)[1] % args.vocab
+
+    def draw(i: int) -> tuple[Tensor, Tensor]:
+        told, ago = tell(ids, 8, "training", 0, i, tokenizer)
+        return told % args.vocab, ago
+
+    own = argparse.Namespace(**vars(args) | {"seq": L, "segment": adapted.settings.segment})
+    gradients(adapted, draw, own, 0, done)
 
 
-def train_time(lococo: LoCoCo, args: argparse.Namespace) -> float:
+def train_time(adapted: AdaptedLlama, args: argparse.Namespace) -> float:
     """Seconds of a step, as train.py takes it."""
-    optimizer = make_optimizer(lococo, args)
+    optimizer = make_optimizer(adapted, args)
 
     def step() -> None:
         optimizer.zero_grad()
-        add_gradients(lococo, args.seq, args)
-        torch.nn.utils.clip_grad_norm_(lococo.trained().values(), 1.0)
+        add_gradients(adapted, args.seq, args)
+        torch.nn.utils.clip_grad_norm_(adapted.trained().values(), 1.0)
         optimizer.step()
 
     return seconds(step, args)
 
 
-def prefill_time(lococo: LoCoCo, args: argparse.Namespace) -> float:
+def prefill_time(adapted: AdaptedLlama, args: argparse.Namespace) -> float:
     tokens = torch.from_numpy(random_ids(args.seq, args))[None].to(args.device)
-    cache = lococo.cache()
+    cache = adapted.cache()
     with precision(args):
-        return seconds(lambda: prefill(lococo.model, tokens, cache, args.segment), args)
+        return seconds(lambda: prefill(adapted.model, tokens, cache, args.segment), args)
 
 
-def filled(lococo: LoCoCo, n: int, args: argparse.Namespace) -> KVCache:
+def filled(adapted: AdaptedLlama, n: int, args: argparse.Namespace) -> KVCache:
     """A cache as it is after n tokens, but with random entries."""
-    cache, s, config = lococo.cache(), lococo.settings, lococo.model.config
+    cache, s, config = adapted.cache(), adapted.settings, adapted.model.config
     held = min(n, s.mem + s.segment) if s.mem else n
     for layer in range(config.n_layers):
         shape = (1, config.n_kv_heads, held, config.head_dim)
@@ -114,24 +123,24 @@ def filled(lococo: LoCoCo, n: int, args: argparse.Namespace) -> KVCache:
 
 
 @torch.no_grad()
-def decode_time(lococo: LoCoCo, n: int, args: argparse.Namespace) -> float:
+def decode_time(adapted: AdaptedLlama, n: int, args: argparse.Namespace) -> float:
     """Seconds of a token after n others."""
-    cache = filled(lococo, n, args)
+    cache = filled(adapted, n, args)
     token = torch.zeros(1, 1, dtype=torch.int64, device=args.device)
-    count = args.segment if lococo.settings.mem else 16
+    count = args.segment if adapted.settings.mem else 16
 
     def write(tokens: int) -> None:
         for _ in range(tokens):
-            lococo.model(token, cache)
+            adapted.model(token, cache)
 
     with precision(args):
         write(1)  # after this one a memory has just been compressed
         return seconds(lambda: write(count), args) / count
 
 
-def kept_bytes(lococo: LoCoCo, L: int, args: argparse.Namespace) -> int:
+def kept_bytes(adapted: AdaptedLlama, L: int, args: argparse.Namespace) -> int:
     """The most that a step on L tokens keeps at once for a backward pass, without weights."""
-    weights = {p.untyped_storage().data_ptr() for p in lococo.parameters()}
+    weights = {p.untyped_storage().data_ptr() for p in adapted.parameters()}
     kept, sums = {}, []
 
     def pack(t: Tensor) -> Tensor:
@@ -145,29 +154,29 @@ def kept_bytes(lococo: LoCoCo, L: int, args: argparse.Namespace) -> int:
         kept.clear()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        add_gradients(lococo, L, args, done)
+        add_gradients(adapted, L, args, done)
     return max(sums)
 
 
-def measure(lococos: dict[str, LoCoCo], args: argparse.Namespace) -> dict[str, dict[str, list]]:
+def measure(adapteds: dict[str, AdaptedLlama], args: argparse.Namespace) -> dict[str, dict[str, list]]:
     """{column: {row: the values of all rounds}}"""
     columns = defaultdict(lambda: defaultdict(list))
     for turn in range(args.rounds + 1):
-        for row, lococo in lococos.items():
+        for row, lococo in adapteds.items():
             found = {}
             if "train" in args.parts:
-                found["train, s"] = train_time(lococo, args)
+                found["train, s"] = train_time(adapted, args)
             if "prefill" in args.parts:
-                found["prefill, s"] = prefill_time(lococo, args)
+                found["prefill, s"] = prefill_time(adapted, args)
             for n in args.contexts if "decode" in args.parts else []:
-                found[f"decode {n:,}, ms"] = 1000 * decode_time(lococo, n, args)
+                found[f"decode {n:,}, ms"] = 1000 * decode_time(adapted, n, args)
             for column, value in found.items():
                 if turn:  # the first round warms up
                     columns[column][row].append(value)
     for L in (args.seq, args.long) if "memory" in args.parts else []:
-        for row, lococo in lococos.items():
-            if L == args.seq or lococo.settings.mem:  # `full` would take L x L
-                columns[f"memory {L:,}, MB"][row].append(kept_bytes(lococo, L, args) / 1e6)
+        for row, lococo in adapteds.items():
+            if L == args.seq or adapted.settings.mem:  # `full` would take L x L
+                columns[f"memory {L:,}, MB"][row].append(kept_bytes(adapted, L, args) / 1e6)
     return columns
 
 

@@ -132,23 +132,23 @@ def reference_logits(
 
 
 @torch.no_grad()
-def read_by_hand(lococo, ids: list[int]) -> torch.Tensor:
+def read_by_hand(adapted, ids: list[int]) -> torch.Tensor:
     """Logarithms of the probabilities after each of the ids, (L, V), in float64."""
-    cache, x = lococo.cache(), torch.tensor([ids])
-    pieces = [lococo.model(s, cache)[0] for s in x.split(lococo.settings.segment, dim=1)]
+    cache, x = adapted.cache(), torch.tensor([ids])
+    pieces = [adapted.model(s, cache)[0] for s in x.split(adapted.settings.segment, dim=1)]
     return torch.cat(pieces).double().log_softmax(-1)
 
 
-def nats_by_hand(lococo, rows: torch.Tensor) -> np.ndarray:
+def nats_by_hand(adapted, rows: torch.Tensor) -> np.ndarray:
     """Of every token after the first of rows (N, L), (N, L - 1)."""
-    ps = [read_by_hand(lococo, ids[:-1]) for ids in rows.tolist()]
+    ps = [read_by_hand(adapted, ids[:-1]) for ids in rows.tolist()]
     return np.array([[-p[t, i].item() for t, i in enumerate(ids[1:])] for p, ids in zip(ps, rows)])
 
 
-def greedy_by_hand(lococo, ids: list[int]) -> list[int]:
+def greedy_by_hand(adapted, ids: list[int]) -> list[int]:
     """Append the 12 likeliest tokens; everything is read again for each."""
     for _ in range(12):
-        ids = [*ids, int(read_by_hand(lococo, ids)[-1].argmax())]
+        ids = [*ids, int(read_by_hand(adapted, ids)[-1].argmax())]
     return ids
 
 

@@ -1,4 +1,4 @@
-"""The memory of the official code (VITA-Group/LoCoCo) where it departs from the paper.
+"""The memory of the official code (VITA-Group/AdaptedLlama) where it departs from the paper.
 
 Its default is method "lococo+h2o", half of M kept as heavy hitters. Not copied: 16 entries of spare
 room, and a first segment whose keys and values get no gradient."""
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lococo import Compressor, LoCoCo, Memory, Settings
+from lococo import Compressor, AdaptedLlama, Memory, Settings
 from model import Llama
 
 
@@ -40,7 +40,7 @@ class OfficialMemory(Memory):
         return order
 
 
-class OfficialLoCoCo(LoCoCo):
+class OfficialLoCoCo(AdaptedLlama):
     def __init__(self, model: Llama, settings: Settings):
         super().__init__(model, settings)
         shape = model.config.head_dim, settings.merged, settings.kernel

@@ -24,7 +24,7 @@ from eval_ppl import (  # noqa: E402
 )  # fmt: skip
 from generate import HERE, TINY, TracedMemory, load_adapter, load_base, prepare  # noqa: E402
 from generate import run_program  # noqa: E402
-from lococo import COUNTS, LoCoCo, Memory, Settings, prefill, settings_for  # noqa: E402
+from lococo import COUNTS, AdaptedLlama, Memory, Settings, prefill, settings_for  # noqa: E402
 
 
 class Watched(Memory):
@@ -86,15 +86,15 @@ def draw_recall(lines: dict[str, list[float]], kinds: list[str], path: Tensor, l
     figure.savefig(file, dpi=100, facecolor="white")
 
 
-def follow(lococo: LoCoCo, ids: list[int], word: int) -> tuple[Tensor, int, int]:
+def follow(adapted: AdaptedLlama, ids: list[int], word: int) -> tuple[Tensor, int, int]:
     """In the layer and head that hold most of token `word` at the end: how much of it is in each
     slot after each compression, (compressions, M)."""
     paths = {}
-    for layer in range(lococo.model.config.n_layers):
-        for head in range(lococo.model.config.n_kv_heads):
-            memory = lococo.cache(Following)
+    for layer in range(adapted.model.config.n_layers):
+        for head in range(adapted.model.config.n_kv_heads):
+            memory = adapted.cache(Following)
             memory.layer, memory.head, memory.word, memory.path = layer, head, word, []
-            prefill(lococo.model, torch.tensor([ids]), memory, lococo.settings.segment)
+            prefill(adapted.model, torch.tensor([ids]), memory, adapted.settings.segment)
             paths[layer, head] = torch.stack(memory.path)
     best = max(paths, key=lambda key: paths[key][-1].max())
     return paths[best], *best
@@ -111,11 +111,11 @@ def main() -> None:
     streams = token_streams([], tokenizer)
     documents = long_documents(streams["held-out"], tokenizer.bos, 2048, 64)
     told, ago = tell_all(documents, 8, "held-out", tokenizer)
-    lococo = load_adapter(args.adapter, model)
-    s = lococo.settings
+    adapted = load_adapter(args.adapter, model)
+    s = adapted.settings
     masks = ranges("", ago, s.mem + s.segment)
 
-    memory = lococo.cache(Watched)
+    memory = adapted.cache(Watched)
     memory.mixing = {}
     prefill(model, documents[:1], memory, s.segment)
     draw_mixing(memory.mixing, s, args.out / "mixing.png")
@@ -123,7 +123,7 @@ def main() -> None:
     ids = tokenizer.encode((HERE / "assets" / "prompt.txt").read_text())
     at = tokenizer.encode("x\n@")[-1]
     word = next(n for n, token in enumerate(ids) if token == at) + 4
-    path, layer, head = follow(lococo, ids, word)
+    path, layer, head = follow(adapted, ids, word)
 
     full = Settings("full", segment=512, length=0, positions="original", lora_rank=0)
     rows = {"full cache": full}
@@ -131,10 +131,10 @@ def main() -> None:
         rows[f"{name}, {s.mem} slots"] = settings_for(
             method, s.mem, s.segment, s.length, lora_rank=0, positions="slots"
         )
-    made = {name: lambda model, row=row: LoCoCo(model, row) for name, row in rows.items()}
+    made = {name: lambda model, row=row: AdaptedLlama(model, row) for name, row in rows.items()}
     for run in [*args.tuned, args.adapter]:
         tuned = f"{run.name.split('-')[0]}, tuned"
-        name = f"LoCoCo, {s.mem} slots" if run == args.adapter else tuned
+        name = f"AdaptedLlama, {s.mem} slots" if run == args.adapter else tuned
         made[name] = lambda model, run=run: load_adapter(run, model)
     lines = {}
     for name, make in made.items():

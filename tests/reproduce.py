@@ -91,10 +91,10 @@ def score_cell(run: Path, args: argparse.Namespace) -> dict[str, float]:
     cell = {}
     for L, most in ((2048, 64), (8192, 24)):
         texts = long_documents(ids, tokenizer.bos, L, most)
-        losses, _, _ = token_losses(lococo, texts, args)
+        losses, _, _ = token_losses(adapted, texts, args)
         cell[f"perplexity {L}"] = math.exp(losses.double().mean())
         told, ago = tell_all(texts, 8, "held-out", tokenizer)
-        _, right, _ = token_losses(lococo, told, args)
+        _, right, _ = token_losses(adapted, told, args)
         for start, stop in zip((0, 256, 512, 512, 1024, 2048), (256, 512, 2048, 1024, 2048, 8192)):
             mask = (start < ago) & (ago <= stop)
             if mask.any():
@@ -102,7 +102,7 @@ def score_cell(run: Path, args: argparse.Namespace) -> dict[str, float]:
                 cell[f"answers {L}: {start}-{stop}"] = int(mask.sum())
         for depth in (0, 0.25, 0.5, 0.75) if L == 2048 else ():
             asked = [at_depth(text, depth, i, tokenizer) for i, text in enumerate(texts)]
-            _, right, _ = token_losses(lococo, torch.stack(asked), args)
+            _, right, _ = token_losses(adapted, torch.stack(asked), args)
             cell[f"{L}: depth {depth}"] = right[:, -1].double().mean().item()
     return cell
 
@@ -140,7 +140,7 @@ def main() -> None:
     prepare(scoring)
     for seed in args.seeds:
         for row in args.only:
-            train.LoCoCo = generate.LoCoCo = OfficialLoCoCo if row == "official code" else LoCoCo
+            train.AdaptedLlama = generate.AdaptedLlama = OfficialLoCoCo if row == "official code" else AdaptedLlama
             name = run_directory(row, seed, args).name
             if name not in read(file):
                 print(name, file=sys.stderr)

@@ -11,7 +11,7 @@ from conftest import names_in
 
 import train
 from eval_ppl import PARTS, tell
-from lococo import LoCoCo, settings_for
+from lococo import AdaptedLlama, settings_for
 
 TEXT = "".join(f"def f{i}(x, y):\n    # one word\n\n    return {i} + x[y]\n" for i in range(200))
 
@@ -74,15 +74,15 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
     """A step's loss and gradient, in float64, are those of single nats. In the convolutions'
     gradient those of answers count `weight` times."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    lococo = LoCoCo(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2)).double()
+    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2)).double()
     tokens, ago = torch.randint(3, 64, (4, 41)), torch.zeros(4, 41, dtype=torch.int64)
     ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (4, 5))
     args = Namespace(batch=2, micro_batch=1, seq=41, segment=6, bptt=bptt, answer_weight=weight)
     args.device, args.dtype = "cpu", torch.float32  # no autocast
-    loss = train.gradients(lococo, lambda i: (tokens[i], ago[i]), args, step=1)
-    found, plain, weighted = {n: p.grad for n, p in lococo.trained().items()}, 0.0, 0.0
+    loss = train.gradients(adapted, lambda i: (tokens[i], ago[i]), args, step=1)
+    found, plain, weighted = {n: p.grad for n, p in adapted.trained().items()}, 0.0, 0.0
     for n in (2, 3):  # the sequences of the second step
-        cache = lococo.cache()
+        cache = adapted.cache()
         for start, segment in zip(range(0, 40, 6), tokens[n : n + 1, :40].split(6, dim=1)):
             p = model(segment, cache)[0].softmax(dim=-1)
             for t, row in enumerate(p, start=start + 1):
@@ -92,8 +92,8 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
             if start // 6 % bptt == bptt - 1:  # gradients reach back over so many segments
                 cache.detach()
     assert loss == pytest.approx(plain.item(), rel=1e-9)
-    for parameters, total in ((lococo.compressors, weighted), (lococo.model, plain)):
-        lococo.zero_grad()
+    for parameters, total in ((adapted.compressors, weighted), (adapted.model, plain)):
+        adapted.zero_grad()
         total.backward(retain_graph=True)
-        trained = {n: p for n, p in lococo.trained().items() if p in set(parameters.parameters())}
+        trained = {n: p for n, p in adapted.trained().items() if p in set(parameters.parameters())}
         assert trained and all(torch.allclose(found[n], p.grad) for n, p in trained.items())

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 import generate
 from generate import checksum, described, load_adapter, read_file, write_file
-from lococo import LoCoCo, prefill, settings_for
+from lococo import AdaptedLlama, prefill, settings_for
 from model import UserError
 
 TENSORS = {
@@ -88,11 +88,11 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
     assert same(read_file(file)[0], TENSORS) and sorted(tmp_path.iterdir()) == [file, folder]
 
 
-def save_adapter(lococo: LoCoCo, run, change=lambda tensors, about: None) -> None:
+def save_adapter(adapted: AdaptedLlama, run, change=lambda tensors, about: None) -> None:
     """As train.py does, with random weights, after `change`."""
-    for p in lococo.trained().values():
+    for p in adapted.trained().values():
         p.data += 0.3 * torch.randn(p.shape)
-    tensors, about = lococo.trained(), described(lococo)
+    tensors, about = adapted.trained(), described(adapted)
     change(tensors, about)
     run.mkdir(exist_ok=True)
     write_file(run / "adapter.safetensors", tensors, **about)
@@ -100,16 +100,16 @@ def save_adapter(lococo: LoCoCo, run, change=lambda tensors, about: None) -> Non
 
 def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     base, scaled, turned, rounded = (copy.deepcopy(model) for _ in range(4))
-    lococo = LoCoCo(model, settings_for(**ADAPTED)).eval()
-    save_adapter(lococo, tmp_path)
+    adapted = AdaptedLlama(model, settings_for(**ADAPTED)).eval()
+    save_adapter(adapted, tmp_path)
     scaled.layers[1].feed_forward.w2.weight.data *= 1.1
     turned.config.rope_theta *= 2
     for other in (scaled, turned):
         assert "made for another base" in refusal(load_adapter, tmp_path, other)
     loaded = load_adapter(tmp_path, base)
-    assert loaded.settings == lococo.settings
-    assert torch.equal(*(prefill(m.model, TOKENS, m.cache(), 8) for m in (lococo, loaded)))
-    assert same(load_adapter(tmp_path, rounded.bfloat16()).trained(), lococo.trained())
+    assert loaded.settings == adapted.settings
+    assert torch.equal(*(prefill(m.model, TOKENS, m.cache(), 8) for m in (adapted, loaded)))
+    assert same(load_adapter(tmp_path, rounded.bfloat16()).trained(), adapted.trained())
 
 
 @pytest.mark.parametrize("change", [
@@ -122,6 +122,6 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
 ])  # fmt: skip
 def test_adapters_of_another_version_are_refused(model, tmp_path, change):
     base = copy.deepcopy(model)
-    save_adapter(LoCoCo(model, settings_for(**ADAPTED)), tmp_path, change)
+    save_adapter(AdaptedLlama(model, settings_for(**ADAPTED)), tmp_path, change)
     sentence = refusal(load_adapter, tmp_path, base)
     assert sentence.startswith(f"{tmp_path}/adapter.safetensors: made by another version")

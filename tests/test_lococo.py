@@ -9,7 +9,7 @@ from conftest import meta_state, reference_logits
 from official_code import OfficialLoCoCo, OfficialMemory
 from test_paper import weights_by_loop
 
-from lococo import METHODS, POSITIONS, LoCoCo, Memory, interpolation
+from lococo import METHODS, POSITIONS, AdaptedLlama, Memory, interpolation
 from lococo import prefill, segment_losses, settings_for
 from model import Llama
 
@@ -65,48 +65,48 @@ def official_rows(compressor, slots, k, v, mixed, scores):
     return w
 
 
-def turned(k, by, lococo):
+def turned(k, by, adapted):
     """Keys (S, D), each turned on by so many positions, as complex numbers."""
     half = k.shape[1] // 2
-    scale = (lococo.settings.mem + lococo.settings.segment) / lococo.model.config.context
+    scale = (adapted.settings.mem + adapted.settings.segment) / adapted.model.config.context
     angle = torch.tensor(by).double()[:, None] / scale * 10000 ** (-torch.arange(half) / half)
     pairs = torch.complex(k[:, :half], k[:, half:]) * torch.exp(1j * angle)
     return torch.cat((pairs.real, pairs.imag), dim=1)
 
 
-def slow_compress(k, v, scores, mixed, lococo, rows):
+def slow_compress(k, v, scores, mixed, adapted, rows):
     """k, v (S, D), scores (S,) and which entries have had a slot that is not a recent one -> those
     of the M slots, and W (M, S)."""
-    s, S = lococo.settings, len(k)
+    s, S = adapted.settings, len(k)
     by_score = sorted(range(s.sinks, S - s.recent), key=lambda i: -scores[i])
     kept = [*range(s.sinks), *sorted(by_score[: s.heavy])]
     rest = sorted(by_score[s.heavy :])
     if s.positions == "slots":
-        k = turned(k, range(0, -S, -1), lococo)
+        k = turned(k, range(0, -S, -1), adapted)
     W = torch.zeros(s.mem, S, dtype=torch.float64)
     for slot, i in enumerate(kept):
         W[slot, i] = 1
     if s.merged:
-        args = lococo.compressors[0], s.merged, k[rest], v[rest], mixed[rest]
+        args = adapted.compressors[0], s.merged, k[rest], v[rest], mixed[rest]
         W[len(kept) : len(kept) + s.merged, rest] = rows(*args, scores[rest])
     for n in range(1, s.recent + 1):
         W[s.mem - n, S - n] = 1
     k_new = W @ k
     if s.positions == "slots":
-        k_new = turned(k_new, range(s.mem), lococo)
+        k_new = turned(k_new, range(s.mem), adapted)
     mixed = torch.arange(s.mem) < s.mem - s.recent
     return k_new, W @ v, W @ scores, mixed, W
 
 
-def slow_memory(lococo, segments, rows):
+def slow_memory(adapted, segments, rows):
     """Segments of q (heads that share the key/value head, T, D), k and v (T, D) -> what is held at
     the end, attention received, the last W, and what the heads have read."""
-    s, outputs, W = lococo.settings, [], None
+    s, outputs, W = adapted.settings, [], None
     k, v, scores = torch.zeros(0, 8).double(), torch.zeros(0, 8).double(), torch.zeros(0).double()
     mixed = torch.zeros(0).bool()
     for q, k_new, v_new in segments:
         if len(k) + len(k_new) > s.mem + s.segment:
-            k, v, scores, mixed, W = slow_compress(k, v, scores, mixed, lococo, rows)
+            k, v, scores, mixed, W = slow_compress(k, v, scores, mixed, adapted, rows)
         k, v = torch.cat((k, k_new.double())), torch.cat((v, v_new.double()))
         kept_scores = 0 * scores if rows is official_rows else scores  # there: of the last forward
         scores = F.pad(kept_scores, (0, len(k_new)))
@@ -131,17 +131,17 @@ VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
 
 
 @torch.no_grad()
-def check_against_slow_memory(lococo, memory, rows):
+def check_against_slow_memory(adapted, memory, rows):
     class Watched(memory):
         def compress(self, layer):
             order, w = super().compress(layer)
             self.W = self.mixing_matrix(order, w)
             return order, w
 
-    cache = lococo.cache(Watched)
+    cache = adapted.cache(Watched)
     segments, outputs = [], []
     for T in (6, 6, 6, 2, 6, 1, 6, 6):
-        k, v = torch.randn(2, 2, 2, T, 8).to(lococo.model.norm.weight.dtype)
+        k, v = torch.randn(2, 2, 2, T, 8).to(adapted.model.norm.weight.dtype)
         q = 2 * k.repeat_interleave(2, dim=1) + torch.randn(2, 4, T, 8)  # new entries are heavy too
         segments.append([q, k, v])
         cache.enter(T)
@@ -151,7 +151,7 @@ def check_against_slow_memory(lococo, memory, rows):
         for g in range(2):
             own = [(q[b, 2 * g : 2 * g + 2], k[b, g], v[b, g]) for q, k, v in segments]
             ours = cache.keys[0], cache.values[0], cache.W, cache.scores[0], read
-            for fast, slow in zip(ours, slow_memory(lococo, own, rows)):
+            for fast, slow in zip(ours, slow_memory(adapted, own, rows)):
                 if fast is not None:  # there are scores only for heavy hitters
                     assert torch.allclose(fast[b, g].double(), slow, atol=1e-4)
 
@@ -163,10 +163,10 @@ def test_every_method_equals_a_slow_memory(config, monkeypatch, method, changes,
     row that avoids copies makes much of what is rounded."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     model = Llama(replace(config, n_layers=1, context=7))
-    lococo = LoCoCo(model, settings(method, positions=positions, **changes))
-    for p in lococo.compressors.parameters():
+    adapted = AdaptedLlama(model, settings(method, positions=positions, **changes))
+    for p in adapted.compressors.parameters():
         p.data += 0.3 * torch.randn(p.shape)
-    check_against_slow_memory(lococo.double(), Memory, weights_by_loop)
+    check_against_slow_memory(adapted.double(), Memory, weights_by_loop)
 
 
 # --- The official code's memory ------------------------------------------------------------------
@@ -177,13 +177,13 @@ def test_every_method_equals_a_slow_memory(config, monkeypatch, method, changes,
 def test_the_official_codes_memory_equals_its_published_formula(config, gate, kernel):
     """Memory is [heavy hitters in time order | mixed]; scores are those of the last forward."""
     model = Llama(replace(config, n_layers=1))
-    lococo = OfficialLoCoCo(model, settings("lococo+h2o", kernel=kernel, positions="original"))
+    adapted = OfficialLoCoCo(model, settings("lococo+h2o", kernel=kernel, positions="original"))
     with torch.no_grad():
-        assert lococo.compressors[0].gate == 0.5
-        lococo.compressors[0].gate.fill_(gate)
-        lococo.compressors[0].conv.bias.normal_()
-        lococo.compressors[0].conv.weight *= 0.3  # else rounding decides between logits of 50
-    check_against_slow_memory(lococo, OfficialMemory, official_rows)
+        assert adapted.compressors[0].gate == 0.5
+        adapted.compressors[0].gate.fill_(gate)
+        adapted.compressors[0].conv.bias.normal_()
+        adapted.compressors[0].conv.weight *= 0.3  # else rounding decides between logits of 50
+    check_against_slow_memory(adapted, OfficialMemory, official_rows)
 
 
 def test_streaming_equals_a_fresh_forward_over_what_the_window_keeps(config):
@@ -191,7 +191,7 @@ def test_streaming_equals_a_fresh_forward_over_what_the_window_keeps(config):
     as if these were one text."""
     config = replace(config, n_layers=1)
     model = Llama(config)
-    cache = LoCoCo(model, settings("streaming", sinks=3)).cache()
+    cache = AdaptedLlama(model, settings("streaming", sinks=3)).cache()
     kept = []
     for segment in torch.arange(40).split(6):
         logits = model(TOKENS[:1, segment], cache)
@@ -207,16 +207,16 @@ def test_streaming_equals_a_fresh_forward_over_what_the_window_keeps(config):
 def test_a_fork_goes_on_by_itself(model, method, gradients):
     """Two forks, then the original, each with a text of its own, two tokens at a time. At 16 tokens
     the forks compress, and the original not yet."""
-    lococo, begin = LoCoCo(model, settings(method)), TOKENS[:, :10]
+    lococo, begin = AdaptedLlama(model, settings(method)), TOKENS[:, :10]
     texts, logits = [TOKENS[:, 10:], TOKENS[:, 10:].flip(1), TOKENS[:, 10:].flip(0)], []
     with torch.set_grad_enabled(gradients):
-        original = lococo.cache()
+        original = adapted.cache()
         logits_of(model, original, begin, segment=2)
         caches = [original.fork(), original.fork(), original]
         for pieces in zip(*(text.split(2, dim=1) for text in texts)):
             logits.append(torch.stack([model(x, cache) for x, cache in zip(pieces, caches)]))
     for text, found in zip(texts, torch.cat(logits, dim=2)):
-        whole = logits_of(model, lococo.cache(), torch.cat((begin, text), dim=1), segment=2)
+        whole = logits_of(model, adapted.cache(), torch.cat((begin, text), dim=1), segment=2)
         assert torch.allclose(found, whole[:, 10:], atol=1e-4)
 
 
@@ -231,15 +231,15 @@ def test_a_fork_goes_on_by_itself(model, method, gradients):
 ])  # fmt: skip
 def test_positions_are_divided_to_fit_into_the_context(config, rope_scale, changes, factor):
     model = Llama(replace(config, rope_scale=rope_scale))
-    lococo = LoCoCo(model, settings(**changes))
-    assert interpolation(model.config, lococo.settings) == lococo.cache().scale == factor
+    adapted = AdaptedLlama(model, settings(**changes))
+    assert interpolation(model.config, adapted.settings) == adapted.cache().scale == factor
 
 
 @pytest.mark.parametrize("bptt, widths", [(1, [6] * 6 + [3]), (2, [12, 12, 12, 3]), (9, [39])])
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_and_prefill_go_through_the_memory(model, method, bptt, widths):
     """Every token after the first is scored once."""
-    cache, tokens = LoCoCo(model, settings(method)).cache, TOKENS.clone()
+    cache, tokens = AdaptedLlama(model, settings(method)).cache, TOKENS.clone()
     logits = logits_of(model, cache(), tokens[:, :36])
     tokens[:, 36] = logits[:, -1].argmax(dim=-1)  # so that one is the likeliest
     logits = logits_of(model, cache(), tokens)
@@ -256,7 +256,7 @@ def test_losses_and_prefill_go_through_the_memory(model, method, bptt, widths):
 def test_lora_starts_unchanged_and_equals_merged_weights(model):
     before, merged = model(TOKENS), Llama(model.config)
     merged.load_state_dict(model.state_dict())
-    LoCoCo(model, settings(lora_rank=4))
+    AdaptedLlama(model, settings(lora_rank=4))
     assert torch.equal(model(TOKENS), before)
     for block, other in zip(model.layers, merged.layers):
         for name in ("wq", "wk", "wv", "wo"):
@@ -272,13 +272,13 @@ def test_lora_starts_unchanged_and_equals_merged_weights(model):
 def test_what_trains_and_what_stays(config, lora_rank, dtype):
     """Rank 0 is the paper's inference mode. What trains is float32 under a bfloat16 base too."""
     model = Llama(config).to(dtype)
-    lococo = LoCoCo(model, settings(lora_rank=lora_rank, sinks=1, recent=2))
-    trained = lococo.trained()
+    adapted = AdaptedLlama(model, settings(lora_rank=lora_rank, sinks=1, recent=2))
+    trained = adapted.trained()
     parts = ("compressors",) + ("lora_a", "lora_b", "tok_embeddings", "norm") * (lora_rank > 0)
-    named = dict(lococo.named_parameters())
+    named = dict(adapted.named_parameters())
     assert set(trained) == {name for name in named if any(part in name for part in parts)}
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        for losses, _ in segment_losses(model, TOKENS, lococo.cache(), 6):
+        for losses, _ in segment_losses(model, TOKENS, adapted.cache(), 6):
             if losses.requires_grad:
                 losses.sum().backward()
     for name, p in named.items():

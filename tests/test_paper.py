@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from conftest import meta_state, reference_logits, remembered
 
-from lococo import METHODS, POSITIONS, Compressor, LoCoCo, segment_losses, settings_for
+from lococo import METHODS, POSITIONS, Compressor, AdaptedLlama, segment_losses, settings_for
 from model import KVCache
 
 TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(1))
@@ -84,7 +84,7 @@ def test_how_a_softmax_starts():
 def test_memory_is_bounded_and_keeps_what_it_says(model, sizes):
     """Algorithm 2 with M = 8, T = 6. Keys and values of the first layer depend on one token each:
     what is kept must be what the full cache of algorithm 1 holds for those tokens."""
-    memory = LoCoCo(model, settings_for("lococo", 8, 6, 40, sinks=2, recent=3)).cache()
+    memory = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, sinks=2, recent=3)).cache()
     full, held = KVCache(model.config), 0
     model(TOKENS[:, :40], full)
     for T in sizes:
@@ -105,7 +105,7 @@ def test_memory_is_bounded_and_keeps_what_it_says(model, sizes):
 def test_segments_equal_the_whole_while_nothing_is_compressed(model, method, positions):
     """Algorithm 1: with a slot for each token, the logits are those of attention (1) over all."""
     weights, settings = meta_state(model), settings_for(method, 40, 6, 128, positions=positions)
-    cache = LoCoCo(model, settings).cache()
+    cache = AdaptedLlama(model, settings).cache()
     logits = torch.cat([model(x, cache) for x in TOKENS[:, :40].split(6, dim=1)], dim=1)
     by_slot = positions == "slots" and settings.mem
     scale = 1.0 if by_slot or positions == "original" else 2.0  # 128 tokens into a context of 64
@@ -123,23 +123,23 @@ def test_a_segments_loss_trains_the_compression_before_it(model, monkeypatch, bp
     """The loss of the fifth segment. With bptt = 1 its gradient is the numerical derivative while
     the memory after four segments is held fixed; with bptt = 5 nothing is fixed."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # all in float64
-    lococo, tokens = LoCoCo(model, settings_for("lococo", 8, 6, 40)).double(), TOKENS[:, :31]
-    pieces = segment_losses(model, tokens, lococo.cache(), 6, bptt)
+    lococo, tokens = AdaptedLlama(model, settings_for("lococo", 8, 6, 40)).double(), TOKENS[:, :31]
+    pieces = segment_losses(model, tokens, adapted.cache(), 6, bptt)
     losses = torch.cat([nats for nats, _ in pieces], dim=1)
     losses[:, 24:].sum().backward()
 
-    start = lococo.cache()
+    start = adapted.cache()
     if bptt == 1:
         for segment in tokens[:, :24].split(6, dim=1):
             model(segment, start)
 
     def loss():
-        cache = lococo.cache()
+        cache = adapted.cache()
         cache.keys, cache.values, cache.seen = [*start.keys], [*start.values], start.seen
         *_, (nats, _) = segment_losses(model, tokens[:, start.seen :], cache, 6)
         return nats.sum().item()
 
-    for compressor in lococo.compressors:
+    for compressor in adapted.compressors:
         weight, gradient = compressor.conv.weight.data.view(-1), compressor.conv.weight.grad
         for n in gradient.abs().view(-1).topk(3).indices:
             value, h = weight[n].item(), 1e-5
@@ -153,8 +153,8 @@ def test_a_segments_loss_trains_the_compression_before_it(model, monkeypatch, bp
 
 def test_what_backward_remembers_does_not_grow_with_the_text(model):
     """In bytes, segment by segment; from the fourth one on each compresses M + T entries first."""
-    lococo = LoCoCo(model, settings_for("lococo", 8, 6, 180))
-    losses, loss, saved = segment_losses(model, TOKENS, lococo.cache(), 6), [], []
+    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 180))
+    losses, loss, saved = segment_losses(model, TOKENS, adapted.cache(), 6), [], []
     for _ in range(30):
         saved.append(sum(remembered(lambda: loss.append(next(losses)[0])).values()))
         loss.pop().sum().backward()  # fails if its graph reaches back into the segment before

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from subprocess import PIPE, Popen
 from unittest.mock import Mock
@@ -19,7 +20,7 @@ import eval_ppl
 import generate
 import train
 from generate import TINY, as_text, decode, described, load_adapter, sample, write_file
-from lococo import METHODS, LoCoCo, Settings, segment_losses
+from lococo import METHODS, AdaptedLlama, Settings, segment_losses
 from model import load_llama
 
 LINES = {
@@ -42,10 +43,10 @@ ENTRY = 2 * 4 * 2 * 64 * 4  # bytes of a key and a value in 4 layers of 2 heads 
 def stock(tmp_path_factory):
     """A good adapter, each of whose tensors matters, and things that are wrong."""
     torch.manual_seed(0)
-    lococo, folder = LoCoCo(load_llama(TINY), MIXED), tmp_path_factory.mktemp("stock")
-    tensors = {n: p + 0.02 * torch.randn_like(p) for n, p in lococo.trained().items()}
+    lococo, folder = AdaptedLlama(load_llama(TINY), MIXED), tmp_path_factory.mktemp("stock")
+    tensors = {n: p + 0.02 * torch.randn_like(p) for n, p in adapted.trained().items()}
     bad = {n: t * math.nan for n, t in tensors.items()}
-    own = described(lococo)
+    own = described(adapted)
     newer = own | {"settings": own["settings"] | {"colour": 1}}
     for name, content, about in (("adapter", tensors, own), ("nan", bad, own), ("old", bad, own),
                                  ("newer", tensors, newer), ("damaged", tensors, own)):
@@ -73,7 +74,7 @@ def stock_at_hand(own_folders, stock):
 def test_every_method_trains_and_is_read_back(run, tokenizer, words):
     """Two steps reach each tensor: AdamW has a first moment of it. With rank 0, the paper's
     inference mode, they are the compressors' alone. What trains is float32 in any case."""
-    code, out, err = run(train, f"{LINES[train]} --score-documents 2 --method {words}")
+    code, out, err = run(train, f"{LINES[train]} --score-tokens 200 --method {words}")
     method, half = words.split()[0], "--dtype bfloat16" * ("bfloat16" in words)
     assert code == 0 and "2 documents to score" in out, err
     assert sorted(os.listdir("run")) == ["adapter.safetensors", "log.jsonl", "state.safetensors"]
@@ -85,32 +86,39 @@ def test_every_method_trains_and_is_read_back(run, tokenizer, words):
     found = [any(part in name for name in tensors) for part in ("compressors", "lora")]
     assert found == [method.startswith("lococo"), "rank" not in words]
     code, _, err = run(generate, f"--prompt text/0.py --adapter run --max-new-tokens 3 {half}")
-    assert code == 0 and f"{0 if method == 'full' else 16} slots" in err
+    assert code == 0 and f"{0 if method in ('full', 'longlora') else 16} slots" in err
     table = {line[:40].strip(): line[40:].split() for line in out.splitlines()}
     printed = [float(table[row][0]) for row in (WINDOW_ROW, f"{method}, after training")]
     streams = eval_ppl.token_streams([Path("text")], tokenizer)
     rows = eval_ppl.long_documents(streams["held-out"], tokenizer.bos, 96, 2)
-    lococos = [LoCoCo(load_llama(TINY), WINDOW), load_adapter(Path("run"), load_llama(TINY))]
-    expected = [math.exp(nats_by_hand(lococo, rows).mean()) for lococo in lococos]
+    adapteds = [AdaptedLlama(load_llama(TINY), WINDOW), load_adapter(Path("run"), load_llama(TINY))]
+    expected = [math.exp(nats_by_hand(adapted, rows).mean()) for adapted in adapteds]
     assert printed == pytest.approx(expected, abs=0.2 if half else 6e-4)
 
 
 def test_recipes(monkeypatch):
-    """Section 4.1 of the paper for any model but tiny/; what the user says wins."""
+    """The paper's for any model but tiny/; what the user says wins."""
 
     def parsed(words):
         monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
         return vars(train.parse()[0])
 
-    paper = dict(method="lococo", mem=512, segment=512, kernel=21, normalise="sum", lora_rank=8,
-                 lr=5e-5, conv_lr=5e-2, steps=200, batch=128, bptt=1, facts=0,
-                 answer_weight=1.0)  # fmt: skip
-    assert parsed("--model other").items() >= paper.items() <= parsed("--recipe paper").items()
+    common = dict(method="lococo+h2o", mem=512, segment=512, compressor="paper", kernel=21, lr=5e-5,
+                  conv_lr=5e-2, batch=128, micro_batch=1, bptt=1, facts=0,
+                  answer_weight=1.0)  # fmt: skip
+    for words, seq, rank in (("--model other", 8192, 8), ("--recipe inference", 4096, 0)):
+        found = parsed(words)
+        assert found.items() >= common.items() and (found["seq"], found["lora_rank"]) == (seq, rank)
+        # sections 4.1 and 3.3: 200 steps of inference mode, 104 million tokens
+        assert found["steps"] * 128 * seq == pytest.approx(104e6, rel=0.01)
+    assert parsed("--recipe inference")["steps"] == 200
+    assert parsed("--model other").items() >= asdict(train.RECIPES["paper"]).items()
     assert parsed("--model other --recipe embedded")["recipe"] == parsed("")["recipe"] == "embedded"
     batches = [parsed(words)["batch"] for words in ("", "--seq 1000", "--seq 9999", "--batch 7")]
     assert batches == [4096 // 2048, 4, 1, 7]
-    given = dict(kernel=3, segment=7, lr=0.5, method="h2o").items()
-    assert parsed("--kernel 3 --segment 7 --lr 0.5 --method h2o").items() >= given
+    given = dict(kernel=5, segment=7, lr=0.5, method="h2o", compressor="paper").items()
+    words = "--kernel 5 --segment 7 --lr 0.5 --method h2o --compressor paper"
+    assert parsed(words).items() >= given
 
 
 def test_a_text_that_is_all_held_out_is_trained_on_and_not_scored(run):
@@ -129,15 +137,15 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     code, out, err = run(eval_ppl, f"adapter {words} --lengths 64 300 64 --by-position")
     assert code == 0 and "documents (training): 3 of 64 tokens, 3 of 300 tokens" in out, err
     settings = {"base, full": FULL, "base, streaming": WINDOW, "base, h2o": H2O}
-    lococos = {name: LoCoCo(load_llama(TINY), s) for name, s in settings.items()}
-    lococos["adapter"] = load_adapter(Path("adapter"), load_llama(TINY))
+    adapteds = {name: AdaptedLlama(load_llama(TINY), s) for name, s in settings.items()}
+    adapteds["adapter"] = load_adapter(Path("adapter"), load_llama(TINY))
     lines, nats, kinds = out.splitlines(), {}, {}
     ids = eval_ppl.token_streams([Path("text")], tokenizer)["training"]
     texts = [eval_ppl.long_documents(ids, tokenizer.bos, L, 3) for L in (64, 300)]
-    for name, lococo in lococos.items():
+    for name, lococo in adapteds.items():
         line = next(line for line in lines if line.startswith(f"{name} "))
         slots, nbytes, *printed = line[len(name) :].replace(",", "").split()
-        short, nats[name] = [nats_by_hand(lococo, rows) for rows in texts]
+        short, nats[name] = [nats_by_hand(adapted, rows) for rows in texts]
         expected = [math.exp(short.mean()), math.exp(nats[name].mean())]
         assert [float(value) for value in printed] == pytest.approx(expected, abs=6e-4)
         slots_and_held = ("-", 299) if name == "base, full" else ("16", 16 + 299 % 16)
@@ -155,17 +163,17 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, mon
     """What is kept for the backward pass of a whole sequence, with its compressions."""
     found = []
 
-    def measure(lococo, draw, args, *_):
-        losses, model, tokens = [], lococo.model, draw(0)[0][None]
-        pieces = segment_losses(model, tokens, lococo.cache(), args.segment, bptt=99)
+    def measure(adapted, draw, args, *_):
+        losses, model, tokens = [], adapted.model, draw(0)[0][None]
+        pieces = segment_losses(model, tokens, adapted.cache(), args.segment, bptt=99)
         kept = remembered(lambda: losses.extend(nats for nats, _ in pieces))
         losses[0].sum().backward()
         found.append(sum(kept.values()))
-        found.append([losses[0], *(p.grad for p in lococo.trained().values())])
+        found.append([losses[0], *(p.grad for p in adapted.trained().values())])
 
     monkeypatch.setattr(train, "train", measure)
     for flag in ("", "--recompute"):
-        words = f"--method lococo --score-documents 0 --out run{flag} {flag}"
+        words = f"--method lococo --score-tokens 0 --out run{flag} {flag}"
         assert run(train, f"{LINES[train]} {words}")[0] == 0
     usual_bytes, usual, kept_bytes, kept = found
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(usual, kept, strict=True))
@@ -185,12 +193,12 @@ def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
     texts = eval_ppl.long_documents(ids, tokenizer.bos, 300, 64)
     rows = [eval_ppl.tell(text, 8, "held-out", 0, i, tokenizer) for i, text in enumerate(texts)]
     settings = {"base, full": FULL, "base, streaming": WIDER, "base, h2o": WIDER_H2O}
-    lococos = {name: LoCoCo(load_llama(TINY), s) for name, s in settings.items()}
-    lococos["run"] = load_adapter(Path("run"), load_llama(TINY))
-    for name, lococo in lococos.items():
+    adapteds = {name: AdaptedLlama(load_llama(TINY), s) for name, s in settings.items()}
+    adapteds["run"] = load_adapter(Path("run"), load_llama(TINY))
+    for name, lococo in adapteds.items():
         right = {"told ago 0-128": [], "told ago 128-300": []}
         for told, ago in rows:
-            likeliest = read_by_hand(lococo, told.tolist()).argmax(dim=-1)
+            likeliest = read_by_hand(adapted, told.tolist()).argmax(dim=-1)
             for t in ago.nonzero()[:, 0].tolist():
                 kind = "told ago 0-128" if ago[t] <= 64 + 64 else "told ago 128-300"
                 right[kind].append(float(likeliest[t - 1] == told[t]))
@@ -214,14 +222,14 @@ def test_greedy_text_and_figures(run, tokenizer, words):
     book, model = Path("text/0.py").read_text()[:250], load_llama(TINY)
     Path("book").write_text(book)
     settings = {"full": FULL, "h2o": H2O}.get(words.split()[1])
-    lococo = LoCoCo(model, settings) if settings else load_adapter(Path("adapter"), model)
+    adapted = AdaptedLlama(model, settings) if settings else load_adapter(Path("adapter"), model)
     ask, ids = f"{words} --temperature 0 --max-new-tokens 12", tokenizer.encode(book)
     code, out, err = run(generate, f"{ask} --prompt book")
-    assert book + out == tokenizer.sp.decode(greedy_by_hand(lococo, ids)) + "\n", err
+    assert book + out == tokenizer.sp.decode(greedy_by_hand(adapted, ids)) + "\n", err
     assert run(generate, f"{ask} --prompt -", stdin=book.encode())[:2] == (code, out) == (0, out)
     numbers = re.findall(r"\d+", err[err.index("memory") :].replace(",", ""))
     slots, held, seen, nbytes, full = map(int, numbers[:5])
-    assert slots == lococo.settings.mem and seen == len(ids) + 12
+    assert slots == adapted.settings.mem and seen == len(ids) + 12
     assert held <= 16 + 16 if slots else held == seen
     assert (nbytes, full) == (ENTRY * held, ENTRY * seen)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from generate import TracedMemory, describe_slots
-from lococo import LoCoCo, Settings, prefill
+from lococo import AdaptedLlama, Settings, prefill
 
 TOKENS = torch.randint(0, 64, (1, 45), generator=torch.Generator().manual_seed(2))
 
@@ -31,14 +31,14 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, layer,
             return order, w
 
     torch.manual_seed(1)
-    lococo = LoCoCo(model, settings)
-    cache = lococo.cache(Followed)
+    adapted = AdaptedLlama(model, settings)
+    cache = adapted.cache(Followed)
     cache.layer, cache.head = layer, head
     logits = prefill(model, TOKENS, cache, 8)
     assert cache.size == 8 + 5 and len(largest) == len(cache.largest) == 4
     assert torch.allclose(cache.shares.sum(dim=1), torch.ones(8), atol=1e-5)
     assert all(map(torch.equal, sum(largest, ()), sum(cache.largest, ())))
-    assert torch.equal(logits, prefill(model, TOKENS, lococo.cache(), 8))
+    assert torch.equal(logits, prefill(model, TOKENS, adapted.cache(), 8))
     if counts[2] == 0:  # nothing is merged
         assert cache.shares.unique().tolist() == [0, 1]
     if counts == (4, 0, 0, 4):
@@ -50,7 +50,7 @@ def test_slots_are_described_by_their_largest_shares(model, tokenizer):
     largest share of the first of them; none while all tokens are held."""
     ids = tokenizer.encode("def f(x):\n    return [x]")
     settings = Settings("a method", 2, 64, 1, 1, 1, 1, kernel=3, lora_rank=0)
-    cache = LoCoCo(model, settings).cache(TracedMemory)
+    cache = AdaptedLlama(model, settings).cache(TracedMemory)
     cache.layer, cache.head, cache.keys[0] = 1, 0, torch.zeros(1, 2, 6, 8)
     cache.shares = torch.zeros(4, len(ids))
     slots, tokens = (0, 1, 2, 2, 2, 2, 3, 3), (0, 3, 2, 4, 6, 7, 8, 7)

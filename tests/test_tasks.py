@@ -15,7 +15,7 @@ from conftest import greedy_by_hand, read_by_hand
 
 import eval_ppl
 from generate import HERE, TINY, load_adapter
-from lococo import LoCoCo, Settings, prefill
+from lococo import AdaptedLlama, Settings, prefill
 from model import load_llama
 
 FULL = Settings("full", 16, 1024, lora_rank=0)
@@ -41,12 +41,12 @@ def test_metrics(text, answer, mark, expected):
 def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
     """By sums and by sums for a character. A prompt is read once, but for its last token; its last
     space is read as the choice's first; a choice may have a prompt of its own."""
-    lococo, sums = LoCoCo(load_llama(TINY), settings), []
+    lococo, sums = AdaptedLlama(load_llama(TINY), settings), []
     choices = [" x", " x + y", " None", " self", " x[y]"]
     for end, choice in zip(ends, choices):
         start = tokenizer.encode(TEXT + end)
         ids = start + tokenizer.encode(TEXT + end + choice)[len(start) :]
-        p = read_by_hand(lococo, ids[:-1])
+        p = read_by_hand(adapted, ids[:-1])
         sums.append(sum(p[t - 1, ids[t]].item() for t in range(len(start), len(ids))))
     by_length = np.divide(sums, [1, 5, 4, 4, 4])  # characters, without the first space
     assert np.argmax(sums) != np.argmax(by_length)
@@ -58,7 +58,7 @@ def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
             row["choices"] = [choices[i][len(space) :] for i in some]
             row["answer"] = some.index(max(some, key=order.index))
             monkeypatch.setattr(eval_ppl, "prefill", Mock(side_effect=prefill))
-            found, cache = eval_ppl.score_choices(lococo, row, tokenizer, Namespace(device="cpu"))
+            found, cache = eval_ppl.score_choices(adapted, row, tokenizer, Namespace(device="cpu"))
             assert found[metric] and (cache.seen, cache.size) == (48, 32 if settings.mem else 48)
             assert eval_ppl.prefill.call_count == len(set(prompts))
 
@@ -67,14 +67,14 @@ def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
 @pytest.mark.parametrize("more, kept", [
     ({}, 12), ({"stop": "]", "punctuation": ""}, 12), ({"max_tokens": 1}, 1)])  # fmt: skip
 def test_a_text_is_the_likeliest_up_to_its_stop(tokenizer, monkeypatch, settings, more, kept):
-    lococo, ids = LoCoCo(load_llama(TINY), settings), tokenizer.encode(TEXT)
-    written = tokenizer.sp.decode(greedy_by_hand(lococo, ids)[: 48 + kept])[len(TEXT) :]
+    lococo, ids = AdaptedLlama(load_llama(TINY), settings), tokenizer.encode(TEXT)
+    written = tokenizer.sp.decode(greedy_by_hand(adapted, ids)[: 48 + kept])[len(TEXT) :]
     text, stop, _ = written.partition(more.get("stop", "\n"))
     assert text and bool(stop) == (kept == 12)
     mark = more.get("punctuation", " ")
     monkeypatch.setattr(eval_ppl, "compare", lambda *given: {"same": given == (text, text, mark)})
     row = {"prompt": TEXT, "answers": ["other", text]} | more
-    found, cache = eval_ppl.score_answer(lococo, row, tokenizer, Namespace(device="cpu"))
+    found, cache = eval_ppl.score_answer(adapted, row, tokenizer, Namespace(device="cpu"))
     assert found == {"same": True} and cache.seen == 48
 
 
