@@ -143,7 +143,7 @@ def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
     text = json.dumps(about)
     beside = file.with_name(file.name + ".part")
     try:
-        save_file(tensors, beside, {"about": json.dumps([text, checksum(tensors, text)])})
+        save_file(tensors, beside, {"content": json.dumps([text, checksum(tensors, text)])})
         with open(beside, "rb") as written:
             os.fsync(written.fileno())
         os.replace(beside, file)
@@ -157,7 +157,7 @@ def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
     try:
         with safe_open(file, framework="pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}
-            text, written = json.loads((handle.metadata() or {})["about"])
+            text, written = json.loads((handle.metadata() or {})["content"])
     except DAMAGED as error:
         raise UserError(f"{file}: cannot be read, or another version's ({error!r})") from None
     if checksum(tensors, text) != written:
@@ -187,13 +187,13 @@ def read_adapter(run: Path) -> tuple[Settings, dict[str, Tensor], str]:
 
 def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
     """Put the adapter of a run directory of train.py onto its base model."""
-    settings, tensors, base = read_adapter(run)
+    file, (settings, tensors, base) = run / "adapter.safetensors", read_adapter(run)
     adapted = AdaptedLlama(model, settings)
-    if described(adapted)["base"] != base:
-        raise UserError(f"{run}: its adapter is for another base (--model), or another version's")
     trained = adapted.trained()
     if {n: t.shape for n, t in tensors.items()} != {n: p.shape for n, p in trained.items()}:
-        raise UserError(f"{run}: its adapter has other tensors, made by another version")
+        raise UserError(f"{file}: made by another version of this program (other tensors)")
+    if described(adapted)["base"] != base:
+        raise UserError(f"{file}: made for another base (--model) or by another version")
     for name, p in trained.items():
         p.data = tensors[name].to(p.device, copy=True)
     return adapted.eval()
@@ -237,7 +237,9 @@ class Parser(argparse.ArgumentParser):
             self.error("--mem and the like go with --method; a trained adapter has its own")
 
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
+        if message.startswith("argument "):  # argparse's "argument --mem: 0: it must ..."
+            message = message.removeprefix("argument ").replace(": ", " ", 1)
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def method_flags(args: argparse.Namespace) -> dict:

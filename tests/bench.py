@@ -32,7 +32,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import fact_tokens, tell  # noqa: E402
-from generate import TINY, precision, prepare, run_program  # noqa: E402
+from generate import TINY, Machine, prepare, run_program  # noqa: E402
 from lococo import AdaptedLlama, prefill, settings_for  # noqa: E402
 from model import KVCache, Llama, LlamaConfig, Tokenizer  # noqa: E402
 from train import gradients, make_optimizer  # noqa: E402
@@ -42,11 +42,14 @@ ROWS = {  # the row's name: method and settings
     "window": dict(method="streaming"),
     "h2o": dict(method="h2o"),
     "lococo+window": dict(method="lococo+window", kernel=3, compressor="facts"),  # the recipe
-    "the same, plain text": dict(method="lococo+window", kernel=3, compressor="facts"),
     "lococo": dict(method="lococo", kernel=21),  # the paper's, as the next one
     "lococo+h2o": dict(method="lococo+h2o", kernel=21),
 }
 PARTS = ("train", "prefill", "decode", "memory")
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    return Machine(args.device, getattr(torch, args.dtype))
 
 
 def seconds(work: Callable, args: argparse.Namespace) -> float:
@@ -85,7 +88,9 @@ def add_gradients(adapted: AdaptedLlama, L: int, args: argparse.Namespace,
         return told % args.vocab, ago
 
     own = argparse.Namespace(**vars(args) | {"seq": L, "segment": adapted.settings.segment})
-    gradients(adapted, draw, own, 0, done)
+    if adapted.settings.compressor == "paper":
+        own.answer_weight = 1.0  # as its recipe has it
+    gradients(adapted, draw, own, machine_of(args), 0, done)
 
 
 def train_time(adapted: AdaptedLlama, args: argparse.Namespace) -> float:
@@ -104,7 +109,7 @@ def train_time(adapted: AdaptedLlama, args: argparse.Namespace) -> float:
 def prefill_time(adapted: AdaptedLlama, args: argparse.Namespace) -> float:
     tokens = torch.from_numpy(random_ids(args.seq, args))[None].to(args.device)
     cache = adapted.cache()
-    with precision(args):
+    with machine_of(args).precision():
         return seconds(lambda: prefill(adapted.model, tokens, cache, args.segment), args)
 
 
@@ -112,13 +117,14 @@ def filled(adapted: AdaptedLlama, n: int, args: argparse.Namespace) -> KVCache:
     """A cache as it is after n tokens, but with random entries."""
     cache, s, config = adapted.cache(), adapted.settings, adapted.model.config
     held = min(n, s.mem + s.segment) if s.mem else n
+    dtype = getattr(torch, args.dtype)
     for layer in range(config.n_layers):
         shape = (1, config.n_kv_heads, held, config.head_dim)
-        cache.keys[layer] = torch.randn(shape, device=args.device, dtype=args.dtype)
-        cache.values[layer] = torch.randn(shape, device=args.device, dtype=args.dtype)
+        cache.keys[layer] = torch.randn(shape, device=args.device, dtype=dtype)
+        cache.values[layer] = torch.randn(shape, device=args.device, dtype=dtype)
         if s.heavy:
             cache.scores[layer] = torch.rand(shape[:3], device=args.device)
-    cache.seen = n
+    cache.seen, cache.compressed = n, held < n
     return cache
 
 
@@ -133,7 +139,7 @@ def decode_time(adapted: AdaptedLlama, n: int, args: argparse.Namespace) -> floa
         for _ in range(tokens):
             adapted.model(token, cache)
 
-    with precision(args):
+    with machine_of(args).precision():
         write(1)  # after this one a memory has just been compressed
         return seconds(lambda: write(count), args) / count
 
@@ -158,11 +164,13 @@ def kept_bytes(adapted: AdaptedLlama, L: int, args: argparse.Namespace) -> int:
     return max(sums)
 
 
-def measure(adapteds: dict[str, AdaptedLlama], args: argparse.Namespace) -> dict[str, dict[str, list]]:
+def measure(
+    models: dict[str, AdaptedLlama], args: argparse.Namespace
+) -> dict[str, dict[str, list]]:
     """{column: {row: the values of all rounds}}"""
     columns = defaultdict(lambda: defaultdict(list))
     for turn in range(args.rounds + 1):
-        for row, lococo in adapteds.items():
+        for row, adapted in models.items():
             found = {}
             if "train" in args.parts:
                 found["train, s"] = train_time(adapted, args)
@@ -174,7 +182,7 @@ def measure(adapteds: dict[str, AdaptedLlama], args: argparse.Namespace) -> dict
                 if turn:  # the first round warms up
                     columns[column][row].append(value)
     for L in (args.seq, args.long) if "memory" in args.parts else []:
-        for row, lococo in adapteds.items():
+        for row, adapted in models.items():
             if L == args.seq or adapted.settings.mem:  # `full` would take L x L
                 columns[f"memory {L:,}, MB"][row].append(kept_bytes(adapted, L, args) / 1e6)
     return columns
@@ -210,8 +218,8 @@ def parse() -> argparse.Namespace:
     add("--seq", type=int, default=2048)
     add("--long", type=int, default=32768, help="the other length whose training memory is shown")
     add("--contexts", type=int, nargs="+", default=[2048, 32768], help="tokens before decoding")
-    add("--bptt", type=int, default=1)
-    add("--answer-weight", type=float, default=1.0, help="other than 1: two backward passes")
+    add("--bptt", type=int, default=4, help="as in the recipe")
+    add("--answer-weight", type=float, default=20.0, help="other than 1: two backward passes")
     add("--rounds", type=int, default=5, help="turns of each method; one more warms up")
     add("--device", default="cpu")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -224,7 +232,7 @@ def main() -> None:
     prepare(args)
     heads = dict(n_heads=args.heads, n_kv_heads=args.heads)
     config = LlamaConfig(args.dim, args.layers, **heads, ffn_dim=args.ffn, vocab_size=args.vocab)
-    model = Llama(config).to(args.device, args.dtype)
+    model = Llama(config).to(args.device, getattr(torch, args.dtype))
     print(f"M = {args.mem}, T = {args.segment}, L = {args.seq:,}; {args.dtype} on {args.device}, "
           f"{torch.get_num_threads()} threads, torch {torch.__version__}; {args.rounds} rounds")
     print_table(measure({row: make(row, model, args) for row in ROWS}, args), list(ROWS))

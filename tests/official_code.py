@@ -16,11 +16,11 @@ class OfficialCompressor(Compressor):
     hitters that come next after those that have a slot of their own: g = 0 is plain eviction."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
-        super().__init__(head_dim, slots, kernel, "sum")  # starts as large as there
+        super().__init__(head_dim, slots, kernel)  # starts as large as there
         self.conv.bias = nn.Parameter(torch.zeros(slots))
         self.gate = nn.Parameter(torch.tensor(0.5))
 
-    def forward(self, k: Tensor, v: Tensor, merged_before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, k: Tensor, v: Tensor, from_slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.conv(torch.cat((k, v), dim=-1).flatten(0, 1).transpose(1, 2))  # (6)
         w = logits.unflatten(0, k.shape[:2]).float().relu().softmax(dim=-1)
         best = self.scores.topk(w.shape[2], dim=-1).indices.sort(dim=-1).values  # in time order
@@ -33,11 +33,11 @@ class OfficialMemory(Memory):
         self.scores[layer] = None  # heavy hitters are those of the last forward pass only
         return super().attend(layer, q, k, v)
 
-    def order(self, layer: int) -> Tensor:
-        order = super().order(layer)  # [heavy | rest]
-        rest = order[:, :, self.settings.heavy :]
+    def arrange(self, layer: int) -> Tensor:
+        arranged = super().arrange(layer)  # [heavy | rest]
+        rest = arranged[:, :, self.settings.heavy :]
         self.compressors[layer].scores = self.scores[layer].gather(2, rest)
-        return order
+        return arranged
 
 
 class OfficialLoCoCo(AdaptedLlama):

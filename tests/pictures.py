@@ -33,9 +33,9 @@ class Watched(Memory):
     mixing: dict[int, Tensor]
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
-        order, w = super().compress(layer)
-        self.mixing[layer] = self.mixing_matrix(order, w)[0, 0]
-        return order, w
+        arranged, w = super().compress(layer)
+        self.mixing[layer] = self.mixing_matrix(arranged, w)[0, 0]
+        return arranged, w
 
 
 class Following(TracedMemory):
@@ -105,9 +105,9 @@ def main() -> None:
     parser.add_argument("--adapter", type=Path, default=TINY)
     parser.add_argument("--tuned", type=Path, nargs="*", default=[], help="more runs to compare")
     parser.add_argument("--out", type=Path, default=HERE / "assets")
-    args = argparse.Namespace(model=TINY, device="cpu", dtype="float32", seed=0, micro_batch=8)
-    prepare(parser.parse_args(namespace=args))
-    model, tokenizer = load_base(args)
+    args = parser.parse_args()
+    machine = prepare(argparse.Namespace(device="cpu", dtype="float32", seed=0))
+    model, tokenizer = load_base(TINY, machine)
     streams = token_streams([], tokenizer)
     documents = long_documents(streams["held-out"], tokenizer.bos, 2048, 64)
     told, ago = tell_all(documents, 8, "held-out", tokenizer)
@@ -134,12 +134,13 @@ def main() -> None:
     made = {name: lambda model, row=row: AdaptedLlama(model, row) for name, row in rows.items()}
     for run in [*args.tuned, args.adapter]:
         tuned = f"{run.name.split('-')[0]}, tuned"
-        name = f"AdaptedLlama, {s.mem} slots" if run == args.adapter else tuned
+        name = f"LoCoCo, {s.mem} slots" if run == args.adapter else tuned
         made[name] = lambda model, run=run: load_adapter(run, model)
     lines = {}
     for name, make in made.items():
-        _, right, _ = token_losses(make(load_base(args)[0]), told, args)
-        lines[name] = [right[mask].double().mean().item() for mask in masks.values()]
+        base, _ = load_base(TINY, machine)
+        _, hits, _ = token_losses(make(base), told, machine, 8)
+        lines[name] = [hits[mask].double().mean().item() for mask in masks.values()]
     draw_recall(lines, list(masks), path, layer, head, args.out / "recall.png")
 
 

@@ -29,11 +29,11 @@ import train  # noqa: E402
 from eval_ppl import (  # noqa: E402
     PARTS, fact_tokens, long_documents, tell_all, token_losses, token_streams,
 )  # fmt: skip
-from generate import HERE, TINY, load_adapter, load_base, prepare, run_program  # noqa: E402
-from lococo import LoCoCo  # noqa: E402
+from generate import HERE, TINY, Machine, load_adapter, load_base, prepare, run_program  # noqa: E402
+from lococo import AdaptedLlama  # noqa: E402
 from official_code import OfficialLoCoCo  # noqa: E402
 
-PAPER = "--positions slots --kernel 21 --normalise sum --conv-lr 5e-2"
+PAPER = "--positions slots --compressor paper --kernel 21 --conv-lr 5e-2"
 ROWS = {  # the row's name: flags of train.py
     "full": "--method full --positions original",
     "window": "--method streaming",
@@ -43,8 +43,7 @@ ROWS = {  # the row's name: flags of train.py
     "lococo": f"--method lococo {PAPER}",
     "lococo+sinks": f"--method lococo+sinks {PAPER}",
     "official code": f"--method lococo+h2o {PAPER}",
-    "lococo+h2o, softmax": f"--method lococo+h2o {PAPER} --normalise softmax --conv-lr 1.5e-2",
-    "lococo, softmax": f"--method lococo {PAPER} --normalise softmax --conv-lr 1.5e-2",
+    "lococo+window, paper's form": f"--method lococo+window {PAPER}",
 }
 
 
@@ -77,24 +76,24 @@ def train_cell(row: str, seed: int, args: argparse.Namespace) -> Path:
     else:
         flags = f"{ROWS[row]} --recipe embedded --mem {args.mem} --segment 128 --seq {args.seq}"
         flags += f" --seed {seed} --steps {args.steps} --facts {args.facts}"
-        flags += f" --score-documents 0 --out {out}"
+        flags += f" --score-tokens 0 --out {out}"
     sys.argv = ["train.py", *flags.split()]
     with redirect_stdout(io.StringIO()):
         train.main()
     return out
 
 
-def score_cell(run: Path, args: argparse.Namespace) -> dict[str, float]:
+def score_cell(run: Path, machine: Machine) -> dict[str, float]:
     """Perplexity and recall, by column, of a trained adapter."""
-    model, tokenizer = load_base(args)
-    lococo, ids = load_adapter(run, model), token_streams([], tokenizer)["held-out"]
+    model, tokenizer = load_base(TINY, machine)
+    adapted, ids = load_adapter(run, model), token_streams([], tokenizer)["held-out"]
     cell = {}
     for L, most in ((2048, 64), (8192, 24)):
         texts = long_documents(ids, tokenizer.bos, L, most)
-        losses, _, _ = token_losses(adapted, texts, args)
+        losses, _, _ = token_losses(adapted, texts, machine, 8)
         cell[f"perplexity {L}"] = math.exp(losses.double().mean())
         told, ago = tell_all(texts, 8, "held-out", tokenizer)
-        _, right, _ = token_losses(adapted, told, args)
+        _, right, _ = token_losses(adapted, told, machine, 8)
         for start, stop in zip((0, 256, 512, 512, 1024, 2048), (256, 512, 2048, 1024, 2048, 8192)):
             mask = (start < ago) & (ago <= stop)
             if mask.any():
@@ -102,7 +101,7 @@ def score_cell(run: Path, args: argparse.Namespace) -> dict[str, float]:
                 cell[f"answers {L}: {start}-{stop}"] = int(mask.sum())
         for depth in (0, 0.25, 0.5, 0.75) if L == 2048 else ():
             asked = [at_depth(text, depth, i, tokenizer) for i, text in enumerate(texts)]
-            _, right, _ = token_losses(adapted, torch.stack(asked), args)
+            _, right, _ = token_losses(adapted, torch.stack(asked), machine, 8)
             cell[f"{L}: depth {depth}"] = right[:, -1].double().mean().item()
     return cell
 
@@ -131,20 +130,20 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--mem", type=int, default=128)
     parser.add_argument("--seq", type=int, default=2048, help="trained length, in tokens")
-    parser.add_argument("--steps", type=int, default=train.RECIPES["embedded"]["steps"])
+    parser.add_argument("--steps", type=int, default=train.RECIPES["embedded"].steps)
     parser.add_argument("--facts", type=int, default=8)
     args = parser.parse_args()
     file = HERE / "runs" / "reproduce.json"
     file.parent.mkdir(exist_ok=True)
-    scoring = argparse.Namespace(model=TINY, device="cpu", dtype="float32", seed=0, micro_batch=8)
-    prepare(scoring)
+    machine = prepare(argparse.Namespace(device="cpu", dtype="float32", seed=0))
     for seed in args.seeds:
         for row in args.only:
-            train.AdaptedLlama = generate.AdaptedLlama = OfficialLoCoCo if row == "official code" else AdaptedLlama
+            kind = OfficialLoCoCo if row == "official code" else AdaptedLlama
+            train.AdaptedLlama = generate.AdaptedLlama = kind
             name = run_directory(row, seed, args).name
             if name not in read(file):
                 print(name, file=sys.stderr)
-                cell = score_cell(train_cell(row, seed, args), scoring)
+                cell = score_cell(train_cell(row, seed, args), machine)
                 file.write_text(json.dumps(read(file) | {name: cell}, indent=1) + "\n")
     print(table(read(file), args))
 

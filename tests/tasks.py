@@ -1,4 +1,4 @@
-"""The paper's tasks as rows for `eval_ppl.py --tasks`, from the files that their authors publish.
+"""The paper's tasks: rows from the files that their authors publish, and the scores of rows.
 
     python tests/tasks.py race RACE --shots 4 --out race4.jsonl
     python tests/tasks.py hellaswag hellaswag/data --shots 10 --out hellaswag10.jsonl
@@ -8,6 +8,8 @@
     python tests/tasks.py scrolls scrolls/qasper --out qasper.jsonl
     python tests/tasks.py longbench LongBench/data/qasper.jsonl --out longbench-qasper.jsonl
     python tests/tasks.py recall --shots 3 --out runs/recall       # from the embedded model's text
+    python tests/tasks.py score runs/recall/choices.jsonl runs/recall/questions.jsonl
+    python tests/tasks.py score qasper.jsonl --model Llama-2-7b-hf --run runs/my-run
 
 The paper does not print its prompts. These follow the lm-evaluation-harness, without its exceptions
 (blanks in RACE, yes/no in Qasper, the options of QuALITY as choices); LongBench's are in its folder
@@ -18,17 +20,25 @@ import json
 import re
 import sys
 import zlib
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections import Counter
+from copy import copy
 from itertools import islice
 from pathlib import Path
 from typing import Callable, Iterator
 
 import numpy as np
+import torch
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import PARTS, fact_tokens, long_documents, token_streams  # noqa: E402
-from generate import TINY, run_program  # noqa: E402
-from model import DAMAGED, Tokenizer, UserError  # noqa: E402
+from eval_ppl import NAME, PARTS, add_shared_flags, compared, fact_tokens  # noqa: E402
+from eval_ppl import long_documents, memory_sizes, read_rows, token_streams  # noqa: E402
+from generate import TINY, Machine, Parser, as_text, decode, prepare, run_program  # noqa: E402
+from lococo import AdaptedLlama, prefill, segment_losses  # noqa: E402
+from model import DAMAGED, KVCache, Tokenizer, UserError  # noqa: E402
+
+# --- Rows from the official files ----------------------------------------------------------------
 
 
 def race(article: dict, file: Path) -> dict:
@@ -171,7 +181,139 @@ def recall(shots: int, seed: int) -> Iterator[dict]:
         yield {"prompt": prompt, "choices": [f" {v}" for v in values], "answer": 7}
 
 
+# --- Scores --------------------------------------------------------------------------------------
+
+
+def fork(cache: KVCache) -> KVCache:
+    """An independent copy: what enters it does not enter the original. A fresh view of a tensor has
+    no buffer to grow in."""
+    other = copy(cache)
+    for name, held in vars(cache).items():
+        if isinstance(held, list):
+            setattr(other, name, [None if t is None else t[:] for t in held])
+    return other
+
+
+def is_task(row: dict) -> bool:
+    """No text is blank, "stop" is text, and `answer` is the place of a choice."""
+    many = "choices" in row
+    texts, answer = (row["choices"], row["answer"]) if many else (row["answers"], 0)
+    prompts = np.broadcast_to(row["prompt"], len(texts)).tolist() if many else [row["prompt"]]
+    ends = row.get("stop", "\n") > "" and row.get("max_tokens", 32) > 0
+    return ends and answer in range(len(texts)) and all(text.strip() for text in prompts + texts)
+
+
+@torch.no_grad()
+def score_choices(
+    adapted: AdaptedLlama, row: dict, tokenizer: Tokenizer, device: str
+) -> tuple[dict, KVCache]:
+    """Is the likeliest choice right, and (`acc_norm`) the likeliest per character? As in the
+    lm-evaluation-harness, prompt, space and choice are tokenized together, then cut."""
+    model, T, scores = adapted.model, adapted.settings.segment, []
+    prompts = np.broadcast_to(row["prompt"], len(row["choices"])).tolist()
+    for i, (prompt, choice) in enumerate(zip(prompts, row["choices"])):
+        if i == 0 or prompt != prompts[i - 1]:  # read once, but for its last token
+            start, cache = tokenizer.encode(prompt.rstrip(" ")), adapted.cache()
+            prefill(model, torch.tensor([start[:-1]], device=device), cache, T)
+        rest = start[-1:] + tokenizer.encode(f"{prompt.rstrip(' ')} {choice.strip()}")[len(start) :]
+        pieces = segment_losses(model, torch.tensor([rest], device=device), fork(cache), T)
+        scores.append(-sum(nats.sum().item() for nats, _ in pieces))
+    by_length = [score / len(choice.strip()) for score, choice in zip(scores, row["choices"])]
+    likeliest = {"acc": np.argmax(scores), "acc_norm": np.argmax(by_length)}
+    return {metric: i == row["answer"] for metric, i in likeliest.items()}, cache
+
+
+def score_answer(
+    adapted: AdaptedLlama, row: dict, tokenizer: Tokenizer, device: str
+) -> tuple[dict, KVCache]:
+    """The greedy continuation, up to the row's "stop" (else a line break), of at most "max_tokens"
+    (else 32), beside the answer that it is most like. The cache returned has read the prompt."""
+    model, T, cache = adapted.model, adapted.settings.segment, adapted.cache()
+    ids, most = tokenizer.encode(row["prompt"]), row.get("max_tokens", 32)
+    logits = prefill(model, torch.tensor([ids], device=device), cache, T)
+    text, stop = "", row.get("stop", "\n")
+    for piece in as_text(decode(model, tokenizer, logits, fork(cache), most, 0), tokenizer, ids):
+        text += piece
+        if stop in text:
+            break
+    text, mark = text.split(stop)[0], row.get("punctuation", " ")
+    likeness = [compare(text, answer, mark) for answer in row["answers"]]
+    return {metric: max(each[metric] for each in likeness) for metric in likeness[0]}, cache
+
+
+def compare(text: str, answer: str, mark: str) -> dict[str, float]:
+    """Exact match and F1 of words without case, articles and punctuation, which becomes `mark` (in
+    TriviaQA a space, in SQuAD nothing); F of ROUGE-1, -2 and -L, without a stemmer (SCROLLS)."""
+    both = [re.sub(r"[!-/:-@\[-`{-~‘’´]", mark, t.lower()) for t in (text, answer)]
+    words = [re.sub(r"\b(a|an|the)\b", " ", t).split() for t in both]
+    x, y = tokens = [re.findall("[a-z0-9]+", t.lower()) for t in (text, answer)]
+    common = [0] * (len(y) + 1)  # longest common subsequence of x so far and the first j of y
+    for token in x:
+        above, common = common, [0]
+        for j, other in enumerate(y):
+            common.append(above[j] + 1 if token == other else max(above[j + 1], common[j]))
+    pairs = [[*zip(t, t[1:])] for t in tokens]
+    lists = {"f1": words, "rouge1": tokens, "rouge2": pairs, "rougeL": tokens}
+    shared = {metric: (Counter(a) & Counter(b)).total() for metric, (a, b) in lists.items()}
+    shared["rougeL"] = common[-1]
+    f1 = {metric: 2 * shared[metric] / max(len(a + b), 1) for metric, (a, b) in lists.items()}
+    return {"em": words[0] == words[1]} | f1
+
+
+def score_file(file: Path, rows: list, args: Namespace, machine: Machine, sizes: list) -> dict:
+    """Print a table for the rows of a file, means ± standard error; return its cells."""
+    tokenizer, table = Tokenizer(args.model), {}
+    for name, adapted in compared(args, machine, sizes):
+        columns, long = {}, []
+        trained = adapted.settings.length or adapted.model.config.context
+        for number, row in tqdm(rows, name, leave=False, disable=None):
+            score = score_choices if "choices" in row else score_answer
+            with machine.precision():
+                metrics, cache = score(adapted, row, tokenizer, machine.device)
+            long += [number] * (cache.seen > trained)
+            about = {"compressed": cache.compressed, "cache, MB": cache.nbytes / 1e6}
+            for column, value in (about | metrics).items():
+                columns.setdefault(column, []).append(float(value))
+        errors = {c: np.std(v) / max(len(v) - 1, 1) ** 0.5 for c, v in columns.items()}
+        cells = {c: f"{np.mean(v):.3f} ±{errors[c]:.3f}" for c, v in columns.items()}
+        if "rougeL" in columns:  # the geometric mean of the means, as SCROLLS has it
+            three = [np.mean(columns[c]) for c in ("rouge1", "rouge2", "rougeL")]
+            cells["rouge"] = f"{np.cbrt(np.prod(three)):.3f}"
+        if not table:
+            print(f"{file}: {len(rows)} rows\n{'':{NAME}}", *(f"{c:>13}" for c in cells))
+        note = f" {len(long)} above {trained:,} tokens: line {long[0]} ..." if long else ""
+        print(f"{name:{NAME}}", *(f"{cell:>13}" for cell in cells.values()), note)
+        table[name] = cells
+        del adapted  # before the next one is loaded
+    return table
+
+
+def score_main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("score", choices=["score"])
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--run", dest="runs", type=Path, nargs="+", default=[], help="of train.py")
+    add_shared_flags(parser)
+    args = parser.parse_args()
+    parser.refuse_counts(args)
+    if not args.runs and not args.method and args.model.resolve() == TINY:
+        args.runs = [TINY]
+    machine, sizes = prepare(args), memory_sizes(args.runs)
+    files = {file: list(read_rows(file, is_task)) for file in args.files}
+    if not all(files.values()):
+        raise UserError(f"{', '.join(map(str, files))}: one of them has no rows")
+    wanted = [] if args.method else sizes  # no more methods than are asked for
+    tables = {str(f): score_file(f, rows, args, machine, wanted) for f, rows in files.items()}
+    if args.json:
+        args.json.write_text(json.dumps(tables, indent=1) + "\n", "utf-8")
+
+
+# --- The program ---------------------------------------------------------------------------------
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["score"]:
+        return score_main()
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("data", choices=[*DATA, "recall"])
     parser.add_argument("source", type=Path, nargs="?", default=".", help="of the official files")

@@ -11,6 +11,7 @@ from conftest import names_in
 
 import train
 from eval_ppl import PARTS, tell
+from generate import Machine
 from lococo import AdaptedLlama, settings_for
 
 TEXT = "".join(f"def f{i}(x, y):\n    # one word\n\n    return {i} + x[y]\n" for i in range(200))
@@ -78,8 +79,8 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
     tokens, ago = torch.randint(3, 64, (4, 41)), torch.zeros(4, 41, dtype=torch.int64)
     ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (4, 5))
     args = Namespace(batch=2, micro_batch=1, seq=41, segment=6, bptt=bptt, answer_weight=weight)
-    args.device, args.dtype = "cpu", torch.float32  # no autocast
-    loss = train.gradients(adapted, lambda i: (tokens[i], ago[i]), args, step=1)
+    machine = Machine("cpu", torch.float32)  # no autocast
+    loss = train.gradients(adapted, lambda i: (tokens[i], ago[i]), args, machine, step=1)
     found, plain, weighted = {n: p.grad for n, p in adapted.trained().items()}, 0.0, 0.0
     for n in (2, 3):  # the sequences of the second step
         cache = adapted.cache()

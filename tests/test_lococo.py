@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from conftest import meta_state, reference_logits
 from official_code import OfficialLoCoCo, OfficialMemory
-from test_paper import weights_by_loop
+from tasks import fork
+from test_paper import by_loop
 
 from lococo import METHODS, POSITIONS, AdaptedLlama, Memory, interpolation
 from lococo import prefill, segment_losses, settings_for
@@ -125,8 +126,8 @@ def slow_memory(adapted, segments, rows):
 VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
     ("streaming", dict(sinks=3, recent=0)),
     ("lococo", dict(sinks=1, heavy=2, recent=2)),
-    ("lococo", dict(recent=1, kernel=21, normalise="softmax")),
-    ("lococo", dict(sinks=1, heavy=2, recent=2, kernel=5, normalise="softmax")),
+    ("lococo", dict(recent=1, kernel=21, compressor="facts")),
+    ("lococo", dict(sinks=1, heavy=2, recent=2, kernel=5, compressor="facts")),
 ]
 
 
@@ -134,9 +135,9 @@ VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
 def check_against_slow_memory(adapted, memory, rows):
     class Watched(memory):
         def compress(self, layer):
-            order, w = super().compress(layer)
-            self.W = self.mixing_matrix(order, w)
-            return order, w
+            arranged, w = super().compress(layer)
+            self.W = self.mixing_matrix(arranged, w)
+            return arranged, w
 
     cache = adapted.cache(Watched)
     segments, outputs = [], []
@@ -166,7 +167,7 @@ def test_every_method_equals_a_slow_memory(config, monkeypatch, method, changes,
     adapted = AdaptedLlama(model, settings(method, positions=positions, **changes))
     for p in adapted.compressors.parameters():
         p.data += 0.3 * torch.randn(p.shape)
-    check_against_slow_memory(adapted.double(), Memory, weights_by_loop)
+    check_against_slow_memory(adapted.double(), Memory, by_loop)
 
 
 # --- The official code's memory ------------------------------------------------------------------
@@ -207,12 +208,12 @@ def test_streaming_equals_a_fresh_forward_over_what_the_window_keeps(config):
 def test_a_fork_goes_on_by_itself(model, method, gradients):
     """Two forks, then the original, each with a text of its own, two tokens at a time. At 16 tokens
     the forks compress, and the original not yet."""
-    lococo, begin = AdaptedLlama(model, settings(method)), TOKENS[:, :10]
+    adapted, begin = AdaptedLlama(model, settings(method)), TOKENS[:, :10]
     texts, logits = [TOKENS[:, 10:], TOKENS[:, 10:].flip(1), TOKENS[:, 10:].flip(0)], []
     with torch.set_grad_enabled(gradients):
         original = adapted.cache()
         logits_of(model, original, begin, segment=2)
-        caches = [original.fork(), original.fork(), original]
+        caches = [fork(original), fork(original), original]
         for pieces in zip(*(text.split(2, dim=1) for text in texts)):
             logits.append(torch.stack([model(x, cache) for x, cache in zip(pieces, caches)]))
     for text, found in zip(texts, torch.cat(logits, dim=2)):
@@ -232,7 +233,7 @@ def test_a_fork_goes_on_by_itself(model, method, gradients):
 def test_positions_are_divided_to_fit_into_the_context(config, rope_scale, changes, factor):
     model = Llama(replace(config, rope_scale=rope_scale))
     adapted = AdaptedLlama(model, settings(**changes))
-    assert interpolation(model.config, adapted.settings) == adapted.cache().scale == factor
+    assert interpolation(model.config, adapted.settings) == adapted.cache().rope_scale == factor
 
 
 @pytest.mark.parametrize("bptt, widths", [(1, [6] * 6 + [3]), (2, [12, 12, 12, 3]), (9, [39])])

@@ -8,75 +8,101 @@ import torch
 import torch.nn.functional as F
 from conftest import meta_state, reference_logits, remembered
 
-from lococo import METHODS, POSITIONS, Compressor, AdaptedLlama, segment_losses, settings_for
-from model import KVCache
+from lococo import COMMON, METHODS, PENALTY, POSITIONS, SHARPNESS, AdaptedLlama, Compressor
+from lococo import FactCompressor, segment_losses, settings_for
+from model import KVCache, Llama, LlamaConfig
 
 TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(1))
 
 
-def weights_by_loop(compressor, slots, k, v, merged_before, *_):
-    """(6) and (7) for one head, k and v (S, D), merged_before (S,) -> W (slots, S), in float64."""
+def filtered(entries, g, i, j):
+    """(6): what filter i of g (slots, 2D, taps) gives at entry j of entries (S, 2D)."""
+    total = torch.zeros((), dtype=torch.float64)
+    for tap in range(g.shape[2]):
+        neighbour = j + tap - g.shape[2] // 2
+        if 0 <= neighbour < len(entries):  # beyond the ends are zeros
+            total = total + g[i, :, tap].double() @ entries[neighbour]
+    return total
+
+
+def paper_by_loop(compressor, slots, k, v, *_):
+    """(6), the ReLU and (7) for one head, k and v (S, D) -> w (slots, S), in float64."""
     entries, S = torch.cat((k, v), dim=1).double(), len(k)
-    W = torch.zeros(slots, S, dtype=torch.float64)
-    taken = torch.zeros(S, dtype=torch.float64)
-
-    def logit(i, j):
-        """Of filter i at entry j."""
-        if compressor.normalise == "softmax" and merged_before[j]:
-            return compressor.held.weight[i, :, 0].double() @ entries[j]
-        g, total = compressor.conv.weight.double(), torch.zeros((), dtype=torch.float64)
-        for tap in range(g.shape[2]):
-            neighbour = j + tap - g.shape[2] // 2
-            if 0 <= neighbour < S:  # beyond the ends are zeros
-                total = total + g[i, :, tap] @ entries[neighbour]  # (6)
-        return total
-
+    w = torch.zeros(slots, S, dtype=torch.float64)
     for i in range(slots):
         for j in range(S):
-            if compressor.normalise == "sum":
-                W[i, j] = logit(i, j).clamp(min=0)
-            else:  # filter 0 is added to all others, three times
-                sharpness = 1 if compressor.training else 2
-                both = sharpness * (3 * logit(0, j) + logit(1 + i, j))
-                W[i, j] = (both - 40 * taken[j]).exp()
-        W[i] = W[i] / W[i].sum() if W[i].any() else 1 / S  # (7)
-        centred = entries - entries.mean(dim=0)
-        directions = torch.stack([entry / entry.norm() for entry in centred])
+            w[i, j] = filtered(entries, compressor.conv.weight, i, j).clamp(min=0)
+        w[i] = w[i] / w[i].sum() if w[i].any() else 1 / S  # (7)
+    return w.detach()
+
+
+def facts_by_loop(compressor, slots, k, v, from_slot, *_):
+    """Ours for one head, k and v (S, D), from_slot (S,) -> w (slots, S), in float64."""
+    entries, S = torch.cat((k, v), dim=1).double(), len(k)
+    w = torch.zeros(slots, S, dtype=torch.float64)
+    taken = torch.zeros(S, dtype=torch.float64)
+    centred = entries - entries.mean(dim=0)
+    directions = torch.stack([entry / entry.norm() for entry in centred])
+    for i in range(slots):
+        for j in range(S):
+            own, common = compressor.conv.weight, compressor.common
+            if from_slot[j]:
+                own, common = compressor.slot_filters, compressor.slot_common
+            logit = filtered(entries, own, i, j) + COMMON * filtered(entries, common, 0, j)
+            w[i, j] = (logit - PENALTY * taken[j]).exp()
+        w[i] = w[i] / w[i].sum()
         for j in range(S):  # the rows after it avoid copies of what it takes
-            taken[j] += F.cosine_similarity(W[i] @ directions, centred[j], dim=0).detach() ** 32
-    return W.detach()
+            cosine = F.cosine_similarity(w[i] @ directions, centred[j], dim=0)
+            taken[j] += cosine.clamp(min=0).detach() ** SHARPNESS
+    return w.detach()
+
+
+def by_loop(compressor, *args):
+    return (facts_by_loop if hasattr(compressor, "common") else paper_by_loop)(compressor, *args)
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 21])
-@pytest.mark.parametrize("normalise, training", [("sum", 1), ("softmax", 1), ("softmax", 0)])
-def test_compressor_equals_a_loop_over_the_equations(normalise, training, kernel):
+@pytest.mark.parametrize("kind", [Compressor, FactCompressor])
+def test_compressor_equals_a_loop_over_the_equations(kind, kernel):
     torch.manual_seed(0)
-    compressor = Compressor(4, 5, kernel, normalise).train(bool(training))
+    compressor = kind(4, 5, kernel)
     for p in compressor.parameters():
         torch.nn.init.normal_(p, std=0.3)
     k, v = torch.randn(2, 2, 3, 12, 4)
-    merged_before = torch.rand(2, 3, 12) < 0.4
-    k_new, v_new, w = compressor(k, v, merged_before)  # (B, G, slots, D)
+    from_slot = torch.rand(2, 3, 12) < 0.4
+    k_new, v_new, w = compressor(k, v, from_slot)  # (B, G, slots, D)
     assert torch.allclose(w.sum(dim=-1), torch.ones(2, 3, 5)) and (w >= 0).all()
     for b in range(2):
         for head in range(3):
-            W = weights_by_loop(compressor, 5, k[b, head], v[b, head], merged_before[b, head])
-            assert torch.allclose(w[b, head].double(), W, atol=1e-5)
+            W = by_loop(compressor, 5, k[b, head], v[b, head], from_slot[b, head])
+            assert torch.allclose(w[b, head].double(), W, atol=1e-4)
             for i in range(5):
                 for new, old in ((k_new, k), (v_new, v)):  # (4) and (5)
                     mixed = sum(W[i, j] * old[b, head, j].double() for j in range(12))
-                    assert torch.allclose(new[b, head, i].double(), mixed, atol=1e-5)
+                    assert torch.allclose(new[b, head, i].double(), mixed, atol=1e-4)
+
+
+def test_after_training_logits_are_doubled():
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(32, 1, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=64))
+    for kind, factor in (("paper", 1), ("facts", 2)):
+        changes = dict(compressor=kind, kernel=3, lora_rank=0)
+        adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, **changes))
+        before = {name: p.clone() for name, p in adapted.named_parameters()}
+        adapted.sharpen()
+        for name, p in adapted.named_parameters():
+            assert torch.equal(p, before[name] * (factor if "compressors" in name else 1))
 
 
 def test_how_a_softmax_starts():
     """Each slot takes few entries, other slots other entries, whatever their neighbours are."""
     torch.manual_seed(0)
-    compressor, order = Compressor(64, 16, 5, "softmax"), torch.randperm(99)
+    compressor, order = FactCompressor(64, 16, 5), torch.randperm(99)
     k, v = torch.randn(2, 1, 1, 99, 64)
-    for merged_before in (torch.zeros(1, 1, 99).bool(), torch.ones(1, 1, 99).bool()):
-        w = compressor(k, v, merged_before)[2][0, 0]
+    for from_slot in (torch.zeros(1, 1, 99).bool(), torch.ones(1, 1, 99).bool()):
+        w = compressor(k, v, from_slot)[2][0, 0]
         assert w.amax(dim=1).mean() > 0.5 and len(w.argmax(dim=1).unique()) > 12
-        elsewhere = compressor(k[:, :, order], v[:, :, order], merged_before)[2][0, 0]
+        elsewhere = compressor(k[:, :, order], v[:, :, order], from_slot)[2][0, 0]
         assert (elsewhere - w[:, order]).abs().sum(dim=1).mean() < 0.3
 
 
@@ -115,7 +141,7 @@ def test_segments_equal_the_whole_while_nothing_is_compressed(model, method, pos
 
 
 def test_the_papers_number_of_weights():
-    assert 32 * Compressor(128, 128, 21, "sum").conv.weight.numel() == 22_020_096  # "22 million"
+    assert 32 * Compressor(128, 128, 21).conv.weight.numel() == 22_020_096  # "22 million"
 
 
 @pytest.mark.parametrize("bptt", [1, 5])
@@ -123,7 +149,7 @@ def test_a_segments_loss_trains_the_compression_before_it(model, monkeypatch, bp
     """The loss of the fifth segment. With bptt = 1 its gradient is the numerical derivative while
     the memory after four segments is held fixed; with bptt = 5 nothing is fixed."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # all in float64
-    lococo, tokens = AdaptedLlama(model, settings_for("lococo", 8, 6, 40)).double(), TOKENS[:, :31]
+    adapted, tokens = AdaptedLlama(model, settings_for("lococo", 8, 6, 40)).double(), TOKENS[:, :31]
     pieces = segment_losses(model, tokens, adapted.cache(), 6, bptt)
     losses = torch.cat([nats for nats, _ in pieces], dim=1)
     losses[:, 24:].sum().backward()
@@ -136,6 +162,7 @@ def test_a_segments_loss_trains_the_compression_before_it(model, monkeypatch, bp
     def loss():
         cache = adapted.cache()
         cache.keys, cache.values, cache.seen = [*start.keys], [*start.values], start.seen
+        cache.compressed = start.compressed
         *_, (nats, _) = segment_losses(model, tokens[:, start.seen :], cache, 6)
         return nats.sum().item()
 

@@ -21,7 +21,7 @@ import generate
 import train
 from generate import TINY, as_text, decode, described, load_adapter, sample, write_file
 from lococo import METHODS, AdaptedLlama, Settings, segment_losses
-from model import load_llama
+from model import Tokenizer, load_llama
 
 LINES = {
     train: "--data text --mem 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 --out run",
@@ -32,7 +32,7 @@ SINKS = "--method h2o --mem 16 --sinks 4"
 FULL = Settings("full", 16, 1024, lora_rank=0)
 H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)
 WINDOW = Settings("streaming", 16, 96, sinks=4, recent=12, positions="slots", lora_rank=0)
-MIXED = Settings("lococo+window", 16, 96, 4, 0, 2, 10, "slots", 5, "softmax")
+MIXED = Settings("lococo+window", 16, 96, 4, 0, 2, 10, "slots", "facts", 3)
 WIDER = Settings("streaming", 64, 1024, sinks=4, recent=60, positions="slots", lora_rank=0)
 WIDER_H2O = Settings("h2o", 64, 1024, heavy=32, recent=32, positions="slots", lora_rank=0)
 WINDOW_ROW = "window of equal memory, base untouched"
@@ -43,7 +43,7 @@ ENTRY = 2 * 4 * 2 * 64 * 4  # bytes of a key and a value in 4 layers of 2 heads 
 def stock(tmp_path_factory):
     """A good adapter, each of whose tensors matters, and things that are wrong."""
     torch.manual_seed(0)
-    lococo, folder = AdaptedLlama(load_llama(TINY), MIXED), tmp_path_factory.mktemp("stock")
+    adapted, folder = AdaptedLlama(load_llama(TINY), MIXED), tmp_path_factory.mktemp("stock")
     tensors = {n: p + 0.02 * torch.randn_like(p) for n, p in adapted.trained().items()}
     bad = {n: t * math.nan for n, t in tensors.items()}
     own = described(adapted)
@@ -91,8 +91,8 @@ def test_every_method_trains_and_is_read_back(run, tokenizer, words):
     printed = [float(table[row][0]) for row in (WINDOW_ROW, f"{method}, after training")]
     streams = eval_ppl.token_streams([Path("text")], tokenizer)
     rows = eval_ppl.long_documents(streams["held-out"], tokenizer.bos, 96, 2)
-    adapteds = [AdaptedLlama(load_llama(TINY), WINDOW), load_adapter(Path("run"), load_llama(TINY))]
-    expected = [math.exp(nats_by_hand(adapted, rows).mean()) for adapted in adapteds]
+    models = [AdaptedLlama(load_llama(TINY), WINDOW), load_adapter(Path("run"), load_llama(TINY))]
+    expected = [math.exp(nats_by_hand(adapted, rows).mean()) for adapted in models]
     assert printed == pytest.approx(expected, abs=0.2 if half else 6e-4)
 
 
@@ -136,13 +136,13 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     words = "--method streaming h2o --mem 16 --sinks 4 --data text --part training --documents 3"
     code, out, err = run(eval_ppl, f"adapter {words} --lengths 64 300 64 --by-position")
     assert code == 0 and "documents (training): 3 of 64 tokens, 3 of 300 tokens" in out, err
-    settings = {"base, full": FULL, "base, streaming": WINDOW, "base, h2o": H2O}
-    adapteds = {name: AdaptedLlama(load_llama(TINY), s) for name, s in settings.items()}
-    adapteds["adapter"] = load_adapter(Path("adapter"), load_llama(TINY))
+    settings = {"base, full": FULL, "base, streaming M=16": WINDOW, "base, h2o M=16": H2O}
+    models = {name: AdaptedLlama(load_llama(TINY), s) for name, s in settings.items()}
+    models["adapter"] = load_adapter(Path("adapter"), load_llama(TINY))
     lines, nats, kinds = out.splitlines(), {}, {}
     ids = eval_ppl.token_streams([Path("text")], tokenizer)["training"]
     texts = [eval_ppl.long_documents(ids, tokenizer.bos, L, 3) for L in (64, 300)]
-    for name, lococo in adapteds.items():
+    for name, adapted in models.items():
         line = next(line for line in lines if line.startswith(f"{name} "))
         slots, nbytes, *printed = line[len(name) :].replace(",", "").split()
         short, nats[name] = [nats_by_hand(adapted, rows) for rows in texts]
@@ -192,10 +192,10 @@ def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
     ids = eval_ppl.token_streams([Path("text")], tokenizer)["held-out"]
     texts = eval_ppl.long_documents(ids, tokenizer.bos, 300, 64)
     rows = [eval_ppl.tell(text, 8, "held-out", 0, i, tokenizer) for i, text in enumerate(texts)]
-    settings = {"base, full": FULL, "base, streaming": WIDER, "base, h2o": WIDER_H2O}
-    adapteds = {name: AdaptedLlama(load_llama(TINY), s) for name, s in settings.items()}
-    adapteds["run"] = load_adapter(Path("run"), load_llama(TINY))
-    for name, lococo in adapteds.items():
+    settings = {"base, full": FULL, "base, streaming M=64": WIDER, "base, h2o M=64": WIDER_H2O}
+    models = {name: AdaptedLlama(load_llama(TINY), s) for name, s in settings.items()}
+    models["run"] = load_adapter(Path("run"), load_llama(TINY))
+    for name, adapted in models.items():
         right = {"told ago 0-128": [], "told ago 128-300": []}
         for told, ago in rows:
             likeliest = read_by_hand(adapted, told.tolist()).argmax(dim=-1)
@@ -210,7 +210,7 @@ def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
     assert scored[start : start + 2] == [[*c, *s] for c, s in zip(counts, zip(*shares.values()))]
     head = [f"{len(rows)} held-out documents", "perplexity", "recall 0-128", "recall 128-300"]
     found = {line[0]: line[2:] for line in trained[trained.index(head) :]}
-    assert found[WINDOW_ROW] == shares["base, streaming"]
+    assert found[WINDOW_ROW] == shares["base, streaming M=64"]
     assert found["lococo+window, after training"] == shares["run"]
     drawn = [names_in(draws[0](i)[0], tokenizer) for i in range(9)]
     assert set(map(len, drawn)) == {3}
@@ -232,6 +232,29 @@ def test_greedy_text_and_figures(run, tokenizer, words):
     assert slots == adapted.settings.mem and seen == len(ids) + 12
     assert held <= 16 + 16 if slots else held == seen
     assert (nbytes, full) == (ENTRY * held, ENTRY * seen)
+
+
+@pytest.mark.parametrize("words", ["--method h2o --mem 16", "--adapter adapter"])
+def test_a_memory_is_saved_and_asked_again(run, words):
+    """What is read in two runs is what one run reads, if the first ends with a whole segment."""
+    tokenizer, question = Tokenizer(TINY), "return x"
+    ids = tokenizer.encode(Path("text/0.py").read_text())[:97]  # 6 segments of 16, and one more
+    Path("book").write_text(tokenizer.sp.decode(ids[:96]))
+    Path("question").write_text(question)
+    model = load_llama(TINY)
+    adapted = AdaptedLlama(model, H2O) if "h2o" in words else load_adapter(Path("adapter"), model)
+    words += " --sinks 4" * ("h2o" in words)
+    assert run(generate, f"{words} --prompt book --save-memory memory")[0] == 0
+    ask = f"{words} --prompt question --load-memory memory --temperature 0 --max-new-tokens 3"
+    code, out, err = run(generate, ask)
+    both = tokenizer.encode(Path("book").read_text()) + tokenizer.encode(question)[1:]
+    written = greedy_by_hand(adapted, both)[: len(both) + 3]
+    assert code == 0 and question + out == tokenizer.sp.decode(written)[-len(question + out) + 1 :] + "\n"
+    assert run(generate, ask)[1] == out  # asked again
+    Path("memory").write_bytes(Path("memory").read_bytes()[:-1] + b"\x77")
+    assert "damaged" in run(generate, ask)[2]
+    code, _, err = run(generate, ask.replace(words, "--method streaming --mem 16"))
+    assert code == 2
 
 
 @pytest.mark.parametrize("temperature, expected", [
@@ -262,46 +285,68 @@ def test_text_is_shown_as_it_comes_and_in_whole_characters(tokenizer, text):
     assert "".join(as_text(iter(ids[:-1]), tokenizer, prompt)) == text  # a part is held back
 
 
-# A program, a line, and what follows it; after | what the sentence must say, if it is not that.
-# No model is called missing: what is refused before this is noticed has cost no work.
+# What follows a program's line, and what the sentence must say. No model is called missing: what is
+# refused before this is noticed has cost no work.
 MISTAKES = [
-    (generate, "--prompt text/0.py", "--mem 16 | go with --method; --adapter nan | not finite;"
-    "--adapter old | old/adapter.safetensors: not written by this; --adapter damaged | checksum;"
-    "--adapter nan --show-memory 0 0 | not finite;"
-    "--adapter adapter --model other-base | for another base; --adapter nowhere | nowhere/adapter"),
-    (generate, LINES[generate], "--temperature nan; --show-memory 4 0; --show-memory 0 2;"
-    "--show-memory 0 -1 | --show-memory -1; --method lococo; --prompt -; --prompt /dev/null;"
-    "--prompt allocate | allocate: No such file; --prompt text | text: Is a;"
-    "--prompt latin | latin: not UTF-8 text (byte 3); --adapter nan | not allowed with argument;"
-    "--sinks 17 | not fit; --model nan-base | finite; --method full --show-memory 0 0 | no slots"),
-    (eval_ppl, LINES[eval_ppl], "--lengths 99999; --lengths 1; --method lococo;"
-    "-- nowhere | nowhere/adapter; -- damaged | checksum; -- nan | not finite;"
-    "--method magic | choice: 'magic'; --model nan-base | not finite"),
-    (train, LINES[train], "--mem 0; --lr nan; --conv-lr inf; --seq 33; --seq 99999; --device gpu;"
-    "--kernel 4; --steps 1.5 | value: '1.5'; --method magic | choice: 'magic'; --unknown;"
-    "--sinks 9 --recent 8 | not fit; --method full --recent 8 | --method full --mem 16: ;"
-    "--method streaming --mem 3 | not fit; --method streaming --sinks 0 --recent 0 | not fit;"
-    "--method lococo+sinks --sinks 16 | not fit; --model missing | missing/;"
-    "--method h2o --lora-rank 0 | nothing to train; --data text nowhere | nowhere; --device meta;"
-    "--data nowhere | nowhere; --model missing --out text | text; --out latin/run | latin;"
-    "--resume nowhere | nowhere/state; --recipe embedded --model nan-base | not finite;"
-    "--answer-weight 0; --answer-weight inf"),
-]  # fmt: skip
+    (generate, "", "required: --prompt"),
+    (generate, "--prompt text/0.py --mem 16", "go with --method"),
+    (generate, "--prompt text/0.py --adapter nan", "not finite"),
+    (generate, "--prompt text/0.py --adapter old", "old/adapter.safetensors: cannot be read"),
+    (generate, "--prompt text/0.py --adapter damaged", "checksum"),
+    (generate, "--prompt text/0.py --adapter adapter --model other-base", "for another base"),
+    (generate, "--prompt text/0.py --adapter nowhere", "nowhere/adapter"),
+    (eval_ppl, "--data text --mem 16", "with --method"),
+    (eval_ppl, "newer --recall --data text --lengths 64", "newer/adapter.safetensors: made by"),
+]
+FOLLOWING = {
+    generate: [
+        ("--temperature nan", "--temperature nan"), ("--show-memory 4 0", "--show-memory 4 0"),
+        ("--show-memory 0 2", "--show-memory 0 2"), ("--show-memory 0 -1", "--show-memory -1"),
+        ("--method lococo", "--method lococo"), ("--prompt -", "--prompt -"),
+        ("--prompt /dev/null", "/dev/null"), ("--prompt allocate", "allocate: No such file"),
+        ("--prompt text", "text: Is a"), ("--prompt latin", "latin: not UTF-8 text (byte 3)"),
+        ("--adapter nan", "not allowed with argument"), ("--sinks 17", "not fit"),
+        ("--model nan-base", "finite"), ("--method full --show-memory 0 0", "no slots"),
+        ("--method full --save-memory m", "no slots"), ("--save-memory latin", "latin: there is"),
+        ("--save-memory no/m", "no/m: cannot be written"), ("--load-memory nowhere", "nowhere"),
+        ("--load-memory latin", "latin: cannot be read"),
+        ("--load-memory adapter/adapter.safetensors", "of another model"),
+        ("--load-memory m --show-memory 0 0", "not allowed with argument"),
+    ],
+    eval_ppl: [
+        ("--lengths 99999", "--lengths 99999"), ("--lengths 1", "--lengths 1"),
+        ("--method lococo", "--method lococo"), ("--method magic", "choice: 'magic'"),
+        ("-- nowhere", "nowhere/adapter"), ("-- damaged", "checksum"), ("-- nan", "not finite"),
+        ("--model nan-base", "not finite"), ("--json no/x", "no/x"), ("--json text", "text: this is"),
+    ],
+    train: [
+        ("--mem 0", "--mem 0"), ("--lr nan", "--lr nan"), ("--conv-lr inf", "--conv-lr inf"),
+        ("--seq 33", "--seq 33"), ("--seq 99999", "--seq 99999"), ("--device gpu", "--device gpu"),
+        ("--kernel 4", "--kernel 4: it must be odd"), ("--steps 1.5", "value: '1.5'"),
+        ("--method magic", "choice: 'magic'"), ("--unknown", "--unknown"),
+        ("--sinks 9 --recent 8", "not fit"), ("--method full --recent 8", "--method full --mem 16"),
+        ("--method streaming --mem 3", "not fit"), ("--answer-weight inf", "--answer-weight inf"),
+        ("--method streaming --sinks 0 --recent 0", "not fit"), ("--model missing", "missing/"),
+        ("--method lococo+sinks --sinks 16", "not fit"), ("--device meta", "--device meta"),
+        ("--method h2o --lora-rank 0", "nothing to train"), ("--data text nowhere", "nowhere"),
+        ("--data nowhere", "nowhere"), ("--model missing --out text", "text: it is there"),
+        ("--out latin/run", "latin"), ("--resume nowhere", "nowhere/state"),
+        ("--recipe embedded --model nan-base", "not finite"),
+    ],
+}  # fmt: skip
 NUMBERS = {train: "seq kernel lora-rank lr conv-lr steps batch micro-batch bptt save-every facts "
-           "answer-weight",
+           "answer-weight score-tokens",
            generate: "max-new-tokens temperature",
            eval_ppl: "lengths documents micro-batch"}  # fmt: skip
-BAD = [(generate, "", "required: --prompt"), (eval_ppl, "--data text --mem 16", "with --method"),
-       (eval_ppl, "newer --recall --data text --lengths 64", "newer/adapter.safetensors: made by")]
-for program, line, mistakes in MISTAKES:
-    parts = [mistake.partition(" | ") for mistake in mistakes.split(";")]
-    BAD += [(program, f"{line} {words}", sentence or words.strip()) for words, _, sentence in parts]
 for program, line in LINES.items():
+    for words, sentence in FOLLOWING[program]:
+        MISTAKES.append((program, f"{line} {words}", sentence))
     for name in f"mem segment sinks heavy recent seed {NUMBERS[program]}".split():
-        BAD += [(program, f"{line} --{name} {value}", f"--{name} ") for value in (-3, 10**20)]
+        for value in (-3, 10**20):
+            MISTAKES.append((program, f"{line} --{name} {value}", f"--{name} {value}"))
 
 
-@pytest.mark.parametrize("program, words, sentence", BAD)
+@pytest.mark.parametrize("program, words, sentence", MISTAKES)
 def test_a_mistake_is_one_sentence(run, program, words, sentence):
     """Exit code 2, one line on standard error, no traceback, and nothing is written."""
     before = {file for file in Path().rglob("*.*") if "cache" not in file.parts}
@@ -335,7 +380,9 @@ def test_help_and_terminals(run):
     ascii = os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
     line = [sys.executable, generate.__file__, "--device", "cpu", *LINES[generate].split()]
     line += ["--prompt", "né", "--show-memory", "0"]
-    started = [Popen([*line, n], stdout=PIPE, stderr=PIPE, text=True, env=ascii) for n in "900"]
+    started = []
+    for head in ("9", "0", "0"):  # one that is not there, output, output into a closed pipe
+        started.append(Popen([*line, head], stdout=PIPE, stderr=PIPE, text=True, env=ascii))
     started[2].stdout.close()
     (_, error), (slots, figures), (_, nothing) = (process.communicate() for process in started)
     assert [process.returncode for process in started] == [2, 0, 1]

@@ -122,12 +122,12 @@ def test_the_changes_of_the_exercises_run():
 
 def losses_of(modules: dict[str, ModuleType]) -> torch.Tensor:
     torch.manual_seed(0)
-    model, adapted = modules["model"], modules["lococo"]
+    model, lococo = modules["model"], modules["lococo"]
     config = model.LlamaConfig(32, 1, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=64)
     llama = model.Llama(config)
     tokens, losses = torch.randint(0, 64, (1, 96)), []
     for method in ("h2o", "lococo+window", *({"both"} & set(lococo.METHODS))):
-        changes = dict(normalise="softmax", positions="slots", kernel=3, lora_rank=0)
+        changes = dict(compressor="facts", positions="slots", kernel=3, lora_rank=0)
         torch.manual_seed(1)
         dropped_in = lococo.AdaptedLlama(llama, lococo.settings_for(method, 32, 8, 96, **changes))
         for nats, _ in lococo.segment_losses(llama, tokens, dropped_in.cache(), 8):

@@ -14,7 +14,7 @@ TOKENS = torch.randint(0, 64, (1, 45), generator=torch.Generator().manual_seed(2
 def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, layer, head):
     """A memory of 8 slots reads 45 tokens in segments of 8. After each compression its keys and
     values are those that once entered, mixed by the shares; tracing changes nothing."""
-    settings, entered, largest = Settings("a method", 8, 64, *counts, "original", 3), [], []
+    settings, entered, largest = Settings("a method", 8, 64, *counts, "original", kernel=3), [], []
 
     class Followed(TracedMemory):
         def attend(self, n, q, k, v):
@@ -23,12 +23,12 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, layer,
             return super().attend(n, q, k, v)
 
         def compress(self, n):
-            order, w = super().compress(n)
+            arranged, w = super().compress(n)
             if n == layer:
                 held = torch.cat((self.keys[n], self.values[n]), dim=3)[0, head]
                 assert torch.allclose(self.shares @ torch.cat(entered), held, atol=1e-4)
                 largest.append(self.shares.max(dim=1))
-            return order, w
+            return arranged, w
 
     torch.manual_seed(1)
     adapted = AdaptedLlama(model, settings)
@@ -52,6 +52,7 @@ def test_slots_are_described_by_their_largest_shares(model, tokenizer):
     settings = Settings("a method", 2, 64, 1, 1, 1, 1, kernel=3, lora_rank=0)
     cache = AdaptedLlama(model, settings).cache(TracedMemory)
     cache.layer, cache.head, cache.keys[0] = 1, 0, torch.zeros(1, 2, 6, 8)
+    cache.compressed = True
     cache.shares = torch.zeros(4, len(ids))
     slots, tokens = (0, 1, 2, 2, 2, 2, 3, 3), (0, 3, 2, 4, 6, 7, 8, 7)
     cache.shares[slots, tokens] = torch.tensor([1, 1, 0.5, 0.25, 0.2, 0.05, 0.994, 0.006])
@@ -65,5 +66,5 @@ def test_slots_are_described_by_their_largest_shares(model, tokenizer):
         "      █··· 0.20 '<0x0A>'   6       ▄",
         "   3 recent   ████ 0.99 'return'   8       █",
     ]
-    cache.keys[0] = torch.zeros(1, 2, 12, 8)
+    cache.compressed = False
     assert len(list(describe_slots(cache, ids, tokenizer))) == 1

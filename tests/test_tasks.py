@@ -32,8 +32,8 @@ TEXT += "\ndef f(x, y):\n    return x["  # three segments
     ("One two two three four five", "two, one six THREE four-two two_two", " ",
      (0, 5 / 7, 2 * 5 / (6 + 8), 2 * 2 / (5 + 7), 2 * 3 / (6 + 8)))])  # fmt: skip
 def test_metrics(text, answer, mark, expected):
-    assert [*eval_ppl.compare(text, answer, mark).values()] == pytest.approx(expected)
-    assert [*eval_ppl.compare(answer, text, mark).values()] == pytest.approx(expected)
+    assert [*tasks.compare(text, answer, mark).values()] == pytest.approx(expected)
+    assert [*tasks.compare(answer, text, mark).values()] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("settings", [FULL, H2O], ids=lambda s: s.method)
@@ -41,7 +41,7 @@ def test_metrics(text, answer, mark, expected):
 def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
     """By sums and by sums for a character. A prompt is read once, but for its last token; its last
     space is read as the choice's first; a choice may have a prompt of its own."""
-    lococo, sums = AdaptedLlama(load_llama(TINY), settings), []
+    adapted, sums = AdaptedLlama(load_llama(TINY), settings), []
     choices = [" x", " x + y", " None", " self", " x[y]"]
     for end, choice in zip(ends, choices):
         start = tokenizer.encode(TEXT + end)
@@ -57,30 +57,39 @@ def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
             row = {"prompt": prompts if ends == "xys01" else prompts[0]}
             row["choices"] = [choices[i][len(space) :] for i in some]
             row["answer"] = some.index(max(some, key=order.index))
-            monkeypatch.setattr(eval_ppl, "prefill", Mock(side_effect=prefill))
-            found, cache = eval_ppl.score_choices(adapted, row, tokenizer, Namespace(device="cpu"))
+            monkeypatch.setattr(tasks, "prefill", Mock(side_effect=prefill))
+            found, cache = tasks.score_choices(adapted, row, tokenizer, "cpu")
             assert found[metric] and (cache.seen, cache.size) == (48, 32 if settings.mem else 48)
-            assert eval_ppl.prefill.call_count == len(set(prompts))
+            assert tasks.prefill.call_count == len(set(prompts))
 
 
 @pytest.mark.parametrize("settings", [FULL, H2O], ids=lambda s: s.method)
 @pytest.mark.parametrize("more, kept", [
     ({}, 12), ({"stop": "]", "punctuation": ""}, 12), ({"max_tokens": 1}, 1)])  # fmt: skip
 def test_a_text_is_the_likeliest_up_to_its_stop(tokenizer, monkeypatch, settings, more, kept):
-    lococo, ids = AdaptedLlama(load_llama(TINY), settings), tokenizer.encode(TEXT)
+    adapted, ids = AdaptedLlama(load_llama(TINY), settings), tokenizer.encode(TEXT)
     written = tokenizer.sp.decode(greedy_by_hand(adapted, ids)[: 48 + kept])[len(TEXT) :]
     text, stop, _ = written.partition(more.get("stop", "\n"))
     assert text and bool(stop) == (kept == 12)
     mark = more.get("punctuation", " ")
-    monkeypatch.setattr(eval_ppl, "compare", lambda *given: {"same": given == (text, text, mark)})
+    monkeypatch.setattr(tasks, "compare", lambda *given: {"same": given == (text, text, mark)})
     row = {"prompt": TEXT, "answers": ["other", text]} | more
-    found, cache = eval_ppl.score_answer(adapted, row, tokenizer, Namespace(device="cpu"))
+    found, cache = tasks.score_answer(adapted, row, tokenizer, "cpu")
     assert found == {"same": True} and cache.seen == 48
+
+
+def score(run, words):
+    """tests/tasks.py score; `run` puts --device in front, which the word score must precede."""
+    def main():
+        sys.argv.insert(1, "score")
+        tasks.main()
+
+    return run(Namespace(__name__="tasks", main=main), words)
 
 
 def table(run, words, rows):
     Path("rows").write_text("\n\n".join(map(json.dumps, rows)))
-    code, out, err = run(eval_ppl, f"--tasks rows {words}")
+    code, out, err = score(run, f"rows {words}")
     assert (code, err) == (0, "") and out.startswith(f"rows: {len(rows)} rows\n")
     return [re.split("  +", line.strip()) for line in out.splitlines()[1:]]
 
@@ -88,7 +97,7 @@ def table(run, words, rows):
 def test_means_and_standard_errors(run, tokenizer, monkeypatch):
     """Of a model that always says the same: right; its words turned round; not right."""
     said = tokenizer.encode("Q: one two three four")[len(tokenizer.encode("Q:")) :]
-    monkeypatch.setattr(eval_ppl, "decode", lambda *args: iter(said))
+    monkeypatch.setattr(tasks, "decode", lambda *args: iter(said))
     answers = ["one two three four"], ["nothing", "four three two one"], ["five"]
     head, *lines = table(run, "--method h2o", [{"prompt": "Q:", "answers": a} for a in answers])
     assert head[2:] == ["em", "f1", "rouge1", "rouge2", "rougeL", "rouge"]
@@ -121,7 +130,8 @@ def test_the_table_of_choices(run, tokenizer):
     ('{"prompt": "x =", "choices": ["1", " "], "answer": 0}', "line 3"),
     ('{"prompt": ["x", "y"], "choices": ["1", "2", "3"], "answer": 0}', "line 3"),
     ('{"prompt": "x =", "choices": ["1", "2"], "answer": -1}', "line 3"),
-    ('{"prompt": "x =", "answers": "1"}', "line 3"), ('{"prompt": ["x"], "answers": ["1"]}', "line 3"),
+    ('{"prompt": "x =", "answers": "1"}', "line 3"),
+    ('{"prompt": ["x"], "answers": ["1"]}', "line 3"),
     ('{"prompt": "x =", "answers": ["1"], "stop": ""}', "line 3"),
     ('{"prompt": "x =", "answers": ["1"], "stop": null}', "line 3"),
     ('{"prompt": "x =", "answers": ["1"], "max_tokens": "9"}', "line 3"),
@@ -131,9 +141,9 @@ def test_the_table_of_choices(run, tokenizer):
 def test_a_mistake_in_the_rows_is_one_sentence(run, line, sentence):
     Path("blank").write_text("\n")
     Path("rows").write_text('{"prompt": "x =", "answers": ["1"]}\n\n' + line)
-    code, out, err = run(eval_ppl, f"--tasks {'rows' if line else 'nowhere'}")
+    code, out, err = score(run, "rows" if line else "nowhere")
     assert (code, out, err.count("\n")) == (2, "", 1) and sentence in err, err
-    assert run(eval_ppl, "--tasks blank")[2] == "eval_ppl.py: --tasks blank: one of them has no rows\n"
+    assert score(run, "blank")[2] == "tasks.py: blank: one of them has no rows\n"
 
 
 # For each data set its files of questions and of shots, all fields of its authors' rows with # for
@@ -143,7 +153,10 @@ CASES = json.loads((HERE / "tests" / "official_rows.json").read_text("utf-8"))
 
 def convert(run, words):
     """The rows that tasks.py makes, or its one sentence. It has no --device."""
-    main = lambda: sys.argv.__delitem__(slice(1, 3)) or tasks.main()  # noqa: E731
+    def main():
+        del sys.argv[1:3]
+        tasks.main()
+
     code, _, err = run(Namespace(__name__="tasks", main=main), f"{words} --out x")
     assert (code, err.count("\n")) == ((2, 1) if err else (0, 0)), err
     return err or [json.loads(line) for line in open("x" + "/choices.jsonl" * ("recall" in words))]

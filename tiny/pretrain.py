@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import (  # noqa: E402
     PARTS, find_files, long_documents, sequence, tell, token_losses, token_streams,
 )  # fmt: skip
+from generate import Machine  # noqa: E402
 from lococo import AdaptedLlama, settings_for  # noqa: E402
 from model import Llama, LlamaConfig, Tokenizer, hugging_face_name, rope, rotate  # noqa: E402
 
@@ -183,11 +184,11 @@ def main() -> None:
 
 def figures(model: Llama, documents: Tensor) -> dict[str, float]:
     """Does it use distant context? Held-out perplexity with all of it and with 64 tokens."""
-    args = argparse.Namespace(device="cpu", dtype=torch.float32, micro_batch=16)
+    machine = Machine("cpu", torch.float32)
 
     def perplexity(method: str, mem: int, segment: int) -> float:
         settings = settings_for(method, mem, segment, CONFIG.context, lora_rank=0)
-        losses, _, _ = token_losses(AdaptedLlama(model, settings), documents, args)
+        losses, _, _ = token_losses(AdaptedLlama(model, settings), documents, machine, 16)
         return math.exp(losses.double().mean())
 
     narrow = perplexity("streaming", 63, 1)  # and the token itself
