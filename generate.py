@@ -284,8 +284,7 @@ def load_base(path: Path, machine: Machine) -> tuple[Llama, Tokenizer]:
 
 def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> AdaptedLlama:
     """A method that needs no training, on its base model."""
-    flags |= {"lora_rank": 0}
-    settings = settings_for(method, mem, segment, model.config.context, **flags)
+    settings = settings_for(method, mem, segment, model.config.context, **flags | {"lora_rank": 0})
     if settings.merged:
         raise UserError(f"--method {method}: its convolution must be trained first, by train.py")
     return AdaptedLlama(model, settings)

@@ -58,16 +58,15 @@ class Settings:
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
-    """A row of METHODS at M = mem. `changes` that are not None replace fields. What is left of M
-    goes to merged slots, in a row without them to recent ones. Raises UserError."""
+    """A row of METHODS at M = mem; `changes` that are not None replace fields. What is left of M is
+    merged slots, in a row without them recent ones. Raises UserError."""
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
     fills = "merged" if "merged" in row else "recent"
     counts = {name: (row | given).get(name, 0) for name in COUNTS}
     if row and fills not in given:
         counts[fills] += mem - sum(counts.values())
-    total = sum(counts.values())
-    fits = (0 < total <= mem) if row else total == 0
+    fits = 0 < sum(counts.values()) <= mem if row else sum(counts.values()) == 0
     if not fits or min(counts.values()) < 0 or ("merged" in row and counts["merged"] == 0):
         raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
     return Settings(method, segment, length, **row | given | counts)
@@ -77,8 +76,7 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
 
 
 class Compressor(nn.Module):
-    """A convolution over S entries, keys above values, says how much of each goes into each slot.
-    All heads of a layer share it."""
+    """A convolution says how much of S entries goes into each slot. A layer's heads share it."""
 
     sharper = 1  # after training all weights are multiplied by this
 
@@ -159,22 +157,19 @@ class Memory(KVCache):
         return read
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The operator C of (3), steps 4 and 5: the S entries of a layer become M slots, K' = W K
-        and V' = W V. One-hot rows copy; only w, the block of the merged slots, is multiplied.
-        Returns what `mixing_matrix` makes W from: arranged (B, G, S) and w."""
+        """The operator C of (3), steps 4 and 5: S entries become M slots. One-hot rows of W copy;
+        only w, the block of the merged slots, is multiplied. Returns arranged (B, G, S) and w."""
         s, k, v = self.settings, self.keys[layer], self.values[layer]
-        front, end = s.sinks + s.heavy, k.shape[2] - s.recent
-        arranged = self.arrange(layer)
+        front, end, arranged = s.sinks + s.heavy, k.shape[2] - s.recent, self.arrange(layer)
         k = k.gather(2, arranged[..., None].expand_as(k))
         v = v.gather(2, arranged[..., None].expand_as(v))
         if s.positions == "slots":
-            # A key's position is its place in the cache. What is kept moves to its new place. All
-            # else moves to position 0: the convolution reads and mixes keys that are not rotated.
+            # A key's position is its place in the cache. What is kept moves to its new place, all
+            # else to position 0: keys that are mixed are not rotated.
             place = torch.zeros(k.shape[2], device=k.device)
             place[:front] = torch.arange(front)
             place[end:] = torch.arange(s.mem - s.recent, s.mem)
             k = self.move(k, place - arranged)
-        # Otherwise keys are mixed as they are, each rotated by its position in the text.
         if s.merged:
             # If compressed before, the cache is [front | merged slots | recent slots | segment].
             from_slot = (arranged[:, :, front:end] < front + s.merged) & self.compressed
@@ -192,8 +187,7 @@ class Memory(KVCache):
         return arranged, w
 
     def arrange(self, layer: int) -> Tensor:
-        """Places in the cache of [sinks and heavy | rest | recent], (B, G, S), each in order of
-        time."""
+        """Places in the cache of [sinks and heavy | rest | recent], in order of time: (B, G, S)."""
         s, S = self.settings, self.keys[layer].shape[2]
         front = torch.zeros_like(self.keys[layer][..., 0], dtype=torch.bool)
         front[:, :, : s.sinks] = True
@@ -206,7 +200,7 @@ class Memory(KVCache):
         return torch.cat([some.view(*front.shape[:2], -1) for some in both], dim=2)
 
     def mixing_matrix(self, arranged: Tensor, w: Tensor) -> Tensor:
-        """All of W, (B, G, M, S), as drawn above, from what `compress` returns."""
+        """All of W (B, G, M, S), as drawn above, from what `compress` returns."""
         s, S = self.settings, arranged.shape[2]
         front = s.sinks + s.heavy
         W = w.new_zeros(*w.shape[:2], s.mem, S)
@@ -228,8 +222,8 @@ def segment_losses(
     model: Llama, tokens: Tensor, cache: KVCache, segment: int, bptt: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Nats of each token of (B, L) after the first, and whether it was the likeliest one, both
-    (B, <= bptt * segment) at a time. Call backward before asking for the next: the graph spans
-    `bptt` segments, then it is cut. A segment's last target is the first token of the next."""
+    (B, <= bptt * segment) at a time. Call backward before asking for the next: the graph is cut
+    after `bptt` segments. A segment's last target is the first token of the next."""
     inputs = tokens[:, :-1].split(bptt * segment, dim=1)
     targets = tokens[:, 1:].split(bptt * segment, dim=1)
     for piece, y in zip(inputs, targets):
@@ -292,8 +286,7 @@ SHARPNESS, PENALTY = 32, 40
 class FactCompressor(Compressor):
     """Slots are filled in turn, each with one entry that is worth a slot and no copy of what those
     before it took. What is worth a slot, a common filter learns; which slot takes it, a filter of
-    each slot. Entries from slots have one-tap filters of their own: their neighbours in the cache
-    are not those in the text. What each part gains: README, "From the paper's form to ours"."""
+    each slot. Entries from slots have one-tap filters of their own: without these recall is lower."""
 
     sharper = 2  # twice the logits: of a slot that mixes two facts neither can be read
 
@@ -314,9 +307,9 @@ class FactCompressor(Compressor):
 
 @torch.no_grad()
 def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
-    """How much of each entry earlier rows have taken already, (N, slots, S), for relevance (N,
-    slots, S) and entries (N, 2D, S). Relevance less redundancy, row after row, is maximal marginal
-    relevance (Carbonell and Goldstein 1998); the choice of one entry is a softmax here."""
+    """Relevance (N, slots, S), entries (N, 2D, S) -> how much of each entry earlier rows have taken,
+    (N, slots, S). Relevance less redundancy is maximal marginal relevance (Carbonell and Goldstein
+    1998), with a softmax for its choice of one entry."""
     unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1)  # (N, 2D, S)
     taken, rows = torch.zeros_like(relevance[:, :1]), []
     for row in relevance.split(1, dim=1):  # (N, 1, S)
@@ -339,8 +332,7 @@ class AdaptedLlama(nn.Module):
 
     def __init__(self, model: Llama, settings: Settings):
         super().__init__()
-        self.settings = settings
-        self.model = model.requires_grad_(False)
+        self.settings, self.model = settings, model.requires_grad_(False)
         config, device = model.config, model.norm.weight.device
         make = COMPRESSORS[settings.compressor]
         self.compressors = nn.ModuleList(
@@ -356,12 +348,6 @@ class AdaptedLlama(nn.Module):
             for module in model.modules():
                 if isinstance(module, (nn.Embedding, RMSNorm)):
                     module.float().requires_grad_(True)
-
-    def sharpen(self) -> None:
-        """Called once, after training."""
-        for compressor in self.compressors:
-            for p in compressor.parameters():
-                p.data *= compressor.sharper
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named_parameters() if p.requires_grad}

@@ -372,7 +372,9 @@ def run(args: argparse.Namespace, state: dict[str, Tensor], about: dict) -> None
         raise SystemExit(128 + stopped)
     if RANK > 0:
         return
-    adapted.sharpen()
+    for compressor in adapted.compressors:
+        for p in compressor.parameters():
+            p.data *= compressor.sharper
     write_file(args.out / "adapter.safetensors", adapted.trained(), **described(adapted))
     add_score(f"{args.method}, after training", adapted)
     columns = next(iter(about["scores"].values()), ["perplexity"])

@@ -106,6 +106,32 @@ def test_both_layouts(tmp_path, model, files):
     assert all(torch.equal(p, q.bfloat16()) for p, q in zip(half.parameters(), model.parameters()))
 
 
+@pytest.mark.parametrize("stored_twice", [False, True])
+def test_tied_embeddings(tmp_path, model, stored_twice):
+    """The output matrix is that of the embeddings, whether the file repeats it or not."""
+    model.output.weight.data = model.tok_embeddings.weight.data.clone()
+
+    def edit(state):
+        if not stored_twice:
+            del state["lm_head.weight"]
+
+    loaded = load_llama(write_model(tmp_path, model, [HF], edit, tie_word_embeddings=True))
+    assert torch.equal(loaded(TOKENS), model(TOKENS)) and not hasattr(loaded, "output")
+
+
+def test_a_cache_grows_in_place_without_gradients(model):
+    """A token that is decoded moves nothing that is held, but where the buffer doubles."""
+    places, logits = [], []
+    for grad in (True, False):
+        cache, found = KVCache(model.config), []
+        with torch.set_grad_enabled(grad):
+            for t in range(40):
+                found.append(model(TOKENS[:1, :1] + t, cache))
+                places.append(cache.keys[0].data_ptr())
+        logits.append(torch.cat(found, dim=1))
+    assert torch.allclose(*logits, atol=1e-5) and len(set(places[40:])) <= 6  # 1, 4, 10 .. 94
+
+
 def test_metas_layout_as_the_70b_has_it(tmp_path, tokenizer):
     """Eight shards with a key/value head in each, a multiplier of the feed-forward layer, and the
     vocabulary of the tokenizer, which is one level up."""
@@ -142,7 +168,7 @@ def refusal(path, *parts: str) -> str:
 @pytest.mark.parametrize("key, value, sentence", [
     ("model_type", "mistral", "model_type mistral"), ("hidden_act", "gelu", "hidden_act gelu"),
     ("sliding_window", 4096, "sliding_window 4096"), ("mlp_bias", True, "mlp_bias True"),
-    ("attention_bias", True, "attention_bias True"), ("tie_word_embeddings", True, "embeddings T"),
+    ("attention_bias", True, "attention_bias True"),
     ("rope_scaling", {"type": "yarn"}, "yarn"), ("rope_parameters", {"rope_type": "x"}, "type x"),
     ("quantization_config", {"bits": 4}, "quantization_config"), ("hidden_size", 2**70, "Overflow"),
     ("num_hidden_layers", None, "NoneType"),

@@ -115,7 +115,7 @@ def test_what_a_resumed_run_takes_and_refuses(run, monkeypatch):
     before_step(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
     assert run(f"{RUN} 9 --model base")[0] == 130
     changed = "--resume run: its model, text, method or version differs"
-    for words, sentence in (("--save-every 0", "--save-every: 0: "), ("--mem 32", changed),
+    for words, sentence in (("--save-every 0", "--save-every 0: "), ("--mem 32", changed),
                             ("--steps 1", "--steps 1: this run is at step 2"),
                             ("--method h2o", changed), ("--lora-rank 0", changed)):
         code, _, err = run(f"--resume run {words}")

@@ -120,7 +120,7 @@ def test_the_table_of_choices(run, tokenizer):
     kept = own.mem + (b % own.segment or own.segment)
     full, small = (f"{(n + a) * entry:.3f} ±{(n - a) * entry:.3f}" for n in (b, kept))
     same, names = [half, small, half, half], [line.pop(0) for line in lines]
-    assert names[:3] == ["base, full", "base, streaming", "base, h2o"] and "tiny" in names[3]
+    assert names[:3] == ["base, full", "base, streaming M=128", "base, h2o M=128"] and "tiny" in names[3]
     assert lines == [["0.000 ±0.000", full, half, half] + note, same + note, same + note, same]
 
 
