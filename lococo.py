@@ -286,7 +286,7 @@ SHARPNESS, PENALTY = 32, 40
 class FactCompressor(Compressor):
     """Slots are filled in turn, each with one entry that is worth a slot and no copy of what those
     before it took. What is worth a slot, a common filter learns; which slot takes it, a filter of
-    each slot. Entries from slots have one-tap filters of their own: without these recall is lower."""
+    each slot. Entries from slots have one-tap filters of their own: without them recall is less."""
 
     sharper = 2  # twice the logits: of a slot that mixes two facts neither can be read
 
@@ -307,7 +307,7 @@ class FactCompressor(Compressor):
 
 @torch.no_grad()
 def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
-    """Relevance (N, slots, S), entries (N, 2D, S) -> how much of each entry earlier rows have taken,
+    """Relevance (N, slots, S), entries (N, 2D, S) -> how much of each entry earlier rows took, also
     (N, slots, S). Relevance less redundancy is maximal marginal relevance (Carbonell and Goldstein
     1998), with a softmax for its choice of one entry."""
     unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1)  # (N, 2D, S)

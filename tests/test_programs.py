@@ -1,5 +1,6 @@
 """generate.py, eval_ppl.py and train.py as a user runs them: what they print, write and refuse."""
 
+import json
 import math
 import os
 import re
@@ -134,7 +135,9 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     """The counts that are given are those of the methods: they do not concern the full cache. A
     length is scored once."""
     words = "--method streaming h2o --mem 16 --sinks 4 --data text --part training --documents 3"
-    code, out, err = run(eval_ppl, f"adapter {words} --lengths 64 300 64 --by-position")
+    words += " --lengths 64 300 64 --by-position --json figures.json"
+    code, out, err = run(eval_ppl, f"adapter {words}")
+    figures = json.loads(Path("figures.json").read_text())
     assert code == 0 and "documents (training): 3 of 64 tokens, 3 of 300 tokens" in out, err
     settings = {"base, full": FULL, "base, streaming M=16": WINDOW, "base, h2o M=16": H2O}
     models = {name: AdaptedLlama(load_llama(TINY), s) for name, s in settings.items()}
@@ -148,6 +151,8 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
         short, nats[name] = [nats_by_hand(adapted, rows) for rows in texts]
         expected = [math.exp(short.mean()), math.exp(nats[name].mean())]
         assert [float(value) for value in printed] == pytest.approx(expected, abs=6e-4)
+        written = figures["methods"][name]["perplexity"].values()
+        assert [*written] == pytest.approx(expected, abs=1e-4)
         slots_and_held = ("-", 299) if name == "base, full" else ("16", 16 + 299 % 16)
         assert (slots, int(nbytes) // ENTRY) == slots_and_held
     for n, t in np.ndindex(3, 299):  # t: the column of the token that is scored
