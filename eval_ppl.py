@@ -236,15 +236,12 @@ def compared(
     model, _ = load_base(args.model, machine)
     methods = {"base, full": AdaptedLlama(model, FULL)}
     for method, mem, segment, changes in wanted:  # all are made now: a wrong one is refused first
-        adapted = untrained(model, method, mem, segment, **changes)
         name = f"base, {method}"
-        if adapted.settings.mem:
-            name += f" M={adapted.settings.mem}"
-        if adapted.settings.mem and segment != mem:
-            name += f" T={segment}"
-        methods[name] = adapted
+        if METHODS[method](mem):
+            name += f" M={mem}" if segment == mem else f" M={mem} T={segment}"
+        methods[name] = untrained(model, method, mem, segment, **changes)
     yield from methods.items()
-    del model, methods, adapted
+    del model, methods
     for run in dict.fromkeys(args.runs):
         yield os.path.relpath(run), load_adapter(run, load_base(args.model, machine)[0])
 
@@ -316,7 +313,7 @@ def main() -> None:
             perplexity[length] = math.exp(losses[name].double().mean())
         row = "".join(f"{value:>9.3f}" for value in perplexity.values())
         print(f"{name:{NAME}} {mem or '-':>6} {held:>12,}{row}", flush=True)
-        methods[name] = {"slots": mem, "cache bytes": held, "perplexity": perplexity}
+        methods[name] = {"slots": mem or None, "cache bytes": held, "perplexity": perplexity}
         if args.recall:
             hits[name] = token_losses(adapted, told, machine, args.micro_batch)[1]
         del adapted

@@ -297,7 +297,7 @@ def chosen_settings(args: argparse.Namespace) -> Settings:
 
 def texts(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[np.ndarray, Tensor]:
     """Token ids to train on, and documents (N, L) to score. If no document falls into the training
-    part, another part is trained on and nothing is scored."""
+    part, another part is trained on and scoring is skipped."""
     streams = token_streams(args.data, tokenizer)
     part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
     scored = part == "training" and args.score_tokens

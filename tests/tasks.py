@@ -16,11 +16,11 @@ The paper does not print its prompts. These follow the lm-evaluation-harness, wi
 config/, and nothing is cut in the middle. Shots are drawn from the training split, by the seed.
 """
 
+import argparse
 import json
 import re
 import sys
 import zlib
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections import Counter
 from copy import copy
 from itertools import islice
@@ -32,9 +32,13 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import NAME, PARTS, add_shared_flags, compared, fact_tokens  # noqa: E402
-from eval_ppl import long_documents, memory_sizes, read_rows, token_streams  # noqa: E402
-from generate import TINY, Machine, Parser, as_text, decode, prepare, run_program  # noqa: E402
+from eval_ppl import (  # noqa: E402
+    NAME, PARTS, add_shared_flags, compared, fact_tokens, long_documents, memory_sizes, read_rows,
+    token_streams,
+)  # fmt: skip
+from generate import (  # noqa: E402
+    TINY, Machine, Parser, as_text, at_least, decode, prepare, run_program,
+)  # fmt: skip
 from lococo import AdaptedLlama, prefill, segment_losses  # noqa: E402
 from model import DAMAGED, KVCache, Tokenizer, UserError  # noqa: E402
 
@@ -181,7 +185,38 @@ def recall(shots: int, seed: int) -> Iterator[dict]:
         yield {"prompt": prompt, "choices": [f" {v}" for v in values], "answer": 7}
 
 
+def write_rows(args: argparse.Namespace) -> None:
+    """Write the rows of a data set to --out."""
+    if args.data == "recall":
+        rows = list(recall(args.shots, args.seed))
+        asked = [{"prompt": r["prompt"], "answers": [r["choices"][7].strip()]} for r in rows]
+        made = {args.out / "choices.jsonl": rows, args.out / "questions.jsonl": asked}
+    else:
+        train, test, convert = DATA[args.data]
+        source = args.files[0] if args.files else Path()
+        rows = read(args.data, source, test, convert)
+        training = read(args.data, source, train, convert) if args.shots else []
+        if args.shots >= max(len(training), 1):
+            raise UserError(f"--shots {args.shots}: {len(training)} rows to draw from")
+        made = {args.out: list(with_shots(rows, training, args.shots, args.seed))}
+    for file, rows in made.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        print(f"{file}: {len(rows)} rows")
+
+
 # --- Scores --------------------------------------------------------------------------------------
+
+
+def is_task(row: dict) -> bool:
+    """Whether no text is blank, "stop" is text, and `answer` is the place of a choice."""
+    if "choices" in row:
+        texts, answer = row["choices"], row["answer"]
+        prompts = np.broadcast_to(row["prompt"], len(texts)).tolist()
+    else:
+        texts, answer, prompts = row["answers"], 0, [row["prompt"]]
+    ends = row.get("stop", "\n") > "" and row.get("max_tokens", 32) > 0
+    return ends and answer in range(len(texts)) and all(text.strip() for text in prompts + texts)
 
 
 def fork(cache: KVCache) -> KVCache:
@@ -194,25 +229,17 @@ def fork(cache: KVCache) -> KVCache:
     return other
 
 
-def is_task(row: dict) -> bool:
-    """No text is blank, "stop" is text, and `answer` is the place of a choice."""
-    many = "choices" in row
-    texts, answer = (row["choices"], row["answer"]) if many else (row["answers"], 0)
-    prompts = np.broadcast_to(row["prompt"], len(texts)).tolist() if many else [row["prompt"]]
-    ends = row.get("stop", "\n") > "" and row.get("max_tokens", 32) > 0
-    return ends and answer in range(len(texts)) and all(text.strip() for text in prompts + texts)
-
-
 @torch.no_grad()
 def score_choices(
     adapted: AdaptedLlama, row: dict, tokenizer: Tokenizer, device: str
-) -> tuple[dict, KVCache]:
+) -> tuple[dict[str, bool], KVCache]:
     """Is the likeliest choice right, and (`acc_norm`) the likeliest per character? As in the
-    lm-evaluation-harness, prompt, space and choice are tokenized together, then cut."""
+    lm-evaluation-harness, prompt, space and choice are tokenized together, then cut. The cache
+    returned has read the last prompt but for its last token."""
     model, T, scores = adapted.model, adapted.settings.segment, []
     prompts = np.broadcast_to(row["prompt"], len(row["choices"])).tolist()
     for i, (prompt, choice) in enumerate(zip(prompts, row["choices"])):
-        if i == 0 or prompt != prompts[i - 1]:  # read once, but for its last token
+        if i == 0 or prompt != prompts[i - 1]:  # else it is read already
             start, cache = tokenizer.encode(prompt.rstrip(" ")), adapted.cache()
             prefill(model, torch.tensor([start[:-1]], device=device), cache, T)
         rest = start[-1:] + tokenizer.encode(f"{prompt.rstrip(' ')} {choice.strip()}")[len(start) :]
@@ -223,14 +250,15 @@ def score_choices(
     return {metric: i == row["answer"] for metric, i in likeliest.items()}, cache
 
 
+@torch.no_grad()
 def score_answer(
     adapted: AdaptedLlama, row: dict, tokenizer: Tokenizer, device: str
-) -> tuple[dict, KVCache]:
+) -> tuple[dict[str, float], KVCache]:
     """The greedy continuation, up to the row's "stop" (else a line break), of at most "max_tokens"
     (else 32), beside the answer that it is most like. The cache returned has read the prompt."""
-    model, T, cache = adapted.model, adapted.settings.segment, adapted.cache()
+    model, cache = adapted.model, adapted.cache()
     ids, most = tokenizer.encode(row["prompt"]), row.get("max_tokens", 32)
-    logits = prefill(model, torch.tensor([ids], device=device), cache, T)
+    logits = prefill(model, torch.tensor([ids], device=device), cache, adapted.settings.segment)
     text, stop = "", row.get("stop", "\n")
     for piece in as_text(decode(model, tokenizer, logits, fork(cache), most, 0), tokenizer, ids):
         text += piece
@@ -260,82 +288,97 @@ def compare(text: str, answer: str, mark: str) -> dict[str, float]:
     return {"em": words[0] == words[1]} | f1
 
 
-def score_file(file: Path, rows: list, args: Namespace, machine: Machine, sizes: list) -> dict:
-    """Print a table for the rows of a file, means ± standard error; return its cells."""
-    tokenizer, table = Tokenizer(args.model), {}
-    for name, adapted in compared(args, machine, sizes):
-        columns, long = {}, []
-        trained = adapted.settings.length or adapted.model.config.context
-        for number, row in tqdm(rows, name, leave=False, disable=None):
-            score = score_choices if "choices" in row else score_answer
-            with machine.precision():
-                metrics, cache = score(adapted, row, tokenizer, machine.device)
-            long += [number] * (cache.seen > trained)
-            about = {"compressed": cache.compressed, "cache, MB": cache.nbytes / 1e6}
-            for column, value in (about | metrics).items():
-                columns.setdefault(column, []).append(float(value))
-        errors = {c: np.std(v) / max(len(v) - 1, 1) ** 0.5 for c, v in columns.items()}
-        cells = {c: f"{np.mean(v):.3f} ±{errors[c]:.3f}" for c, v in columns.items()}
-        if "rougeL" in columns:  # the geometric mean of the means, as SCROLLS has it
-            three = [np.mean(columns[c]) for c in ("rouge1", "rouge2", "rougeL")]
-            cells["rouge"] = f"{np.cbrt(np.prod(three)):.3f}"
-        if not table:
-            print(f"{file}: {len(rows)} rows\n{'':{NAME}}", *(f"{c:>13}" for c in cells))
-        note = f" {len(long)} above {trained:,} tokens: line {long[0]} ..." if long else ""
-        print(f"{name:{NAME}}", *(f"{cell:>13}" for cell in cells.values()), note)
-        table[name] = cells
-        del adapted  # before the next one is loaded
-    return table
+def score_rows(
+    adapted: AdaptedLlama, rows: list[tuple[int, dict]], tokenizer: Tokenizer, machine: Machine
+) -> tuple[dict[str, list[float]], list[int]]:
+    """By column a value for each row, and the numbers of the lines whose prompts are longer than
+    the model is trained for."""
+    trained = adapted.settings.length or adapted.model.config.context
+    columns, long = {}, []
+    for number, row in tqdm(rows, "scoring", leave=False, disable=None):
+        score_row = score_choices if "choices" in row else score_answer
+        with machine.precision():
+            metrics, cache = score_row(adapted, row, tokenizer, machine.device)
+        values = {"compressed": cache.compressed, "cache, MB": cache.nbytes / 1e6} | metrics
+        for column, value in values.items():
+            columns.setdefault(column, []).append(float(value))
+        if cache.seen > trained:
+            long.append(number)
+    return columns, long
 
 
-def score_main() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("score", choices=["score"])
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    parser.add_argument("--run", dest="runs", type=Path, nargs="+", default=[], help="of train.py")
-    add_shared_flags(parser)
-    args = parser.parse_args()
-    parser.refuse_counts(args)
-    if not args.runs and not args.method and args.model.resolve() == TINY:
-        args.runs = [TINY]
-    machine, sizes = prepare(args), memory_sizes(args.runs)
+def summary(columns: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Of each column the mean and its standard error. The mean of three ROUGEs is the geometric
+    mean of their means, as SCROLLS has it, and has no error."""
+    cells = {}
+    for column, values in columns.items():
+        error = np.std(values) / max(len(values) - 1, 1) ** 0.5
+        cells[column] = {"mean": np.mean(values).item(), "error": error.item()}
+    if "rougeL" in columns:
+        three = [cells[column]["mean"] for column in ("rouge1", "rouge2", "rougeL")]
+        cells["rouge"] = {"mean": np.cbrt(np.prod(three)).item()}
+    return cells
+
+
+def score(args: argparse.Namespace) -> None:
+    """A table for each file: means over its rows ± standard error."""
+    machine = prepare(args)
     files = {file: list(read_rows(file, is_task)) for file in args.files}
-    if not all(files.values()):
-        raise UserError(f"{', '.join(map(str, files))}: one of them has no rows")
-    wanted = [] if args.method else sizes  # no more methods than are asked for
-    tables = {str(f): score_file(f, rows, args, machine, wanted) for f, rows in files.items()}
+    for file, rows in files.items():
+        if not rows:
+            raise UserError(f"{file}: there are no rows in it")
+    tokenizer = Tokenizer(args.model)
+    sizes = memory_sizes(args.runs)
+    if args.method:
+        sizes = []  # no more methods than are asked for
+    report = {}
+    for file, rows in files.items():
+        print(f"{file}: {len(rows)} rows")
+        report[str(file)] = methods = {}
+        for name, adapted in compared(args, machine, sizes):
+            columns, long = score_rows(adapted, rows, tokenizer, machine)
+            cells = summary(columns)
+            if not methods:
+                print(f"{'':{NAME}}", *(f"{column:>13}" for column in cells))
+            line = f"{name:{NAME}}"
+            for cell in cells.values():
+                text = " ±".join(f"{number:.3f}" for number in cell.values())
+                line += f" {text:>13}"
+            if long:
+                trained = adapted.settings.length or adapted.model.config.context
+                line += f"  {len(long)} above {trained:,} tokens: line {long[0]} ..."
+            print(line, flush=True)
+            methods[name] = cells | {"lines above the trained length": long}
+            del adapted  # before the next one is loaded
     if args.json:
-        args.json.write_text(json.dumps(tables, indent=1) + "\n", "utf-8")
+        args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
 # --- The program ---------------------------------------------------------------------------------
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["score"]:
-        return score_main()
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("data", choices=[*DATA, "recall"])
-    parser.add_argument("source", type=Path, nargs="?", default=".", help="of the official files")
-    parser.add_argument("--shots", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, help="file (recall: folder) to write")
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("data", choices=[*DATA, "recall", "score"], help="what to convert; or score")
+    add("files", type=Path, nargs="*", metavar="PATH", help="folder of official files; score: rows")
+    add("--shots", type=at_least(0), default=0, help="answered rows in front of each")
+    add("--out", type=Path, help="file (recall: folder) to write rows to")
+    add("--run", dest="runs", type=Path, nargs="+", default=[], help="score these adapters")
+    add_shared_flags(parser)
     args = parser.parse_args()
-    if args.data == "recall":
-        rows = list(recall(args.shots, args.seed))
-        asked = [{"prompt": r["prompt"], "answers": [r["choices"][7].strip()]} for r in rows]
-        made = {args.out / "choices.jsonl": rows, args.out / "questions.jsonl": asked}
-    else:
-        train, test, convert = DATA[args.data]
-        rows = read(args.data, args.source, test, convert)
-        training = read(args.data, args.source, train, convert) if args.shots else []
-        if not 0 <= args.shots < max(len(training), 1):
-            raise UserError(f"--shots {args.shots}: {len(training)} rows to draw from")
-        made = {args.out: list(with_shots(rows, training, args.shots, args.seed))}
-    for file, rows in made.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-        print(f"{file}: {len(rows)} rows")
+    parser.refuse_counts(args)
+    if args.data != "score":
+        if not args.out:
+            parser.error("--out: name the file to write to")
+        if len(args.files) > 1:
+            parser.error(f"{args.files[1]}: one folder at a time")
+        return write_rows(args)
+    if not args.files:
+        parser.error("score: name files of rows")
+    if not args.runs and not args.method and args.model.resolve() == TINY:
+        args.runs = [TINY]
+    score(args)
 
 
 if __name__ == "__main__":

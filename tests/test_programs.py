@@ -35,6 +35,7 @@ H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)
 WINDOW = Settings("streaming", 16, 96, sinks=4, recent=12, positions="slots", lora_rank=0)
 MIXED = Settings("lococo+window", 16, 96, 4, 0, 2, 10, "slots", "facts", 3)
 WIDER = Settings("streaming", 64, 1024, sinks=4, recent=60, positions="slots", lora_rank=0)
+SMALL_H2O = Settings("h2o", 16, 1024, heavy=8, recent=8, positions="slots", lora_rank=0)
 WIDER_H2O = Settings("h2o", 64, 1024, heavy=32, recent=32, positions="slots", lora_rank=0)
 WINDOW_ROW = "window of equal memory, base untouched"
 ENTRY = 2 * 4 * 2 * 64 * 4  # bytes of a key and a value in 4 layers of 2 heads of 64 floats
@@ -162,6 +163,8 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
         line = next(line for line in lines if line.startswith(f"{kind} "))
         expected = [len(where), *[np.mean([x[at] for at in where]) for x in nats.values()]]
         assert [float(word) for word in line[30:].split()] == pytest.approx(expected, abs=6e-4)
+    out = run(eval_ppl, "adapter --data text --lengths 64")[1]  # no method is added
+    assert [line[:36].strip() for line in out.splitlines()[1:-1]] == ["base, full", "adapter"]
 
 
 def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, monkeypatch):
@@ -186,32 +189,34 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, mon
 
 
 def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
-    """The share of answers that are the likeliest word, beside a window and H2O of equal memory;
-    and what is told for training has other names."""
+    """The share of answers that are the likeliest word, beside a window and H2O of the size of each
+    memory; and what is told for training has other names."""
     usual, draws, shares = train.gradients, [], {}
     watched = Mock(side_effect=lambda *args: draws.append(args[1]) or usual(*args))
     monkeypatch.setattr(train, "gradients", watched)
     words = "--data text --mem 64 --seq 300 --facts 3 --steps 1 --batch 1 --micro-batch 1 --out run"
-    outs = run(train, words)[1], run(eval_ppl, "run --recall --data text --lengths 64 300")[1]
+    outs = [run(train, words)[1]]
+    outs += [run(eval_ppl, "run adapter --recall --data text --lengths 64 300")[1]]
     trained, scored = ([re.split("  +", line) for line in out.splitlines()] for out in outs)
     ids = eval_ppl.token_streams([Path("text")], tokenizer)["held-out"]
     texts = eval_ppl.long_documents(ids, tokenizer.bos, 300, 64)
     rows = [eval_ppl.tell(text, 8, "held-out", 0, i, tokenizer) for i, text in enumerate(texts)]
     settings = {"base, full": FULL, "base, streaming M=64": WIDER, "base, h2o M=64": WIDER_H2O}
+    settings |= {"base, streaming M=16": WINDOW, "base, h2o M=16": SMALL_H2O}
     models = {name: AdaptedLlama(load_llama(TINY), s) for name, s in settings.items()}
-    models["run"] = load_adapter(Path("run"), load_llama(TINY))
+    models |= {name: load_adapter(Path(name), load_llama(TINY)) for name in ("run", "adapter")}
     for name, adapted in models.items():
-        right = {"told ago 0-128": [], "told ago 128-300": []}
+        hits = {"told ago 0-128": [], "told ago 128-300": []}
         for told, ago in rows:
             likeliest = read_by_hand(adapted, told.tolist()).argmax(dim=-1)
             for t in ago.nonzero()[:, 0].tolist():
                 kind = "told ago 0-128" if ago[t] <= 64 + 64 else "told ago 128-300"
-                right[kind].append(float(likeliest[t - 1] == told[t]))
-        shares[name] = [f"{np.mean(found):.3f}" for found in right.values()]
+                hits[kind].append(float(likeliest[t - 1] == told[t]))
+        shares[name] = [f"{np.mean(found):.3f}" for found in hits.values()]
     assert "0.000" not in shares["base, full"]
-    assert [line[:2] for line in scored[2:5]] == [[name, "64"] for name in [*shares][1:]]
+    assert [line[1] for line in scored[1:8]] == ["-", "64", "64", "16", "16", "64", "16"]
     start = scored.index(["recalled; by chance 1 in 220", "tokens", *shares]) + 1
-    counts = [[kind, str(len(found))] for kind, found in right.items()]
+    counts = [[kind, str(len(found))] for kind, found in hits.items()]
     assert scored[start : start + 2] == [[*c, *s] for c, s in zip(counts, zip(*shares.values()))]
     head = [f"{len(rows)} held-out documents", "perplexity", "recall 0-128", "recall 128-300"]
     found = {line[0]: line[2:] for line in trained[trained.index(head) :]}

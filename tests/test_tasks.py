@@ -2,9 +2,7 @@
 
 import json
 import re
-import sys
 import zlib
-from argparse import Namespace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -78,20 +76,17 @@ def test_a_text_is_the_likeliest_up_to_its_stop(tokenizer, monkeypatch, settings
     assert found == {"same": True} and cache.seen == 48
 
 
-def score(run, words):
-    """tests/tasks.py score; `run` puts --device in front, which the word score must precede."""
-    def main():
-        sys.argv.insert(1, "score")
-        tasks.main()
-
-    return run(Namespace(__name__="tasks", main=main), words)
-
-
 def table(run, words, rows):
+    """The printed table, cell by cell. The file of --json has the same figures."""
     Path("rows").write_text("\n\n".join(map(json.dumps, rows)))
-    code, out, err = score(run, f"rows {words}")
+    code, out, err = run(tasks, f"score rows {words} --json figures")
     assert (code, err) == (0, "") and out.startswith(f"rows: {len(rows)} rows\n")
-    return [re.split("  +", line.strip()) for line in out.splitlines()[1:]]
+    head, *lines = (re.split("  +", line.strip()) for line in out.splitlines()[1:])
+    written = json.loads(Path("figures").read_text())["rows"]
+    for line, (name, cells) in zip(lines, written.items(), strict=True):
+        rounded = [" ±".join(f"{x:.3f}" for x in cells[column].values()) for column in head]
+        assert line[: 1 + len(head)] == [name, *rounded]
+    return [head, *lines]
 
 
 def test_means_and_standard_errors(run, tokenizer, monkeypatch):
@@ -120,7 +115,8 @@ def test_the_table_of_choices(run, tokenizer):
     kept = own.mem + (b % own.segment or own.segment)
     full, small = (f"{(n + a) * entry:.3f} ±{(n - a) * entry:.3f}" for n in (b, kept))
     same, names = [half, small, half, half], [line.pop(0) for line in lines]
-    assert names[:3] == ["base, full", "base, streaming M=128", "base, h2o M=128"] and "tiny" in names[3]
+    assert names[:3] == ["base, full", "base, streaming M=128", "base, h2o M=128"]
+    assert "tiny" in names[3]
     assert lines == [["0.000 ±0.000", full, half, half] + note, same + note, same + note, same]
 
 
@@ -141,9 +137,9 @@ def test_the_table_of_choices(run, tokenizer):
 def test_a_mistake_in_the_rows_is_one_sentence(run, line, sentence):
     Path("blank").write_text("\n")
     Path("rows").write_text('{"prompt": "x =", "answers": ["1"]}\n\n' + line)
-    code, out, err = score(run, "rows" if line else "nowhere")
+    code, out, err = run(tasks, "score rows" if line else "score nowhere")
     assert (code, out, err.count("\n")) == (2, "", 1) and sentence in err, err
-    assert score(run, "blank")[2] == "tasks.py: blank: one of them has no rows\n"
+    assert run(tasks, "score blank")[2] == "tasks.py: blank: there are no rows in it\n"
 
 
 # For each data set its files of questions and of shots, all fields of its authors' rows with # for
@@ -152,12 +148,8 @@ CASES = json.loads((HERE / "tests" / "official_rows.json").read_text("utf-8"))
 
 
 def convert(run, words):
-    """The rows that tasks.py makes, or its one sentence. It has no --device."""
-    def main():
-        del sys.argv[1:3]
-        tasks.main()
-
-    code, _, err = run(Namespace(__name__="tasks", main=main), f"{words} --out x")
+    """The rows that tasks.py makes, or its one sentence."""
+    code, _, err = run(tasks, f"{words} --out x")
     assert (code, err.count("\n")) == ((2, 1) if err else (0, 0)), err
     return err or [json.loads(line) for line in open("x" + "/choices.jsonl" * ("recall" in words))]
 
