@@ -361,8 +361,7 @@ def main() -> None:
     if args.adapter:
         adapted = load_adapter(args.adapter, model)
     else:
-        flags = method_flags(args)
-        adapted = untrained(model, args.method, mem, args.segment or mem, **flags)
+        adapted = untrained(model, args.method, mem, args.segment or mem, **method_flags(args))
     settings = adapted.settings
     if not settings.mem and (args.save_memory or args.load_memory or args.show_memory):
         raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
@@ -371,7 +370,8 @@ def main() -> None:
         cache.layer, cache.head = args.show_memory
         if cache.layer >= model.config.n_layers or cache.head >= model.config.n_kv_heads:
             raise UserError(f"--show-memory {cache.layer} {cache.head}: no such layer or head")
-    owner = described(adapted) | {"adapter": checksum(adapted.trained(), str(machine.dtype))}
+    if args.save_memory or args.load_memory:
+        owner = described(adapted) | {"adapter": checksum(adapted.trained(), str(machine.dtype))}
     if args.load_memory:
         load_memory(args.load_memory, cache, owner, machine.device)
         ids = ids[1:]  # without the BOS: the text goes on

@@ -86,11 +86,10 @@ class Compressor(nn.Module):
         nn.init.normal_(self.conv.weight)  # as the official code starts
 
     def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
-        """Entries (N, 2D, S) of N heads -> w (N, slots, S). from_slot (N, S) marks what comes from
-        a merged or heavy slot; to the paper that makes no difference."""
+        """Entries (N, 2D, S) of N heads -> w (N, slots, S). from_slot (N, S): see the subclass."""
         logits = self.conv(entries).float()  # (6); autocast returns bfloat16
-        # The paper "prepends a ReLU" and does not say to what. We read: to (7), as in the official
-        # code, so that no weight is negative. A row of zeros becomes a plain mean.
+        # The paper "prepends a ReLU" and does not say to what. It stands before (7) here, as in the
+        # official code, so that no weight is negative. A row of zeros becomes a plain mean.
         w = logits.relu() + 1e-9
         return w / w.sum(dim=-1, keepdim=True)  # (7)
 
@@ -100,6 +99,7 @@ class Compressor(nn.Module):
         w = self.weights(entries, from_slot.flatten(0, 1))
         w = w.unflatten(0, k.shape[:2]).type_as(k)
         return w @ k, w @ v, w  # (4), (5)
+
 
 @torch.no_grad()
 def attention_received(q: Tensor, k: Tensor) -> Tensor:
@@ -133,6 +133,7 @@ class Memory(KVCache):
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         super().__init__(config)
         self.settings, self.compressors = settings, compressors
+        self.most = settings.mem + settings.segment
         self.scores: list[Tensor | None] = [None] * config.n_layers  # attention received, (B, G, S)
 
     def enter(self, T: int) -> int:
@@ -140,7 +141,7 @@ class Memory(KVCache):
         after a segment. Here that waits, with up to M + T entries, until the next segment: it is
         then in that segment's graph, and its loss trains the convolution."""
         assert T <= self.settings.segment
-        if self.size + T > self.settings.mem + self.settings.segment:
+        if self.size + T > self.most:
             for layer in range(self.config.n_layers):
                 self.compress(layer)
             self.compressed = True
@@ -193,8 +194,7 @@ class Memory(KVCache):
         front[:, :, : s.sinks] = True
         if s.heavy:
             scores = self.scores[layer].masked_fill(front, -torch.inf)
-            heavy = scores[:, :, : S - s.recent].topk(s.heavy, dim=2).indices
-            front.scatter_(2, heavy, True)
+            front.scatter_(2, scores[:, :, : S - s.recent].topk(s.heavy, dim=2).indices, True)
         places = torch.arange(S, device=front.device).expand_as(front)
         both = places[front], places[~front]  # each head has as many of the first
         return torch.cat([some.view(*front.shape[:2], -1) for some in both], dim=2)
@@ -277,7 +277,7 @@ class LoRALinear(nn.Module):
 
 # --- Ours: what a memory needs to keep facts -----------------------------------------------------
 
-COMMON = 3  # so many times faster the common filter learns: AdamW ignores the size of a gradient
+COMMON = 3  # the common filter learns 3 times faster, as AdamW ignores the size of a gradient
 # The (centred) cosine of a fact that is told twice is .995, that of two facts .52. To the power of
 # 32 it is a half at 12 degrees and .01 at 30. Times 40 a copy outweighs any other logit.
 SHARPNESS, PENALTY = 32, 40
@@ -286,9 +286,9 @@ SHARPNESS, PENALTY = 32, 40
 class FactCompressor(Compressor):
     """Slots are filled in turn, each with one entry that is worth a slot and no copy of what those
     before it took. What is worth a slot, a common filter learns; which slot takes it, a filter of
-    each slot. Entries from slots have one-tap filters of their own: without them recall is less."""
+    each slot. What comes from a merged or heavy slot has one-tap filters, which raise recall."""
 
-    sharper = 2  # twice the logits: of a slot that mixes two facts neither can be read
+    sharper = 2  # doubles the logits: if a slot mixes two facts, neither can be read
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)
@@ -307,8 +307,8 @@ class FactCompressor(Compressor):
 
 @torch.no_grad()
 def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
-    """Relevance (N, slots, S), entries (N, 2D, S) -> how much of each entry earlier rows took, also
-    (N, slots, S). Relevance less redundancy is maximal marginal relevance (Carbonell and Goldstein
+    """How much of each entry earlier rows took: relevance (N, slots, S), entries (N, 2D, S) -> (N,
+    slots, S). Relevance less redundancy is maximal marginal relevance (Carbonell and Goldstein
     1998), with a softmax for its choice of one entry."""
     unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1)  # (N, 2D, S)
     taken, rows = torch.zeros_like(relevance[:, :1]), []

@@ -86,15 +86,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=grouped)
 
 
-def extended(held: Tensor | None, new: Tensor) -> Tensor:
+def extended(held: Tensor | None, new: Tensor, most: float) -> Tensor:
     """torch.cat of entries (B, G, S, D) and (B, G, T, D). Without gradients in place, in a buffer
-    that doubles when it is full: or each decoded token would copy all others."""
+    that doubles when it is full, up to `most` entries: each decoded token would copy all others."""
     if held is None or torch.is_grad_enabled():
         return new if held is None else torch.cat((held, new), dim=2)
     S, end = held.shape[2], held.shape[2] + new.shape[2]
     buffer = getattr(held, "buffer", held)
     if buffer.shape[2] < end:
-        buffer = held.new_empty(*held.shape[:2], 2 * end, held.shape[3])
+        room = max(end, min(2 * end, most))
+        buffer = held.new_empty(*held.shape[:2], room, held.shape[3])
         buffer[:, :, :S] = held
     buffer[:, :, S:end] = new
     front = buffer[:, :, :end]
@@ -110,6 +111,7 @@ class KVCache:
         self.rope_scale = config.rope_scale
         self.seen = 0  # tokens that have entered
         self.compressed = False  # whether there are fewer entries than tokens
+        self.most = math.inf  # entries that a layer holds
         self.keys: list[Tensor | None] = [None] * config.n_layers  # (B, G, S, D), rotated
         self.values: list[Tensor | None] = [None] * config.n_layers
 
@@ -131,8 +133,8 @@ class KVCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A layer's new k and v (B, G, T, D) join what it holds (algorithm 1, step 4); its queries
         q (B, H, T, D) -> what its heads read, (B, H, T, D)."""
-        self.keys[layer] = extended(self.keys[layer], k)
-        self.values[layer] = extended(self.values[layer], v)
+        self.keys[layer] = extended(self.keys[layer], k, self.most)
+        self.values[layer] = extended(self.values[layer], v, self.most)
         return attention(q, self.keys[layer], self.values[layer])
 
     def detach(self) -> None:

@@ -312,10 +312,10 @@ def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
     row = {"perplexity": math.exp(nats.double().mean())}
     if args.facts:
         told, ago = tell_all(documents, 8, "held-out", tokenizer)
-        _, right, _ = token_losses(adapted, told, machine, args.micro_batch)
+        _, hits, _ = token_losses(adapted, told, machine, args.micro_batch)
         mem = adapted.settings.mem or args.mem
         for distance, mask in ranges("recall ", ago, mem + args.segment).items():
-            row[distance] = right[mask].double().mean().item()
+            row[distance] = hits[mask].double().mean().item()
     return row
 
 

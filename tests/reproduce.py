@@ -29,7 +29,8 @@ import train  # noqa: E402
 from eval_ppl import (  # noqa: E402
     PARTS, fact_tokens, long_documents, tell_all, token_losses, token_streams,
 )  # fmt: skip
-from generate import HERE, TINY, Machine, load_adapter, load_base, prepare, run_program  # noqa: E402
+from generate import HERE, TINY, Machine, load_adapter  # noqa: E402
+from generate import load_base, prepare, run_program  # noqa: E402
 from lococo import AdaptedLlama  # noqa: E402
 from official_code import OfficialLoCoCo  # noqa: E402
 

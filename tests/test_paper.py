@@ -103,6 +103,15 @@ def test_how_a_softmax_starts():
         assert (elsewhere - w[:, order]).abs().sum(dim=1).mean() < 0.3
 
 
+def test_without_gradients_a_memory_takes_no_more_room_than_its_entries(model):
+    """The buffers in which it grows, in numbers: 1 sequence, 2 heads of 8 channels, M + T = 14."""
+    memory = AdaptedLlama(model, settings_for("streaming", 8, 6, 40)).cache()
+    with torch.no_grad():
+        for token in TOKENS[:, :40].split(1, dim=1):
+            model(token, memory)
+            assert memory.keys[0].untyped_storage().nbytes() <= 4 * 2 * 8 * 14
+
+
 @pytest.mark.parametrize("sizes", [[1] * 40, [6] * 6, [5, 1, 6, 3, 6, 6, 2, 6, 5]])
 def test_memory_is_bounded_and_keeps_what_it_says(model, sizes):
     """Algorithm 2 with M = 8, T = 6. Keys and values of the first layer depend on one token each:
