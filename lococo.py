@@ -27,7 +27,7 @@ METHODS = {
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
     "lococo+window": lambda M: dict(
-        sinks=4, merged=min(M // 2, 16), recent=M - min(M // 2, 16) - 4, positions="slots"
+        sinks=4, merged=min(M // 2, 24), recent=M - min(M // 2, 24) - 4, positions="slots"
     ),
 }
 COUNTS = ("sinks", "heavy", "merged", "recent")
@@ -279,8 +279,8 @@ class LoRALinear(nn.Module):
 
 COMMON = 3  # the common filter learns 3 times faster, as AdamW ignores the size of a gradient
 # The (centred) cosine of a fact that is told twice is .995, that of two facts .52. To the power of
-# 32 it is a half at 12 degrees and .01 at 30. Times 40 a copy outweighs any other logit.
-SHARPNESS, PENALTY = 32, 40
+# 32 it is a half at 12 degrees and .01 at 30. Times 1,000 a copy outweighs any logit.
+SHARPNESS, PENALTY = 32, 1000
 
 
 class FactCompressor(Compressor):
@@ -288,7 +288,7 @@ class FactCompressor(Compressor):
     before it took. What is worth a slot, a common filter learns; which slot takes it, a filter of
     each slot. What comes from a merged or heavy slot has one-tap filters, which raise recall."""
 
-    sharper = 2  # doubles the logits: if a slot mixes two facts, neither can be read
+    sharper = 16  # rows are soft to learn, then nearly one-hot: mixed facts cannot be read
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)
@@ -307,16 +307,16 @@ class FactCompressor(Compressor):
 
 @torch.no_grad()
 def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
-    """How much of each entry earlier rows took: relevance (N, slots, S), entries (N, 2D, S) -> (N,
-    slots, S). Relevance less redundancy is maximal marginal relevance (Carbonell and Goldstein
-    1998), with a softmax for its choice of one entry."""
+    """How much each entry is a copy of what earlier rows picked: relevance (N, slots, S), entries
+    (N, 2D, S) -> (N, slots, S). Relevance less redundancy is maximal marginal relevance (Carbonell
+    and Goldstein 1998): a row picks the entry where it is largest."""
     unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1)  # (N, 2D, S)
     taken, rows = torch.zeros_like(relevance[:, :1]), []
     for row in relevance.split(1, dim=1):  # (N, 1, S)
         rows.append(taken)
-        choice = (row - PENALTY * taken).softmax(dim=-1)
-        slot = F.normalize(choice @ unit.mT, dim=-1)  # (N, 1, 2D)
-        taken = taken + (slot @ unit).clamp(min=0) ** SHARPNESS  # an opposite is no copy
+        best = (row - PENALTY * taken).argmax(dim=-1, keepdim=True)  # (N, 1, 1)
+        cosine = unit.gather(2, best.expand(-1, unit.shape[1], -1)).mT @ unit  # (N, 1, S)
+        taken = taken + cosine.clamp(min=0) ** SHARPNESS  # an opposite is no copy
     return torch.cat(rows, dim=1)
 
 

@@ -1,4 +1,4 @@
-"""The memory of the official code (VITA-Group/AdaptedLlama) where it departs from the paper.
+"""The memory of the official code (VITA-Group/LoCoCo) where it departs from the paper.
 
 Its default is method "lococo+h2o", half of M kept as heavy hitters. Not copied: 16 entries of spare
 room, and a first segment whose keys and values get no gradient."""
