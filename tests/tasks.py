@@ -11,6 +11,14 @@
     python tests/tasks.py score runs/recall/choices.jsonl runs/recall/questions.jsonl
     python tests/tasks.py score qasper.jsonl --model Llama-2-7b-hf --run runs/my-run
 
+A row is a line of JSON of one of two kinds; `score` reads each prompt once, through the memory:
+
+    {"prompt": "Question: Why?\\nAnswer:", "choices": ["ice", "sun"], "answer": 1}
+    {"prompt": "Question: Where?\\nAnswer:", "answers": ["Hull", "Hull, UK"], "max_tokens": 32}
+
+Choices are scored by log-likelihood behind the prompt and a blank (acc_norm: per character),
+answers by greedy decoding, up to "stop" if it is given. Cells are means ± standard errors.
+
 The paper does not print its prompts. These follow the lm-evaluation-harness, without its exceptions
 (blanks in RACE, yes/no in Qasper, the options of QuALITY as choices); LongBench's are in its folder
 config/, and nothing is cut in the middle. Shots are drawn from the training split, by the seed.
