@@ -64,6 +64,14 @@ def test_the_table_of_methods_is_that_of_the_code():
     assert set(re.findall(r"^\| `([\w+]+)`", table, re.M)) == set(METHODS)
 
 
+def test_the_table_of_results_is_made_of_the_figures():
+    import reproduce
+
+    cells = reproduce.read()
+    assert reproduce.with_table(README, cells) == README
+    assert all(re.fullmatch(r"[0-9a-f]{7,}", cell["commit"]) for cell in cells.values())
+
+
 def test_links_lead_somewhere():
     for file in ("README.md", "tests/results.md"):
         text, place = (HERE / file).read_text(), (HERE / file).parent
