@@ -280,7 +280,7 @@ class LoRALinear(nn.Module):
 COMMON = 3  # the common filter learns 3 times faster, as AdamW ignores the size of a gradient
 # The (centred) cosine of a fact that is told twice is .995, that of two facts .52. To the power of
 # 32 it is a half at 12 degrees and .01 at 30. Times 1,000 a copy outweighs any logit.
-SHARPNESS, PENALTY = 32, 1000
+POWER, PENALTY = 32, 1000
 
 
 class FactCompressor(Compressor):
@@ -316,7 +316,7 @@ def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
         rows.append(taken)
         best = (row - PENALTY * taken).argmax(dim=-1, keepdim=True)  # (N, 1, 1)
         cosine = unit.gather(2, best.expand(-1, unit.shape[1], -1)).mT @ unit  # (N, 1, S)
-        taken = taken + cosine.clamp(min=0) ** SHARPNESS  # an opposite is no copy
+        taken = taken + cosine.clamp(min=0) ** POWER  # an opposite is no copy
     return torch.cat(rows, dim=1)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from conftest import meta_state, reference_logits, remembered
 
-from lococo import COMMON, METHODS, PENALTY, POSITIONS, SHARPNESS, AdaptedLlama, Compressor
+from lococo import COMMON, METHODS, PENALTY, POSITIONS, POWER, AdaptedLlama, Compressor
 from lococo import FactCompressor, segment_losses, settings_for
 from model import KVCache, Llama, LlamaConfig
 
@@ -53,7 +53,7 @@ def facts_by_loop(compressor, slots, k, v, from_slot, *_):
         w[i] = w[i] / w[i].sum()
         for j in range(S):  # the rows after it avoid copies of what it likes best
             cosine = F.cosine_similarity(centred[best], centred[j], dim=0)
-            taken[j] += cosine.clamp(min=0).detach() ** SHARPNESS
+            taken[j] += cosine.clamp(min=0).detach() ** POWER
     return w.detach()
 
 
