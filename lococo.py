@@ -286,7 +286,8 @@ POWER, PENALTY = 32, 1000
 class FactCompressor(Compressor):
     """Slots are filled in turn, each with one entry that is worth a slot and no copy of what those
     before it took. What is worth a slot, a common filter learns; which slot takes it, a filter of
-    each slot. What comes from a merged or heavy slot has one-tap filters, which raise recall."""
+    each slot. What comes from a merged or heavy slot has filters of one tap, as the entries beside
+    it in the cache are not its neighbours in the text."""
 
     sharper = 16  # rows are soft to learn, then nearly one-hot: mixed facts cannot be read
 
@@ -307,9 +308,8 @@ class FactCompressor(Compressor):
 
 @torch.no_grad()
 def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
-    """How much each entry is a copy of what earlier rows picked: relevance (N, slots, S), entries
-    (N, 2D, S) -> (N, slots, S). Relevance less redundancy is maximal marginal relevance (Carbonell
-    and Goldstein 1998): a row picks the entry where it is largest."""
+    """How much each entry is a copy of what earlier rows picked, by maximal marginal relevance
+    (Carbonell and Goldstein 1998): relevance (N, slots, S), entries (N, 2D, S) -> (N, slots, S)."""
     unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1)  # (N, 2D, S)
     taken, rows = torch.zeros_like(relevance[:, :1]), []
     for row in relevance.split(1, dim=1):  # (N, 1, S)
