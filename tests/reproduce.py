@@ -158,7 +158,7 @@ def main() -> None:
     add("--write", action="store_true", help="the table into README.md")
     args = parser.parse_args()
     machine = prepare(argparse.Namespace(device="cpu", dtype="float32", seed=0))
-    git = ["git", "describe", "--always", "--dirty"]
+    git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip()
     for seed in args.seeds:
         for row in args.only:
