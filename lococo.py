@@ -85,18 +85,19 @@ class Compressor(nn.Module):
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)  # g
         nn.init.normal_(self.conv.weight)  # as the official code starts
 
-    def weights(self, entries: Tensor) -> Tensor:
-        """Entries (N, 2D, S) of N heads -> w (N, slots, S)."""
+    def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
+        """Entries (N, 2D, S) of N heads -> w (N, slots, S). from_slot (N, S): see the subclass."""
         logits = self.conv(entries).float()  # (6); autocast returns bfloat16
         # The paper "prepends a ReLU" and does not say to what. It stands before (7) here, as in the
         # official code, so that no weight is negative. A row of zeros becomes a plain mean.
         w = logits.relu() + 1e-9
         return w / w.sum(dim=-1, keepdim=True)  # (7)
 
-    def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, k: Tensor, v: Tensor, from_slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S)."""
         entries = torch.cat((k, v), dim=-1).float().flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
-        w = self.weights(entries).unflatten(0, k.shape[:2]).type_as(k)
+        w = self.weights(entries, from_slot.flatten(0, 1))
+        w = w.unflatten(0, k.shape[:2]).type_as(k)
         return w @ k, w @ v, w  # (4), (5)
 
 
@@ -171,7 +172,10 @@ class Memory(KVCache):
             place[end:] = torch.arange(s.mem - s.recent, s.mem)
             k = self.move(k, place - arranged)
         if s.merged:
-            k_new, v_new, w = self.compressors[layer](k[:, :, front:end], v[:, :, front:end])
+            # If compressed before, the cache is [front | merged slots | recent slots | segment].
+            from_slot = (arranged[:, :, front:end] < front + s.merged) & self.compressed
+            rest = k[:, :, front:end], v[:, :, front:end]
+            k_new, v_new, w = self.compressors[layer](*rest, from_slot)
         else:
             k_new, v_new, w = k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, end - front)
         if s.positions == "slots":
@@ -282,7 +286,8 @@ POWER, PENALTY = 32, 1000
 class FactCompressor(Compressor):
     """Slots are filled in turn, each with one entry that is worth a slot and no copy of what those
     before it took. What is worth a slot, a common filter learns; which slot takes it, a filter of
-    each slot."""
+    each slot. What comes from a merged or heavy slot has filters of one tap, as the entries beside
+    it in the cache are not its neighbours in the text."""
 
     sharper = 16  # rows are soft to learn, then nearly one-hot: mixed facts cannot be read
 
@@ -291,10 +296,13 @@ class FactCompressor(Compressor):
         neighbours = torch.arange(kernel) != kernel // 2
         self.conv.weight.data[:, :, neighbours] *= 0.02  # they hardly count at the start
         self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
+        self.slot_filters = nn.Parameter(torch.randn(slots, 2 * head_dim, 1))
+        self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
 
-    def weights(self, entries: Tensor) -> Tensor:
-        filters = self.conv.weight + COMMON * self.common
-        relevance = F.conv1d(entries, filters, padding="same").float()
+    def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
+        new = F.conv1d(entries, self.conv.weight + COMMON * self.common, padding="same")
+        old = F.conv1d(entries, self.slot_filters + COMMON * self.slot_common)
+        relevance = torch.where(from_slot[:, None], old, new).float()
         return (relevance - PENALTY * redundancy(relevance, entries)).softmax(dim=-1)
 
 

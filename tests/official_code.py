@@ -20,7 +20,7 @@ class OfficialCompressor(Compressor):
         self.conv.bias = nn.Parameter(torch.zeros(slots))
         self.gate = nn.Parameter(torch.tensor(0.5))
 
-    def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, k: Tensor, v: Tensor, from_slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.conv(torch.cat((k, v), dim=-1).flatten(0, 1).transpose(1, 2))  # (6)
         w = logits.unflatten(0, k.shape[:2]).float().relu().softmax(dim=-1)
         best = self.scores.topk(w.shape[2], dim=-1).indices.sort(dim=-1).values  # in time order

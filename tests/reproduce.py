@@ -20,6 +20,7 @@ from contextlib import redirect_stdout
 from datetime import date
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -37,7 +38,7 @@ from official_code import OfficialLoCoCo  # noqa: E402
 class SoftmaxCompressor(Compressor):
     """A softmax instead of the ReLU and (7)."""
 
-    def weights(self, entries: Tensor) -> Tensor:
+    def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
         return self.conv(entries).float().softmax(dim=-1)
 
 
@@ -46,9 +47,10 @@ class CommonCompressor(FactCompressor):
 
     sharper = 1
 
-    def weights(self, entries: Tensor) -> Tensor:
-        filters = self.conv.weight + COMMON * self.common
-        return F.conv1d(entries, filters, padding="same").float().softmax(dim=-1)
+    def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
+        new = F.conv1d(entries, self.conv.weight + COMMON * self.common, padding="same")
+        old = F.conv1d(entries, self.slot_filters + COMMON * self.slot_common)
+        return torch.where(from_slot[:, None], old, new).float().softmax(dim=-1)
 
 
 class RowsInTurnCompressor(FactCompressor):
@@ -75,7 +77,7 @@ ROWS = {  # name: what README says of it, flags of train.py
     "recent": ("+ 100 last and 4 first tokens instead of the heavy ones, 24 merged", f"--method lococo+window {PAPER}"),
     "small": ("+ 3 taps and `--conv-lr` 7.5e-3 instead of 21 and 5e-2", f"{WINDOW} paper"),
     "softmax": ("+ softmax instead of the ReLU and (7)", f"{WINDOW} softmax"),
-    "common": ("+ a common filter", f"{WINDOW} common"),
+    "common": ("+ a common filter, and one-tap filters for slots", f"{WINDOW} common"),
     "rows in turn": ("+ rows in turn that avoid copies", f"{WINDOW} rows-in-turn"),
     "ours": ("+ logits times 16 after training: **ours**", WINDOW + " facts"),
 }  # fmt: skip

@@ -54,7 +54,7 @@ def test_a_method_is_four_counts(method, mem, changes, counts):
 # Algorithm 2 in float64 for one key/value head: attention, scores and W (M, S) by loops.
 
 
-def official_rows(compressor, slots, k, v, scores):
+def official_rows(compressor, slots, k, v, mixed, scores):
     """Of the official code: (1 - g) onehot + g softmax(ReLU)."""
     weight, bias, g = (p.double() for p in (*compressor.conv.parameters(), compressor.gate))
     entries = torch.cat((k, v), dim=1).T[None]
@@ -75,8 +75,9 @@ def turned(k, by, adapted):
     return torch.cat((pairs.real, pairs.imag), dim=1)
 
 
-def slow_compress(k, v, scores, adapted, rows):
-    """k, v (S, D), scores (S,) -> those of the M slots, and W (M, S)."""
+def slow_compress(k, v, scores, mixed, adapted, rows):
+    """k, v (S, D), scores (S,) and which entries have had a slot that is not a recent one -> those
+    of the M slots, and W (M, S)."""
     s, S = adapted.settings, len(k)
     by_score = sorted(range(s.sinks, S - s.recent), key=lambda i: -scores[i])
     kept = [*range(s.sinks), *sorted(by_score[: s.heavy])]
@@ -87,14 +88,15 @@ def slow_compress(k, v, scores, adapted, rows):
     for slot, i in enumerate(kept):
         W[slot, i] = 1
     if s.merged:
-        args = adapted.compressors[0], s.merged, k[rest], v[rest]
+        args = adapted.compressors[0], s.merged, k[rest], v[rest], mixed[rest]
         W[len(kept) : len(kept) + s.merged, rest] = rows(*args, scores[rest])
     for n in range(1, s.recent + 1):
         W[s.mem - n, S - n] = 1
     k_new = W @ k
     if s.positions == "slots":
         k_new = turned(k_new, range(s.mem), adapted)
-    return k_new, W @ v, W @ scores, W
+    mixed = torch.arange(s.mem) < s.mem - s.recent
+    return k_new, W @ v, W @ scores, mixed, W
 
 
 def slow_memory(adapted, segments, rows):
@@ -102,12 +104,14 @@ def slow_memory(adapted, segments, rows):
     the end, attention received, the last W, and what the heads have read."""
     s, outputs, W = adapted.settings, [], None
     k, v, scores = torch.zeros(0, 8).double(), torch.zeros(0, 8).double(), torch.zeros(0).double()
+    mixed = torch.zeros(0).bool()
     for q, k_new, v_new in segments:
         if len(k) + len(k_new) > s.mem + s.segment:
-            k, v, scores, W = slow_compress(k, v, scores, adapted, rows)
+            k, v, scores, mixed, W = slow_compress(k, v, scores, mixed, adapted, rows)
         k, v = torch.cat((k, k_new.double())), torch.cat((v, v_new.double()))
         kept_scores = 0 * scores if rows is official_rows else scores  # there: of the last forward
         scores = F.pad(kept_scores, (0, len(k_new)))
+        mixed = torch.cat((mixed, torch.zeros(len(k_new)).bool()))
         out = torch.zeros_like(q).double()
         for t in range(len(k_new)):
             n = len(k) - len(k_new) + t + 1  # entries that query t may see

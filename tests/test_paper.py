@@ -36,16 +36,18 @@ def paper_by_loop(compressor, slots, k, v, *_):
     return w.detach()
 
 
-def facts_by_loop(compressor, slots, k, v, *_):
-    """Ours for one head, k and v (S, D) -> w (slots, S), in float64."""
+def facts_by_loop(compressor, slots, k, v, from_slot, *_):
+    """Ours for one head, k and v (S, D), from_slot (S,) -> w (slots, S), in float64."""
     entries, S = torch.cat((k, v), dim=1).double(), len(k)
     w = torch.zeros(slots, S, dtype=torch.float64)
     taken = torch.zeros(S, dtype=torch.float64)
     centred = entries - entries.mean(dim=0)
     for i in range(slots):
         for j in range(S):
-            logit = filtered(entries, compressor.conv.weight, i, j)
-            logit += COMMON * filtered(entries, compressor.common, 0, j)
+            own, common = compressor.conv.weight, compressor.common
+            if from_slot[j]:
+                own, common = compressor.slot_filters, compressor.slot_common
+            logit = filtered(entries, own, i, j) + COMMON * filtered(entries, common, 0, j)
             w[i, j] = (logit - PENALTY * taken[j]).exp()
         best = max(range(S), key=lambda j: w[i, j].item())
         w[i] = w[i] / w[i].sum()
@@ -67,11 +69,12 @@ def test_compressor_equals_a_loop_over_the_equations(kind, kernel):
     for p in compressor.parameters():
         torch.nn.init.normal_(p, std=0.3)
     k, v = torch.randn(2, 2, 3, 12, 4)
-    k_new, v_new, w = compressor(k, v)  # (B, G, slots, D)
+    from_slot = torch.rand(2, 3, 12) < 0.4
+    k_new, v_new, w = compressor(k, v, from_slot)  # (B, G, slots, D)
     assert torch.allclose(w.sum(dim=-1), torch.ones(2, 3, 5)) and (w >= 0).all()
     for b in range(2):
         for head in range(3):
-            W = by_loop(compressor, 5, k[b, head], v[b, head])
+            W = by_loop(compressor, 5, k[b, head], v[b, head], from_slot[b, head])
             assert torch.allclose(w[b, head].double(), W, atol=1e-4)
             for i in range(5):
                 for new, old in ((k_new, k), (v_new, v)):  # (4) and (5)
@@ -79,15 +82,25 @@ def test_compressor_equals_a_loop_over_the_equations(kind, kernel):
                     assert torch.allclose(new[b, head, i].double(), mixed, atol=1e-4)
 
 
+def test_after_training_logits_are_multiplied():
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(32, 1, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=64))
+    for kind, factor in (("paper", 1), ("facts", 16)):
+        changes = dict(compressor=kind, kernel=3, lora_rank=0)
+        compressor = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, **changes)).compressors[0]
+        assert compressor.sharper == factor
+
+
 def test_how_a_softmax_starts():
     """Each slot takes few entries, other slots other entries, whatever their neighbours are."""
     torch.manual_seed(0)
     compressor, order = FactCompressor(64, 16, 5), torch.randperm(99)
     k, v = torch.randn(2, 1, 1, 99, 64)
-    w = compressor(k, v)[2][0, 0]
-    assert w.amax(dim=1).mean() > 0.5 and len(w.argmax(dim=1).unique()) > 12
-    elsewhere = compressor(k[:, :, order], v[:, :, order])[2][0, 0]
-    assert (elsewhere - w[:, order]).abs().sum(dim=1).mean() < 0.3
+    for from_slot in (torch.zeros(1, 1, 99).bool(), torch.ones(1, 1, 99).bool()):
+        w = compressor(k, v, from_slot)[2][0, 0]
+        assert w.amax(dim=1).mean() > 0.5 and len(w.argmax(dim=1).unique()) > 12
+        elsewhere = compressor(k[:, :, order], v[:, :, order], from_slot)[2][0, 0]
+        assert (elsewhere - w[:, order]).abs().sum(dim=1).mean() < 0.3
 
 
 def test_without_gradients_a_memory_takes_no_more_room_than_its_entries(model):
