@@ -286,8 +286,8 @@ POWER, PENALTY = 32, 1000
 class FactCompressor(Compressor):
     """Slots are filled in turn, each with one entry that is worth a slot and no copy of what those
     before it took. What is worth a slot, a common filter learns; which slot takes it, a filter of
-    each slot. What comes from a merged or heavy slot has filters of one tap, as the entries beside
-    it in the cache are not its neighbours in the text."""
+    each slot. What comes from a merged or heavy slot has filters of its own, of one tap, that learn
+    to keep what a slot has: without them one seed of two forgets (tests/results.md)."""
 
     sharper = 16  # rows are soft to learn, then nearly one-hot: mixed facts cannot be read
 

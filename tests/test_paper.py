@@ -82,15 +82,6 @@ def test_compressor_equals_a_loop_over_the_equations(kind, kernel):
                     assert torch.allclose(new[b, head, i].double(), mixed, atol=1e-4)
 
 
-def test_after_training_logits_are_multiplied():
-    torch.manual_seed(0)
-    model = Llama(LlamaConfig(32, 1, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=64))
-    for kind, factor in (("paper", 1), ("facts", 16)):
-        changes = dict(compressor=kind, kernel=3, lora_rank=0)
-        compressor = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, **changes)).compressors[0]
-        assert compressor.sharper == factor
-
-
 def test_how_a_softmax_starts():
     """Each slot takes few entries, other slots other entries, whatever their neighbours are."""
     torch.manual_seed(0)
