@@ -1,4 +1,4 @@
-"""Text in, perplexity and recall out: a model with its full cache beside runs with a memory.
+"""Perplexity and recall of runs with a memory, beside their base model with its full cache.
 
     python eval_ppl.py                                       # the embedded model and adapter
     python eval_ppl.py runs/a runs/b --lengths 2048 8192 --by-position
@@ -43,7 +43,7 @@ PARTS = {"held-out": range(0, 2), "choosing": range(2, 3), "training": range(3, 
 
 
 def find_files(paths: list[Path]) -> list[Path]:
-    """The files, and all that are in the folders; without a path Python's own standard library,
+    """The files, and in folders all but hidden ones; without a path Python's own standard library,
     which is real text on every machine that runs this program."""
     library = Path(sysconfig.get_paths()["stdlib"])
     if not paths:
@@ -166,7 +166,7 @@ def fact_tokens(tokenizer: Tokenizer) -> tuple[list[int], int, int, int]:
     """The ids of all words that are one token, then those of a line break, of "@" and of "="."""
     pieces = [tokenizer.sp.id_to_piece(i) for i in range(tokenizer.vocab_size)]
     words = [i for i, piece in enumerate(pieces) if re.fullmatch("\u2581[a-z]{3,}", piece)]
-    return words, *tokenizer.encode("x\n@ =")[-3:]
+    return words, *tokenizer.encode("\n@ =")[-3:]
 
 
 def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
@@ -319,7 +319,7 @@ def main() -> None:
         del adapted
     counts = {length: len(rows) for length, rows in documents.items()}
     listed = ", ".join(f"{count} of {length} tokens" for length, count in counts.items())
-    print(f"documents ({', '.join(parts)}): {listed}")
+    print(f"documents ({', '.join(parts)}): {listed}; cache bytes at {L}")
 
     report = {"parts": parts, "documents": counts, "methods": methods}
     if args.by_position:

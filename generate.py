@@ -37,7 +37,7 @@ TINY = HERE / "tiny"  # the embedded model and its adapter
 
 def sample(logits: Tensor, temperature: float) -> int:
     """One token id from logits (V,); temperature 0 takes the likeliest."""
-    if temperature == 0:
+    if temperature < 1e-4:  # as good as 0; the division could overflow
         return int(logits.argmax())
     return int(torch.softmax(logits.double() / temperature, dim=-1).multinomial(1))
 
@@ -89,7 +89,7 @@ class TracedMemory(Memory):
 
 def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Lines about what the slots hold; ids are the tokens that were read. At a line's end stands
-    one bar for each compression: how much of this slot was its now-largest token."""
+    a bar for each compression: the largest share that its first token then had of any slot."""
     yield f"layer {memory.layer}, head {memory.head}: {memory.size} entries after {len(ids)} tokens"
     kinds = [kind for kind in COUNTS for _ in range(getattr(memory.settings, kind))]
     for slot, kind in enumerate(kinds if memory.compressed else []):
@@ -99,8 +99,8 @@ def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -
             if share >= 0.01:
                 piece = repr(tokenizer.sp.id_to_piece(ids[n]).replace("\u2581", " "))
                 line += f"  {'█' * round(4 * share):·<4} {share:.2f} {piece:<10} {n:<5}"
-        most = [(share * (n == top.indices[0])).max() for share, n in memory.largest]
-        bars = "".join(" ▁▂▃▄▅▆▇█"[round(8 * float(share))] for share in most)
+        then = [(part * (token == top.indices[0])).max() for part, token in memory.largest]
+        bars = "".join(" ▁▂▃▄▅▆▇█"[round(8 * float(part))] for part in then)
         yield f"{line}  {bars}"
 
 
@@ -166,7 +166,7 @@ def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
 
 
 def described(adapted: AdaptedLlama) -> dict:
-    """Identifies the settings and the base, from a sample of each frozen tensor."""
+    """Identifies the base (in any --dtype) by a sample of each frozen tensor; and the settings."""
     frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
     some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
     base = checksum(some, repr(adapted.model.config))
@@ -225,7 +225,7 @@ class Parser(argparse.ArgumentParser):
         add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
         add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU")
         add("--seed", type=at_least(0), default=0)
-        add("--mem", type=at_least(1), help="memory slots M")
+        add("--mem", type=at_least(4), help="memory slots M; 4, as a window keeps the 4 first")
         add("--segment", type=at_least(1), help="tokens T that enter together (default: as --mem)")
         for flag in ("--sinks", "--heavy", "--recent"):
             add(flag, type=at_least(0), help=f"{flag[2:]} slots, instead of the method's")

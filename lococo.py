@@ -1,8 +1,8 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a small convolution.
 
-First the paper (arXiv 2406.05317), with its equation numbers: what a memory keeps, the compressor
-(section 3.2.1), memory and segment loop (algorithm 2), position interpolation and LoRA. Then ours:
-a compressor that keeps facts. Letters as in model.py; W of (6) is called logits, that of (7) w.
+First the paper (arXiv 2406.05317), by its equation numbers: what a memory keeps, the compressor
+(section 3.2.1), memory and segment loop (algorithm 2), interpolation, LoRA. Then ours, which keeps
+facts. Letters as in model.py. (6)'s W is `logits` here, (7)'s is `w`; W is w with the copying rows.
 """
 
 import math
@@ -58,8 +58,8 @@ class Settings:
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
-    """A row of METHODS at M = mem; `changes` that are not None replace fields. What is left of M is
-    merged slots, in a row without them recent ones. Raises UserError."""
+    """A row of METHODS at M = mem; `changes` that are not None replace fields. Slots left over are
+    merged, in a row that merges nothing recent. A row without slots keeps all. Raises UserError."""
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
     fills = "merged" if "merged" in row else "recent"
@@ -78,7 +78,7 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
 class Compressor(nn.Module):
     """A convolution says how much of S entries goes into each slot. A layer's heads share it."""
 
-    sharper = 1  # after training all weights are multiplied by this
+    sharper = 1  # after training, train.run multiplies the parameters by this
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__()
@@ -86,7 +86,7 @@ class Compressor(nn.Module):
         nn.init.normal_(self.conv.weight)  # as the official code starts
 
     def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
-        """Entries (N, 2D, S) of N heads -> w (N, slots, S). from_slot (N, S): see the subclass."""
+        """Entries (N, 2D, S) of N heads -> w (N, slots, S). from_slot: for FactCompressor."""
         logits = self.conv(entries).float()  # (6); autocast returns bfloat16
         # The paper "prepends a ReLU" and does not say to what. It stands before (7) here, as in the
         # official code, so that no weight is negative. A row of zeros becomes a plain mean.
@@ -120,7 +120,7 @@ class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer.
 
     When the next segment does not fit, S entries become M slots by K' = W K and V' = W V. Every
-    method is a W. Its columns are in order of time; (6) writes the segment before the memory.
+    method is a W. Its columns are in order of time; in (6) the segment's stand before the memory's.
     For M = 4 and T = 3, with one sink, two merged slots and one recent token:
 
                      memory     segment
@@ -138,8 +138,8 @@ class Memory(KVCache):
 
     def enter(self, T: int) -> int:
         """Make room for T tokens; return the position of the first one. Algorithm 2 compresses to M
-        after a segment. Here that waits, with up to M + T entries, until the next segment: it is
-        then in that segment's graph, and its loss trains the convolution."""
+        after a segment; there `detach` would cut the graph. Here up to M + T entries wait for the
+        next segment, whose loss trains the convolution. So decoding compresses each T tokens."""
         assert T <= self.settings.segment
         if self.size + T > self.most:
             for layer in range(self.config.n_layers):
@@ -165,8 +165,8 @@ class Memory(KVCache):
         k = k.gather(2, arranged[..., None].expand_as(k))
         v = v.gather(2, arranged[..., None].expand_as(v))
         if s.positions == "slots":
-            # A key's position is its place in the cache. What is kept moves to its new place, all
-            # else to position 0: keys that are mixed are not rotated.
+            # A key's position is its place in the cache. What is kept is turned to its new place,
+            # all else to 0, so that (4) mixes unrotated keys; the other modes mix rotated ones.
             place = torch.zeros(k.shape[2], device=k.device)
             place[:front] = torch.arange(front)
             place[end:] = torch.arange(s.mem - s.recent, s.mem)
@@ -182,7 +182,7 @@ class Memory(KVCache):
             k_new = self.move(k_new, torch.arange(front, front + s.merged, device=k.device))
         self.keys[layer] = torch.cat((k[:, :, :front], k_new, k[:, :, end:]), dim=2)
         self.values[layer] = torch.cat((v[:, :, :front], v_new, v[:, :, end:]), dim=2)
-        if s.heavy:  # a slot inherits the attention that its entries have received
+        if s.heavy:  # a merged slot gets the mean, by w, of what its entries have received
             W = self.mixing_matrix(arranged, w.detach())
             self.scores[layer] = (W * self.scores[layer][:, :, None]).sum(dim=3)
         return arranged, w
@@ -190,14 +190,14 @@ class Memory(KVCache):
     def arrange(self, layer: int) -> Tensor:
         """Places in the cache of [sinks and heavy | rest | recent], in order of time: (B, G, S)."""
         s, S = self.settings, self.keys[layer].shape[2]
-        front = torch.zeros_like(self.keys[layer][..., 0], dtype=torch.bool)
-        front[:, :, : s.sinks] = True
+        chosen = torch.zeros_like(self.keys[layer][..., 0], dtype=torch.bool)
+        chosen[:, :, : s.sinks] = True
         if s.heavy:
-            scores = self.scores[layer].masked_fill(front, -torch.inf)
-            front.scatter_(2, scores[:, :, : S - s.recent].topk(s.heavy, dim=2).indices, True)
-        places = torch.arange(S, device=front.device).expand_as(front)
-        both = places[front], places[~front]  # each head has as many of the first
-        return torch.cat([some.view(*front.shape[:2], -1) for some in both], dim=2)
+            scores = self.scores[layer].masked_fill(chosen, -torch.inf)
+            chosen.scatter_(2, scores[:, :, : S - s.recent].topk(s.heavy, dim=2).indices, True)
+        places = torch.arange(S, device=chosen.device).expand_as(chosen)
+        both = places[chosen], places[~chosen]  # flat; each head has equally many of each
+        return torch.cat([some.view(*chosen.shape[:2], -1) for some in both], dim=2)
 
     def mixing_matrix(self, arranged: Tensor, w: Tensor) -> Tensor:
         """All of W (B, G, M, S), as drawn above, from what `compress` returns."""
@@ -277,16 +277,16 @@ class LoRALinear(nn.Module):
 
 # --- Ours: what a memory needs to keep facts -----------------------------------------------------
 
-COMMON = 3  # the common filter learns 3 times faster, as AdamW ignores the size of a gradient
-# The (centred) cosine of a fact that is told twice is .995, that of two facts .52. To the power of
-# 32 it is a half at 12 degrees and .01 at 30. Times 1,000 a copy outweighs any logit.
+COMMON = 3  # AdamW's steps ignore the gradient's size: 3 * common moves 3 times as far in a step
+# The (centred) cosine of a fact told twice is .995, of two facts .52; to the power of 32 it is .85
+# and 0. Times 1,000 a copy loses to all else in training; in use in all but 1 row of 300.
 POWER, PENALTY = 32, 1000
 
 
 class FactCompressor(Compressor):
-    """Slots are filled in turn, each with one entry that is worth a slot and no copy of what those
-    before it took. What is worth a slot, a common filter learns; which slot takes it, a filter of
-    each slot. What comes from a merged or heavy slot has filters of its own, of one tap, that learn
+    """Slots are filled in turn: each takes the entry most worth it that is no copy of one taken.
+    A common filter learns what is worth a slot; a filter of each slot, which of these it takes.
+    What comes from a merged or heavy slot has filters of its own, of one tap, that learn
     to keep what a slot has: without them one seed of two forgets (tests/results.md)."""
 
     sharper = 16  # rows are soft to learn, then nearly one-hot: mixed facts cannot be read
@@ -326,9 +326,9 @@ COMPRESSORS = {"paper": Compressor, "facts": FactCompressor}
 
 
 class AdaptedLlama(nn.Module):
-    """A base with all that is dropped in. What trains requires a gradient (section 4.1): the
-    compressors and, with LoRA on q, k, v, o, embeddings and norms; with rank 0, the inference mode,
-    the compressors alone. It is float32 whatever the base is: small steps would be rounded away."""
+    """A base with all that is dropped in. What trains (section 4.1) requires a gradient and is in
+    float32, or small steps would be rounded away: the compressors; with a rank above 0 also LoRA
+    on q, k, v, o, and the base's embeddings and norms. Rank 0 is the inference mode."""
 
     def __init__(self, model: Llama, settings: Settings):
         super().__init__()

@@ -1,12 +1,14 @@
 """Llama-2 in plain PyTorch: the model, the loading of official weights, and the tokenizer.
 
-Read this file first. It is an ordinary Llama-2 and knows nothing of LoCoCo. The method plugs in at
-one place, the cache: attention hands its queries, keys and values to `cache.attend`. The KVCache
-below keeps every key and value; the Memory of lococo.py keeps M slots instead. Sources: Llama 2
-(arXiv 2307.09288), the checkpoints of Meta and Hugging Face; equation numbers are LoCoCo's.
+Read this file first. It is an ordinary Llama-2. LoCoCo plugs in at one place, the cache: the model
+tells `cache.enter` how many tokens come (a Memory compresses then), and each block hands q, k and v
+to `cache.attend`. The KVCache below keeps all; the Memory of lococo.py keeps M slots. Sources:
+Llama 2 (arXiv 2307.09288), the checkpoints of Meta and Hugging Face. Equation numbers are LoCoCo's;
+its matrices have a column for each token, these have a row.
 
-Letters: B batch, T tokens of a segment, which enter together (the paper's B), S cached entries,
-M slots, H query heads, G key/value heads, D head dimension, L whole sequence, V vocabulary.
+Letters: B batch, T tokens that enter together: a segment (the paper's B), its rest or one decoded
+token; S cached entries, M slots, H query heads, G key/value heads, D head dimension, L whole
+sequence, V vocabulary. The paper's tables call our L T, and our T L.
 """
 
 import json
@@ -80,15 +82,18 @@ def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Equation (1), last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
-    whole, grouped = q.shape[2] == k.shape[2], q.shape[1] != k.shape[1]
-    mask = None if whole else causal_mask(q.shape[2], k.shape[2], q.device)  # whole: is_causal
+    """Equation (1), last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D). (1)
+    multiplies by the mask; what is masked must become -inf before the softmax, as here."""
+    whole = q.shape[2] == k.shape[2]  # nothing was cached: the fused causal mask is the right one
+    grouped = q.shape[1] != k.shape[1]
+    mask = None if whole else causal_mask(q.shape[2], k.shape[2], q.device)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=grouped)
 
 
 def extended(held: Tensor | None, new: Tensor, most: float) -> Tensor:
-    """torch.cat of entries (B, G, S, D) and (B, G, T, D). Without gradients in place, in a buffer
-    that doubles when it is full, up to `most` entries: each decoded token would copy all others."""
+    """torch.cat of entries (B, G, S, D) and (B, G, T, D). Without gradients the new ones go into a
+    buffer, an attribute of the tensor, that doubles when it is full, up to `most` entries; with
+    torch.cat each decoded token would copy all others."""
     if held is None or torch.is_grad_enabled():
         return new if held is None else torch.cat((held, new), dim=2)
     S, end = held.shape[2], held.shape[2] + new.shape[2]
@@ -110,7 +115,7 @@ class KVCache:
         self.config = config
         self.rope_scale = config.rope_scale
         self.seen = 0  # tokens that have entered
-        self.compressed = False  # whether there are fewer entries than tokens
+        self.compressed = False  # True only in a Memory, once its slots are filled
         self.most = math.inf  # entries that a layer holds
         self.keys: list[Tensor | None] = [None] * config.n_layers  # (B, G, S, D), rotated
         self.values: list[Tensor | None] = [None] * config.n_layers
@@ -122,7 +127,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Of all keys and values."""
+        """Of the keys and values held; `extended` may reserve as much again."""
         return sum(t.nbytes for t in self.keys + self.values if t is not None)
 
     def enter(self, T: int) -> int:
@@ -139,8 +144,8 @@ class KVCache:
 
     def detach(self) -> None:
         """Stop the gradient of all that comes later, so that no graph grows with the text."""
-        self.keys = [k if k is None else k.detach() for k in self.keys]
-        self.values = [v if v is None else v.detach() for v in self.values]
+        self.keys = [k.detach() if k is not None and k.requires_grad else k for k in self.keys]
+        self.values = [v.detach() if v is not None and v.requires_grad else v for v in self.values]
 
 
 # --- The model -----------------------------------------------------------------------------------
@@ -239,6 +244,7 @@ class Llama(nn.Module):
 
 # --- Official weights ----------------------------------------------------------------------------
 
+# What reading a damaged or foreign file can raise.
 DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionError, TypeError,
            AttributeError, ArithmeticError, pickle.UnpicklingError, SafetensorError)  # fmt: skip
 
@@ -253,7 +259,8 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
         with torch.device("meta"):  # just shapes
             model = Llama(config)
         ours = {name if from_meta else hugging_face_name(name): name for name in model.state_dict()}
-        weights, state = meta_weights if from_meta else hugging_face_weights, {}
+        weights = meta_weights if from_meta else hugging_face_weights
+        state = {}
         for name, tensor in weights(path, config):
             if name not in ours or not tensor.is_floating_point() or not tensor.isfinite().all():
                 raise ValueError(f"{name}, {tensor.dtype}: no weight of this model or not finite")

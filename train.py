@@ -41,8 +41,8 @@ from model import Tokenizer, UserError, attention
 
 @dataclass(frozen=True)
 class Recipe:
-    """What holds without a flag; first the paper's context extension. Beyond the paper no weight
-    decays, and the gradient of the convolutions and that of the rest are each clipped at norm 1."""
+    """What holds without a flag; first the paper's context extension. Where the paper is silent: no
+    weight decay; the gradients of convolutions and of the rest are each clipped at norm 1."""
 
     method: str = "lococo+h2o"  # "Ours" of table 2, and what the official code does by default
     mem: int = 512  # slots M; section 4.1. A segment (its chunk) is as long
@@ -50,7 +50,7 @@ class Recipe:
     compressor: str = "paper"  # section 3.2.1
     kernel: int = 21  # taps of the convolution; section 4.1
     lora_rank: int = 8  # section 4.1; with 0 the convolutions train alone
-    lr: float = 5e-5  # of LoRA, embeddings and norms; section 4.1. It falls to 0, as the next
+    lr: float = 5e-5  # of LoRA, embeddings and norms; section 4.1. Both fall linearly to 0
     conv_lr: float = 5e-2  # of the convolutions; section 4.1
     # Our choice, as the paper names none for context extension: the 104 million tokens that section
     # 3.3 names for inference mode are 99.2 steps of 128 x 8,192.
@@ -61,13 +61,13 @@ class Recipe:
     save_every: int = 1  # steps
     facts: int = 0  # written into each sequence
     answer_weight: float = 1.0  # of a fact's word when told again, for the convolutions
-    score_tokens: int = 32768  # of held-out documents, 4 here
+    score_tokens: int = 32768  # so many tokens of held-out documents: 4 of 8,192
 
 
 RECIPES = {
     "paper": Recipe(),
     "inference": Recipe(seq=4096, lora_rank=0, steps=200),  # section 4.1; 3.3's 104 million tokens
-    "embedded": Recipe(  # ours: twice the pretrained context, a million tokens, 32 documents
+    "embedded": Recipe(  # ours: twice the pretrained context; 240 x 4,096 tokens; 32 to score
         method="lococo+window", mem=128, seq=2048, compressor="facts", kernel=3,
         lr=2e-3, conv_lr=7.5e-3, steps=240, batch=None, micro_batch=2, bptt=4, save_every=10,
         facts=8, answer_weight=20.0, score_tokens=65536,
@@ -147,7 +147,7 @@ def gradients(adapted: AdaptedLlama, draw: Callable, args: argparse.Namespace, m
 
 
 def make_optimizer(adapted: AdaptedLlama, args: argparse.Namespace) -> AdamW:
-    """One learning rate for the convolutions and one for the rest."""
+    """A "rate" for the convolutions, one for the rest; `train` makes the falling "lr" of them."""
     convolutions = list(adapted.compressors.parameters())
     rest = [p for p in adapted.model.parameters() if p.requires_grad]
     groups = [{"params": convolutions, "rate": args.conv_lr}, {"params": rest, "rate": args.lr}]
@@ -213,7 +213,7 @@ def save_state(adapted: AdaptedLlama, optimizer: AdamW, file: Path, about: dict,
             tensors[f"{key} {name}"] = moment
     if RANK == 0:
         write_file(file, tensors, **about | {"step": step})
-    add_up(torch.zeros(1))  # the others wait, or the end of one of them could end this
+    add_up(torch.zeros(1))  # wait for the file: torchrun ends all when one ends with an error
 
 
 @torch.no_grad()
@@ -392,7 +392,7 @@ def main() -> None:
         run(*parse())
     except BaseException:
         if RANK > 0:
-            time.sleep(3)  # process 0 tells an error of all; its end ends the others
+            time.sleep(3)  # process 0 prints an error that all have; when it ends, so do the others
         raise
 
 

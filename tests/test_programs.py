@@ -343,7 +343,7 @@ FOLLOWING = {
         ("--kernel 4", "--kernel 4: it must be odd"), ("--steps 1.5", "value: '1.5'"),
         ("--method magic", "choice: 'magic'"), ("--unknown", "--unknown"),
         ("--sinks 9 --recent 8", "not fit"), ("--method full --recent 8", "--method full --mem 16"),
-        ("--method streaming --mem 3", "not fit"), ("--answer-weight inf", "--answer-weight inf"),
+        ("--method streaming --mem 3", "--mem 3"), ("--answer-weight inf", "--answer-weight inf"),
         ("--method streaming --sinks 0 --recent 0", "not fit"), ("--model missing", "missing/"),
         ("--method lococo+sinks --sinks 16", "not fit"), ("--device meta", "--device meta"),
         ("--method h2o --lora-rank 0", "nothing to train"), ("--data text nowhere", "nowhere"),
