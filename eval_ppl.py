@@ -222,6 +222,12 @@ def memory_sizes(runs: list[Path]) -> list[tuple[int, int]]:
     return list(dict.fromkeys((s.mem, s.segment) for s in settings if s.mem))
 
 
+def name_of(s: Settings) -> str:
+    """A method without training, as a table names it."""
+    slots = f" M={s.mem}" if s.mem else ""
+    return f"base, {s.method}{slots}" + f" T={s.segment}" * (s.mem > 0 and s.segment != s.mem)
+
+
 def compared(
     args: argparse.Namespace, machine: Machine, sizes: list[tuple[int, int]]
 ) -> Iterator[tuple[str, AdaptedLlama]]:
@@ -234,14 +240,11 @@ def compared(
         for method in ("streaming", "h2o"):
             wanted.append((method, mem, segment, {"positions": "slots"}))
     model, _ = load_base(args.model, machine)
-    methods = {"base, full": AdaptedLlama(model, FULL)}
+    models = [AdaptedLlama(model, FULL)]
     for method, mem, segment, changes in wanted:  # all are made now: a wrong one is refused first
-        name = f"base, {method}"
-        if METHODS[method](mem):
-            name += f" M={mem}" if segment == mem else f" M={mem} T={segment}"
-        methods[name] = untrained(model, method, mem, segment, **changes)
-    yield from methods.items()
-    del model, methods
+        models.append(untrained(model, method, mem, segment, **changes))
+    yield from {name_of(adapted.settings): adapted for adapted in models}.items()
+    del model, models
     for run in dict.fromkeys(args.runs):
         yield os.path.relpath(run), load_adapter(run, load_base(args.model, machine)[0])
 

@@ -86,7 +86,7 @@ class Compressor(nn.Module):
         nn.init.normal_(self.conv.weight)  # as the official code starts
 
     def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
-        """Entries (N, 2D, S) of N heads -> w (N, slots, S). from_slot: for FactCompressor."""
+        """Entries (N, 2D, S) of N heads -> w (N, slots, S). Only ours reads from_slot (N, S)."""
         logits = self.conv(entries).float()  # (6); autocast returns bfloat16
         # The paper "prepends a ReLU" and does not say to what. It stands before (7) here, as in the
         # official code, so that no weight is negative. A row of zeros becomes a plain mean.

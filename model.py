@@ -143,7 +143,8 @@ class KVCache:
         return attention(q, self.keys[layer], self.values[layer])
 
     def detach(self) -> None:
-        """Stop the gradient of all that comes later, so that no graph grows with the text."""
+        """Stop the gradient of all that comes later, so that no graph grows with the text. What has
+        none stays the same tensor, with its buffer."""
         self.keys = [k.detach() if k is not None and k.requires_grad else k for k in self.keys]
         self.values = [v.detach() if v is not None and v.requires_grad else v for v in self.values]
 

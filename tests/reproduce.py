@@ -4,7 +4,7 @@
     python tests/reproduce.py --only window --steps 100 --mem 64
     python tests/reproduce.py --write                            # the table into README.md
 
-A cell is one run of train.py: the embedded model and recipe, M = T = 128, and the row's flags. It
+A cell is one run of train.py: the embedded model and recipe, T = 128, and the row's flags. It
 is scored on 64 held-out documents of 2,048 tokens, or on all of --part choosing. Adapters are in
 runs/reproduce/, the figures in tests/results.json, written after every cell with the commit; a
 cell that is there is not measured again.
@@ -77,7 +77,7 @@ ROWS = {  # name: what README says of it, flags of train.py
     "recent": ("+ 100 last and 4 first tokens instead of the heavy ones, 24 merged", f"--method lococo+window {PAPER}"),
     "small": ("+ 3 taps and `--conv-lr` 7.5e-3 instead of 21 and 5e-2", f"{WINDOW} paper"),
     "softmax": ("+ softmax instead of the ReLU and (7)", f"{WINDOW} softmax"),
-    "common": ("+ a common filter, and one-tap filters for slots", f"{WINDOW} common"),
+    "common": ("+ a common filter, one-tap filters for slots, a start that hardly sees neighbours", f"{WINDOW} common"),
     "rows in turn": ("+ rows in turn that avoid copies", f"{WINDOW} rows-in-turn"),
     "ours": ("+ logits times 16 after training: **ours**", WINDOW + " facts"),
 }  # fmt: skip
@@ -87,8 +87,8 @@ START, END = "<!-- tests/reproduce.py writes this table -->\n", "<!-- its end --
 
 
 def run_directory(row: str, seed: int, args: argparse.Namespace) -> Path:
-    name = f"{row.replace(' ', '-')}-mem{args.mem}-seq{args.seq}-steps{args.steps}-seed{seed}"
-    return HERE / "runs" / "reproduce" / name
+    name = f"{row.replace(' ', '-')}-mem{args.mem}-seq{args.seq}-facts{args.facts}"
+    return HERE / "runs" / "reproduce" / f"{name}-steps{args.steps}-seed{seed}"
 
 
 def train_cell(row: str, seed: int, args: argparse.Namespace) -> Path:
@@ -99,8 +99,8 @@ def train_cell(row: str, seed: int, args: argparse.Namespace) -> Path:
     if (out / "state.safetensors").is_file():
         flags = f"--resume {out}"
     else:
-        flags = f"{ROWS[row][1]} --recipe embedded --mem {args.mem} --segment {args.segment}"
-        flags += f" --seq {args.seq} --seed {seed} --steps {args.steps} --facts {args.facts}"
+        flags = f"{ROWS[row][1]} --recipe embedded --mem {args.mem} --segment 128 --seq {args.seq}"
+        flags += f" --facts {args.facts} --seed {seed} --steps {args.steps}"
         flags += f" --score-tokens 0 --out {out}"
     sys.argv = ["train.py", *flags.split()]
     with redirect_stdout(io.StringIO()):
@@ -130,7 +130,7 @@ def table(cells: dict[str, dict]) -> str:
     lines = ["| memory | steps | perplexity | recalled, % | seeds |", "|---|---|---|---|---|"]
     for row, (label, _) in ROWS.items():
         found = [c for c in cells.values() if (c["row"], c["part"]) == (row, "held-out")]
-        found = [c for c in found if (c["mem"], c["seq"]) == (128, 2048)]
+        found = [c for c in found if (c["mem"], c["seq"], c["facts"]) == (128, 2048, 8)]
         for steps in sorted({c["steps"] for c in found}):
             seeds = sorted((c for c in found if c["steps"] == steps), key=lambda c: c["seed"])
             perplexity = ", ".join(f"{c['perplexity']:.2f}" for c in seeds)
@@ -152,7 +152,6 @@ def main() -> None:
     add("--only", nargs="+", choices=ROWS, default=[], help="rows")
     add("--seeds", nargs="+", type=int, default=[0])
     add("--mem", type=int, default=128)
-    add("--segment", type=int, default=128)
     add("--seq", type=int, default=2048, help="trained length, in tokens")
     add("--steps", type=int, default=400)
     add("--facts", type=int, default=8)
@@ -170,8 +169,7 @@ def main() -> None:
             if name not in read():
                 print(name, file=sys.stderr)
                 about = {"row": row, "seed": seed, "commit": commit, "date": str(date.today())}
-                about |= {key: vars(args)[key] for key in ("mem", "segment", "seq", "steps")}
-                about |= {"facts": args.facts, "part": args.part}
+                about |= {key: vars(args)[key] for key in ("mem", "seq", "facts", "steps", "part")}
                 cell = about | score_cell(train_cell(row, seed, args), args, machine)
                 RESULTS.write_text(json.dumps(read() | {name: cell}, indent=1) + "\n")
     print(table(read()), end="")
