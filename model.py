@@ -297,6 +297,7 @@ def meta_config(file: Path) -> LlamaConfig:
         n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
         ffn_dim=multiples * params["multiple_of"],
         vocab_size=vocab_size if vocab_size > 0 else Tokenizer(file.parent).vocab_size,
+        context=params.get("max_seq_len", 4096),
         rope_theta=params.get("rope_theta", 10000.0),
     )
 
