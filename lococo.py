@@ -27,7 +27,7 @@ METHODS = {
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
     "lococo+window": lambda M: dict(
-        sinks=4, merged=min(M // 2, 24), recent=M - min(M // 2, 24) - 4, positions="slots"
+        sinks=4, merged=min(M // 4, 24), recent=M - min(M // 4, 24) - 4, positions="slots"
     ),
 }
 COUNTS = ("sinks", "heavy", "merged", "recent")
@@ -77,8 +77,6 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
 
 class Compressor(nn.Module):
     """A convolution says how much of S entries goes into each slot. A layer's heads share it."""
-
-    sharper = 1  # after training, train.run multiplies the parameters by this
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__()
@@ -287,9 +285,9 @@ class FactCompressor(Compressor):
     """Slots are filled in turn: each takes the entry most worth it that is no copy of one taken.
     A common filter learns what is worth a slot; a filter of each slot, which of these it takes.
     What comes from a merged or heavy slot has filters of its own, of one tap, that learn
-    to keep what a slot has: without them one seed of two forgets (tests/results.md)."""
-
-    sharper = 16  # rows are soft to learn, then nearly one-hot: mixed facts cannot be read
+    to keep what a slot has: without them one seed of two forgets (tests/results.md). Rows are soft
+    to learn; in use the recipe's `sharper` makes them nearly one-hot, as mixed facts cannot be
+    read."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)

@@ -61,6 +61,7 @@ class Recipe:
     save_every: int = 1  # steps
     facts: int = 0  # written into each sequence
     answer_weight: float = 1.0  # of a fact's word when told again, for the convolutions
+    sharper: float = 1.0  # after training the convolutions' logits are multiplied by this
     score_tokens: int = 32768  # so many tokens of held-out documents: 4 of 8,192
 
 
@@ -70,7 +71,7 @@ RECIPES = {
     "embedded": Recipe(  # ours: twice the pretrained context; 240 x 4,096 tokens; 32 to score
         method="lococo+window", mem=128, seq=2048, compressor="facts", kernel=3,
         lr=2e-3, conv_lr=7.5e-3, steps=240, batch=None, micro_batch=2, bptt=4, save_every=10,
-        facts=8, answer_weight=20.0, score_tokens=65536,
+        facts=8, answer_weight=20.0, sharper=16.0, score_tokens=65536,
     ),
 }  # fmt: skip
 
@@ -116,9 +117,8 @@ def shifted_groups(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def gradients(adapted: AdaptedLlama, draw: Callable, args: argparse.Namespace, machine: Machine,
               step: int, done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
     """Add the gradient of the step's loss to p.grad; return the loss, nats over tokens. draw(i) is
-    training sequence i, as `tell` returns it; the processes share the sequences of a step. In the
-    gradient of the convolutions the word of a fact told before counts --answer-weight times.
-    done(n) is told of every n tokens."""
+    sequence i, as `tell` returns it; the processes share a step's sequences. In the convolutions'
+    gradient a fact told before counts --answer-weight times. done(n) is told of every n tokens."""
     total, scored = 0.0, args.batch * (args.seq - 1)
     convolutions = list(adapted.compressors.parameters())
     own = range(step * args.batch + RANK, (step + 1) * args.batch, WORLD)
@@ -255,6 +255,7 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor], dict]:
     add("--micro-batch", type=count, help="sequences in memory at once")
     add("--facts", type=whole, metavar="N", help="facts to write into a sequence (eval_ppl.py)")
     add("--answer-weight", type=at_least(0, float), metavar="W", help="of a fact told again")
+    add("--sharper", type=at_least(0, float), metavar="N", help="logits times N after training")
     add("--bptt", type=count, help="segments that the gradient spans")
     add("--recompute", action="store_true", help="less memory, more time")
     add("--save-every", type=count, metavar="STEPS", help="of the state to resume from")
@@ -372,9 +373,8 @@ def run(args: argparse.Namespace, state: dict[str, Tensor], about: dict) -> None
         raise SystemExit(128 + stopped)
     if RANK > 0:
         return
-    for compressor in adapted.compressors:
-        for p in compressor.parameters():
-            p.data *= compressor.sharper
+    for p in adapted.compressors.parameters():
+        p.data *= args.sharper
     write_file(args.out / "adapter.safetensors", adapted.trained(), **described(adapted))
     add_score(f"{args.method}, after training", adapted)
     columns = next(iter(about["scores"].values()), ["perplexity"])

@@ -28,11 +28,15 @@ class OfficialCompressor(Compressor):
         return w @ k, w @ v, w
 
 
-class OfficialMemory(Memory):
+class LastScores(Memory):
+    """Heavy hitters are those of the last forward pass only."""
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.scores[layer] = None  # heavy hitters are those of the last forward pass only
+        self.scores[layer] = None
         return super().attend(layer, q, k, v)
 
+
+class OfficialMemory(LastScores):
     def arrange(self, layer: int) -> Tensor:
         arranged = super().arrange(layer)  # [heavy | rest]
         rest = arranged[:, :, self.settings.heavy :]
@@ -48,4 +52,11 @@ class OfficialLoCoCo(AdaptedLlama):
         self.compressors = nn.ModuleList(own).to(model.norm.weight.device)
 
     def cache(self, memory: type[Memory] = OfficialMemory) -> Memory:
+        return super().cache(memory)
+
+
+class OfficialH2O(AdaptedLlama):
+    """Its H2O, with `--heavy M --recent 0`: no slots are set aside for recent tokens."""
+
+    def cache(self, memory: type[Memory] = LastScores) -> Memory:
         return super().cache(memory)

@@ -1,13 +1,16 @@
-"""The table of README.md: from the paper's form to ours, one change a row, trained and scored.
+"""The tables of README.md: what facts need, and what merging gains on prose.
 
     python tests/reproduce.py --only window ours --seeds 0 1 2   # train, score, print the table
     python tests/reproduce.py --only window --steps 100 --mem 64
-    python tests/reproduce.py --write                            # the table into README.md
+    python tests/reproduce.py --model DIR --data FILE --seeds 0 1 2     # the table of plain text
+    python tests/reproduce.py --write                            # all tables into README.md
 
-A cell is one run of train.py: the embedded model and recipe, T = 128, and the row's flags. It
-is scored on 64 held-out documents of 2,048 tokens, or on all of --part choosing. Adapters are in
-runs/reproduce/, the figures in tests/results.json, written after every cell with the commit; a
-cell that is there is not measured again.
+A cell is one run of train.py: the embedded recipe and the row's flags. With facts (the embedded
+model, T = 128) it is scored on 64 held-out documents of 2,048 tokens, or on all of --part choosing.
+On plain text of a --model of your own (T = M, without facts) it is scored on all documents that do
+not train; where none is so long as --seq, on so many tokens of consecutive ones. Adapters are in
+runs/reproduce/, the figures in tests/results.json, written after every cell with the commit; a cell
+that is there is not measured again.
 """
 
 import argparse
@@ -18,8 +21,10 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from datetime import date
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,7 +35,7 @@ import train  # noqa: E402
 from eval_ppl import PARTS, long_documents, tell_all, token_losses, token_streams  # noqa: E402
 from generate import HERE, TINY, Machine, load_adapter, load_base, prepare  # noqa: E402
 from lococo import COMMON, COMPRESSORS, AdaptedLlama, Compressor, FactCompressor  # noqa: E402
-from official_code import OfficialLoCoCo  # noqa: E402
+from official_code import OfficialH2O, OfficialLoCoCo  # noqa: E402
 
 # --- What lies between the paper's compressor and ours -------------------------------------------
 
@@ -43,9 +48,7 @@ class SoftmaxCompressor(Compressor):
 
 
 class CommonCompressor(FactCompressor):
-    """Ours with rows that are made all at once, and as soft in use as in training."""
-
-    sharper = 1
+    """Ours with rows that are made all at once."""
 
     def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
         new = F.conv1d(entries, self.conv.weight + COMMON * self.common, padding="same")
@@ -53,19 +56,12 @@ class CommonCompressor(FactCompressor):
         return torch.where(from_slot[:, None], old, new).float().softmax(dim=-1)
 
 
-class RowsInTurnCompressor(FactCompressor):
-    """Ours with rows that are as soft in use as in training."""
-
-    sharper = 1
-
-
 COMPRESSORS["softmax"] = SoftmaxCompressor
 COMPRESSORS["common"] = CommonCompressor
-COMPRESSORS["rows-in-turn"] = RowsInTurnCompressor
 
 # --- Rows ----------------------------------------------------------------------------------------
 
-PAPER = "--positions slots --compressor paper --kernel 21 --conv-lr 5e-2"
+PAPER = "--positions slots --compressor paper --kernel 21 --conv-lr 5e-2 --sharper 1"
 WINDOW = "--method lococo+window --compressor"
 ROWS = {  # name: what README says of it, flags of train.py
     "full": ("full attention", "--method full --positions original"),
@@ -75,20 +71,37 @@ ROWS = {  # name: what README says of it, flags of train.py
     "lococo": ("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
     "lococo+h2o": ("the paper's `lococo+h2o`: half heavy, half merged", f"--method lococo+h2o {PAPER}"),
     "recent": ("+ 100 last and 4 first tokens instead of the heavy ones, 24 merged", f"--method lococo+window {PAPER}"),
-    "small": ("+ 3 taps and `--conv-lr` 7.5e-3 instead of 21 and 5e-2", f"{WINDOW} paper"),
-    "softmax": ("+ softmax instead of the ReLU and (7)", f"{WINDOW} softmax"),
-    "common": ("+ a common filter, one-tap filters for slots, a start that hardly sees neighbours", f"{WINDOW} common"),
-    "rows in turn": ("+ rows in turn that avoid copies", f"{WINDOW} rows-in-turn"),
+    "small": ("+ 3 taps and `--conv-lr` 7.5e-3 instead of 21 and 5e-2", f"{WINDOW} paper --sharper 1"),
+    "softmax": ("+ softmax instead of the ReLU and (7)", f"{WINDOW} softmax --sharper 1"),
+    "common": ("+ a common filter, one-tap filters for slots, a start that hardly sees neighbours", f"{WINDOW} common --sharper 1"),
+    "rows in turn": ("+ rows in turn that avoid copies", f"{WINDOW} facts --sharper 1"),
     "ours": ("+ logits times 16 after training: **ours**", WINDOW + " facts"),
 }  # fmt: skip
+OURS = "--method lococo+window --sinks 0 --recent {recent} --sharper 1"
+PLAIN = {  # the same for plain text
+    "full": ("full attention", "--method full"),
+    "window": ("the window: the last M tokens", "--method streaming --sinks 0"),
+    "window with sinks": ("4 first and M - 4 last tokens", "--method streaming"),
+    "h2o": ("H2O: M/2 heavy, M/2 last", "--method h2o --positions slots"),
+    "official h2o": ("H2O as the official code has it: M heavy", "--method h2o --heavy {mem} --recent 0 --positions slots"),
+    "ours": ("**ours**: M/4 merged, 3M/4 last", OURS),
+    "ours by (7)": ("the same with the paper's compressor", f"{OURS} {PAPER}"),
+    "heavy": ("`lococo+h2o` with our compressor", "--method lococo+h2o --positions slots --sharper 1"),
+    "lococo+h2o": ("the paper's `lococo+h2o`: M/2 heavy, M/2 merged", f"--method lococo+h2o {PAPER}"),
+    "merged": ("`lococo` with our compressor", "--method lococo --positions slots --sharper 1"),
+    "lococo": ("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
+    "official code": ("the official code", f"--method lococo+h2o {PAPER}"),
+}  # fmt: skip
+KINDS = {"official code": OfficialLoCoCo, "official h2o": OfficialH2O}
 COLUMNS = {"to 256": (0, 256), "256-512": (256, 512), "512-2,048": (512, 2048)}  # told so long ago
 RESULTS = HERE / "tests" / "results.json"
-START, END = "<!-- tests/reproduce.py writes this table -->\n", "<!-- its end -->\n"
+FILES = (HERE / "README.md", HERE / "tests" / "results.md")
 
 
 def run_directory(row: str, seed: int, args: argparse.Namespace) -> Path:
     name = f"{row.replace(' ', '-')}-mem{args.mem}-seq{args.seq}-facts{args.facts}"
-    return HERE / "runs" / "reproduce" / f"{name}-steps{args.steps}-seed{seed}"
+    base = f"{args.model.name}-" if args.data else ""
+    return HERE / "runs" / "reproduce" / f"{base}{name}-steps{args.steps}-seed{seed}"
 
 
 def train_cell(row: str, seed: int, args: argparse.Namespace) -> Path:
@@ -99,32 +112,44 @@ def train_cell(row: str, seed: int, args: argparse.Namespace) -> Path:
     if (out / "state.safetensors").is_file():
         flags = f"--resume {out}"
     else:
-        flags = f"{ROWS[row][1]} --recipe embedded --mem {args.mem} --segment 128 --seq {args.seq}"
+        recent = args.mem - args.mem // 4
+        flags = (PLAIN if args.data else ROWS)[row][1].format(mem=args.mem, recent=recent)
+        flags += f" --recipe embedded --mem {args.mem} --segment {args.segment} --seq {args.seq}"
         flags += f" --facts {args.facts} --seed {seed} --steps {args.steps}"
-        flags += f" --score-tokens 0 --out {out}"
+        flags += f" --score-tokens 0 --model {args.model} --out {out}"
+        if args.data:
+            flags += f" --data {args.data}"
     sys.argv = ["train.py", *flags.split()]
     with redirect_stdout(io.StringIO()):
         train.main()
     return out
 
 
-def score_cell(run: Path, args: argparse.Namespace, machine: Machine) -> dict[str, float]:
-    """Perplexity of documents of --seq tokens, and the share of the facts told in them that is
-    recalled, with the number of answers."""
-    model, tokenizer = load_base(TINY, machine)
-    adapted, ids = load_adapter(run, model), token_streams([], tokenizer)[args.part]
+def score_cell(run: Path, args: argparse.Namespace, machine: Machine) -> dict:
+    """Perplexity of documents of --seq tokens; with facts the share of those told in them that is
+    recalled, with the number of answers; of plain text the nats of each document."""
+    model, tokenizer = load_base(args.model, machine)
+    adapted = load_adapter(run, model)
+    streams = token_streams([args.data] if args.data else [], tokenizer)
+    parts = ("held-out", "choosing") if args.data else (args.part,)
+    ids = np.concatenate([streams[part] for part in parts])
     texts = long_documents(ids, tokenizer.bos, args.seq, 64)
+    if not len(texts):
+        texts = torch.from_numpy(ids[: len(ids) // args.seq * args.seq].astype(np.int64))
+        texts = texts.view(-1, args.seq)
     nats, _, _ = token_losses(adapted, texts, machine, 8)
+    cell = {"documents": len(texts), "perplexity": math.exp(nats.double().mean())}
+    if args.data:
+        return cell | {"nats": [round(x, 5) for x in nats.double().mean(dim=1).tolist()]}
     told, ago = tell_all(texts, 8, args.part, tokenizer)
     _, hits, _ = token_losses(adapted, told, machine, 8)
-    cell = {"documents": len(texts), "perplexity": math.exp(nats.double().mean())}
     for column, (start, stop) in COLUMNS.items():
         mask = (start < ago) & (ago <= stop)
         cell |= {column: hits[mask].double().mean().item(), f"answers {column}": int(mask.sum())}
     return cell
 
 
-def table(cells: dict[str, dict]) -> str:
+def facts_table(cells: dict[str, dict]) -> str:
     """A line for each row and number of steps that was scored on the held-out part; a figure for
     each seed in turn."""
     lines = ["| memory | steps | perplexity | recalled, % | seeds |", "|---|---|---|---|---|"]
@@ -140,31 +165,77 @@ def table(cells: dict[str, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_table(readme: str, cells: dict[str, dict]) -> str:
-    before, rest = readme.split(START)
-    return before + START + table(cells) + END + rest.split(END)[1]
+def plain_table(cells: dict[str, dict], seq: int, steps: int) -> str:
+    """For each M a column: nats above the window's, mean and standard error over documents, each
+    the mean of the seeds; behind it what part of the window's gap to full attention that closes."""
+    found = [c for c in cells.values() if (c["facts"], c["seq"], c["steps"]) == (0, seq, steps)]
+    sizes = sorted({c["mem"] for c in found})
+    lines = ["| memory |" + "".join(f" M = {M} |" for M in sizes), "|---|" + "---|" * len(sizes)]
+    for row, (label, _) in PLAIN.items():
+        line = f"| {label} |"
+        for M in sizes:
+            nats = {}
+            for c in found:
+                if c["mem"] == M:
+                    nats.setdefault(c["row"], []).append(c["nats"])
+            window, full = (np.mean(nats[name], axis=0) for name in ("window", "full"))
+            if row not in nats:
+                line += " |"
+            elif row == "window":
+                line += f" {math.exp(window.mean()):.3f} ({len(nats[row])} seeds) |"
+            else:
+                above = np.mean(nats[row], axis=0) - window
+                error = above.std(ddof=1) / len(above) ** 0.5
+                closed = above.mean() / (full - window).mean()
+                line += f" {above.mean():+.4f} ± {error:.4f}, {100 * closed:.0f} % |"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {
+    "facts": facts_table,
+    "384 tokens, 40 steps": partial(plain_table, seq=384, steps=40),
+    "384 tokens, 160 steps": partial(plain_table, seq=384, steps=160),
+    "1,024 tokens, 40 steps": partial(plain_table, seq=1024, steps=40),
+}
+
+
+def with_tables(text: str, cells: dict[str, dict]) -> str:
+    """A text whose tables, each between two comments, are made anew."""
+    for name, table in TABLES.items():
+        start, end = f"<!-- tests/reproduce.py: {name} -->\n", "<!-- end -->\n"
+        if start in text:
+            before, rest = text.split(start)
+            text = before + start + table(cells) + end + rest.split(end, 1)[1]
+    return text
 
 
 def main() -> None:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
-    add("--only", nargs="+", choices=ROWS, default=[], help="rows")
+    add("--model", type=Path, default=TINY, help="with --data")
+    add("--data", type=Path, help="plain text, for the other rows")
+    add("--only", nargs="+", choices=ROWS | PLAIN, default=[], help="rows")
     add("--seeds", nargs="+", type=int, default=[0])
     add("--mem", type=int, default=128)
     add("--seq", type=int, default=2048, help="trained length, in tokens")
     add("--steps", type=int, default=400)
     add("--facts", type=int, default=8)
     add("--part", choices=PARTS, default="held-out")
-    add("--write", action="store_true", help="the table into README.md")
+    add("--write", action="store_true", help="the tables into README.md and results.md")
     args = parser.parse_args()
+    rows = PLAIN if args.data else ROWS
+    if not rows.keys() >= set(args.only):
+        parser.error(f"--only: with or without --data there are other rows: {', '.join(rows)}")
+    args.segment = args.mem if args.data else 128
+    args.facts = 0 if args.data else args.facts
     machine = prepare(argparse.Namespace(device="cpu", dtype="float32", seed=0))
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip()
     for seed in args.seeds:
-        for row in args.only:
-            kind = OfficialLoCoCo if row == "official code" else AdaptedLlama
-            train.AdaptedLlama = generate.AdaptedLlama = kind
+        for row in args.only or (rows if args.data else ()):
+            train.AdaptedLlama = generate.AdaptedLlama = KINDS.get(row, AdaptedLlama)
             name = f"{run_directory(row, seed, args).name} {args.part}"
             if name not in read():
                 print(name, file=sys.stderr)
@@ -172,10 +243,9 @@ def main() -> None:
                 about |= {key: vars(args)[key] for key in ("mem", "seq", "facts", "steps", "part")}
                 cell = about | score_cell(train_cell(row, seed, args), args, machine)
                 RESULTS.write_text(json.dumps(read() | {name: cell}, indent=1) + "\n")
-    print(table(read()), end="")
-    if args.write:
-        file = HERE / "README.md"
-        file.write_text(with_table(file.read_text("utf-8"), read()), "utf-8")
+    for file in FILES if args.write else ():
+        file.write_text(with_tables(file.read_text("utf-8"), read()), "utf-8")
+    print(*(f"{name}\n{table(read())}" for name, table in TABLES.items()), sep="\n")
 
 
 def read() -> dict[str, dict]:

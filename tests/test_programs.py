@@ -87,7 +87,7 @@ def test_every_method_trains_and_is_read_back(run, tokenizer, words):
     assert {n: t.dtype for n, t in tensors.items()} == dict.fromkeys(moments, torch.float32)
     assert [name for name, t in moments.items() if not t.any()] == []
     for name, t in tensors.items():  # after training rows of facts are made sharper
-        factor = 16 if "compressors" in name and "paper" not in words else 1
+        factor = 16 if "compressors" in name else 1
         assert torch.equal(t, factor * state[f"value {name}"])
     found = [any(part in name for name in tensors) for part in ("compressors", "lora")]
     assert found == [method.startswith("lococo"), "rank" not in words]
