@@ -77,7 +77,8 @@ ROWS = {  # name: what README says of it, flags of train.py
     "rows in turn": ("+ rows in turn that avoid copies", f"{WINDOW} facts --sharper 1"),
     "ours": ("+ logits times 16 after training: **ours**", WINDOW + " facts"),
 }  # fmt: skip
-OURS = "--method lococo+window --sinks 0 --recent {recent} --sharper 1"
+MIXING = "--conv-lr 2e-2 --sharper 1"
+OURS = f"--method lococo+window --sinks 0 --recent {{recent}} {MIXING}"
 PLAIN = {  # the same for plain text
     "full": ("full attention", "--method full"),
     "window": ("the window: the last M tokens", "--method streaming --sinks 0"),
@@ -86,9 +87,9 @@ PLAIN = {  # the same for plain text
     "official h2o": ("H2O as the official code has it: M heavy", "--method h2o --heavy {mem} --recent 0 --positions slots"),
     "ours": ("**ours**: M/4 merged, 3M/4 last", OURS),
     "ours by (7)": ("the same with the paper's compressor", f"{OURS} {PAPER}"),
-    "heavy": ("`lococo+h2o` with our compressor", "--method lococo+h2o --positions slots --sharper 1"),
+    "heavy": ("`lococo+h2o` with our compressor", f"--method lococo+h2o --positions slots {MIXING}"),
     "lococo+h2o": ("the paper's `lococo+h2o`: M/2 heavy, M/2 merged", f"--method lococo+h2o {PAPER}"),
-    "merged": ("`lococo` with our compressor", "--method lococo --positions slots --sharper 1"),
+    "merged": ("`lococo` with our compressor", f"--method lococo --positions slots {MIXING}"),
     "lococo": ("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
     "official code": ("the official code", f"--method lococo+h2o {PAPER}"),
 }  # fmt: skip
