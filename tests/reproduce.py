@@ -119,7 +119,7 @@ def train_cell(row: str, seed: int, args: argparse.Namespace) -> Path:
         flags += f" --facts {args.facts} --seed {seed} --steps {args.steps}"
         flags += f" --score-tokens 0 --model {args.model} --out {out}"
         if args.data:
-            flags += f" --data {args.data}"
+            flags += f" --data {args.data} --micro-batch 16"  # a whole step: the model is small
     sys.argv = ["train.py", *flags.split()]
     with redirect_stdout(io.StringIO()):
         train.main()
