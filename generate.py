@@ -225,7 +225,7 @@ class Parser(argparse.ArgumentParser):
         add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
         add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU")
         add("--seed", type=at_least(0), default=0)
-        add("--mem", type=at_least(4), help="memory slots M; 4, as a window keeps the 4 first")
+        add("--mem", type=at_least(4), help="memory slots M, from 4 on (default: 512)")
         add("--segment", type=at_least(1), help="tokens T that enter together (default: as --mem)")
         for flag in ("--sinks", "--heavy", "--recent"):
             add(flag, type=at_least(0), help=f"{flag[2:]} slots, instead of the method's")

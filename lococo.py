@@ -59,7 +59,7 @@ class Settings:
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
     """A row of METHODS at M = mem; `changes` that are not None replace fields. Slots left over are
-    merged, in a row that merges nothing recent. A row without slots keeps all. Raises UserError."""
+    merged; recent, if the row merges none. A row without slots keeps all. Raises UserError."""
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
     fills = "merged" if "merged" in row else "recent"
@@ -118,7 +118,7 @@ class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer.
 
     When the next segment does not fit, S entries become M slots by K' = W K and V' = W V. Every
-    method is a W. Its columns are in order of time; in (6) the segment's stand before the memory's.
+    method is a W. Its columns are memory, then segment; the paper's (6) has them the other way.
     For M = 4 and T = 3, with one sink, two merged slots and one recent token:
 
                      memory     segment
@@ -135,9 +135,9 @@ class Memory(KVCache):
         self.scores: list[Tensor | None] = [None] * config.n_layers  # attention received, (B, G, S)
 
     def enter(self, T: int) -> int:
-        """Make room for T tokens; return the position of the first one. Algorithm 2 compresses to M
-        after a segment; there `detach` would cut the graph. Here up to M + T entries wait for the
-        next segment, whose loss trains the convolution. So decoding compresses each T tokens."""
+        """Make room for T tokens; return the position of the first one. Algorithm 2 compresses at a
+        segment's end. There `detach` would follow, and no loss would train the convolution. Here up
+        to M + T entries wait for the next segment. So decoding compresses once in T tokens."""
         assert T <= self.settings.segment
         if self.size + T > self.most:
             for layer in range(self.config.n_layers):
@@ -164,7 +164,7 @@ class Memory(KVCache):
         v = v.gather(2, arranged[..., None].expand_as(v))
         if s.positions == "slots":
             # A key's position is its place in the cache. What is kept is turned to its new place,
-            # all else to 0, so that (4) mixes unrotated keys; the other modes mix rotated ones.
+            # all else to position 0, so that (4) mixes unrotated keys; other modes mix rotated ones.
             place = torch.zeros(k.shape[2], device=k.device)
             place[:front] = torch.arange(front)
             place[end:] = torch.arange(s.mem - s.recent, s.mem)
@@ -186,7 +186,7 @@ class Memory(KVCache):
         return arranged, w
 
     def arrange(self, layer: int) -> Tensor:
-        """Places in the cache of [sinks and heavy | rest | recent], in order of time: (B, G, S)."""
+        """Places in the cache of [sinks and heavy | rest | recent], each in order: (B, G, S)."""
         s, S = self.settings, self.keys[layer].shape[2]
         chosen = torch.zeros_like(self.keys[layer][..., 0], dtype=torch.bool)
         chosen[:, :, : s.sinks] = True
@@ -275,19 +275,19 @@ class LoRALinear(nn.Module):
 
 # --- Ours: what a memory needs to keep facts -----------------------------------------------------
 
-COMMON = 3  # AdamW's steps ignore the gradient's size: 3 * common moves 3 times as far in a step
+COMMON = 3  # the common filter learns 3 times as fast, as AdamW's steps have a size of their own
 # The (centred) cosine of a fact told twice is .995, of two facts .52; to the power of 32 it is .85
-# and 0. Times 1,000 a copy loses to all else in training; in use in all but 1 row of 300.
+# and 0. Times 1,000 a copy loses to all else; where logits are 16 times larger, in 299 rows of 300.
 POWER, PENALTY = 32, 1000
 
 
 class FactCompressor(Compressor):
-    """Slots are filled in turn: each takes the entry most worth it that is no copy of one taken.
-    A common filter learns what is worth a slot; a filter of each slot, which of these it takes.
-    What comes from a merged or heavy slot has filters of its own, of one tap, that learn
-    to keep what a slot has: without them one seed of two forgets (tests/results.md). Rows are soft
-    to learn; in use the recipe's `sharper` makes them nearly one-hot, as mixed facts cannot be
-    read."""
+    """Slots are filled in turn: each takes most of the entry most worth it that is no copy of one
+    taken. A common filter learns what is worth a slot; a filter of each slot, which of these it
+    takes. What comes from a merged or heavy slot has filters of its own, of one tap, that learn to
+    keep what a slot has: without them one seed of two forgets (tests/results.md). Rows are soft to
+    learn; for facts the recipe's `sharper` makes them nearly one-hot in use, as mixed facts cannot
+    be read."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)

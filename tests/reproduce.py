@@ -19,10 +19,12 @@ import json
 import math
 import subprocess
 import sys
+from collections import defaultdict
 from contextlib import redirect_stdout
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Iterable
 
 import numpy as np
 import torch
@@ -151,53 +153,55 @@ def score_cell(run: Path, args: argparse.Namespace, machine: Machine) -> dict:
 
 
 def facts_table(cells: dict[str, dict]) -> str:
-    """A line for each row and number of steps that was scored on the held-out part; a figure for
-    each seed in turn."""
-    lines = ["| memory | steps | perplexity | recalled, % | seeds |", "|---|---|---|---|---|"]
+    """A line for each row that was trained for 400 steps and scored on the held-out part; a figure
+    for each seed in turn."""
+    lines = ["| memory | perplexity | recalled, % |", "|---|---|---|"]
+    about = {"mem": 128, "seq": 2048, "facts": 8, "steps": 400, "part": "held-out"}
     for row, (label, _) in ROWS.items():
-        found = [c for c in cells.values() if (c["row"], c["part"]) == (row, "held-out")]
-        found = [c for c in found if (c["mem"], c["seq"], c["facts"]) == (128, 2048, 8)]
-        for steps in sorted({c["steps"] for c in found}):
-            seeds = sorted((c for c in found if c["steps"] == steps), key=lambda c: c["seed"])
-            perplexity = ", ".join(f"{c['perplexity']:.2f}" for c in seeds)
-            recalled = ", ".join(f"{100 * c['512-2,048']:.0f}" for c in seeds)
-            numbers = ", ".join(str(c["seed"]) for c in seeds)
-            lines.append(f"| {label} | {steps} | {perplexity} | {recalled} | {numbers} |")
+        seeds = [c for c in cells.values() if c.items() >= (about | {"row": row}).items()]
+        seeds.sort(key=lambda c: c["seed"])
+        perplexity = ", ".join(f"{c['perplexity']:.2f}" for c in seeds)
+        recalled = ", ".join(f"{100 * c['512-2,048']:.0f}" for c in seeds)
+        if seeds:
+            lines.append(f"| {label} | {perplexity} | {recalled} |")
     return "\n".join(lines) + "\n"
 
 
-def plain_table(cells: dict[str, dict], seq: int, steps: int) -> str:
+def plain_table(cells: dict[str, dict], seq: int, steps: int, rows: Iterable[str] = PLAIN) -> str:
     """For each M a column: nats above the window's, mean and standard error over documents, each
     the mean of the seeds; behind it what part of the window's gap to full attention that closes."""
-    found = [c for c in cells.values() if (c["facts"], c["seq"], c["steps"]) == (0, seq, steps)]
+    about = {"model": "stories260K", "seq": seq, "steps": steps}
+    found = [c for c in cells.values() if c.items() >= about.items()]
     sizes = sorted({c["mem"] for c in found})
     lines = ["| memory |" + "".join(f" M = {M} |" for M in sizes), "|---|" + "---|" * len(sizes)]
-    for row, (label, _) in PLAIN.items():
-        line = f"| {label} |"
+    for row in rows:
+        line = f"| {PLAIN[row][0]} |"
         for M in sizes:
-            nats = {}
+            nats = defaultdict(list)
             for c in found:
                 if c["mem"] == M:
-                    nats.setdefault(c["row"], []).append(c["nats"])
+                    nats[c["row"]].append(c["nats"])
             window, full = (np.mean(nats[name], axis=0) for name in ("window", "full"))
             if row not in nats:
-                line += " |"
+                line += " - |"
             elif row == "window":
-                line += f" {math.exp(window.mean()):.3f} ({len(nats[row])} seeds) |"
+                line += f" {math.exp(window.mean()):.3f} |"
             else:
                 above = np.mean(nats[row], axis=0) - window
                 error = above.std(ddof=1) / len(above) ** 0.5
                 closed = above.mean() / (full - window).mean()
-                line += f" {above.mean():+.4f} ± {error:.4f}, {100 * closed:.0f} % |"
+                line += f" {above.mean():+.4f} ± {error:.4f} ({100 * closed:.0f} %) |"
         lines.append(line)
     return "\n".join(lines) + "\n"
 
 
+MAIN = ("full", "window", "window with sinks", "h2o", "ours", "ours by (7)", "lococo+h2o")
 TABLES = {
     "facts": facts_table,
+    "plain text": partial(plain_table, seq=384, steps=40, rows=MAIN),
     "384 tokens, 40 steps": partial(plain_table, seq=384, steps=40),
-    "384 tokens, 160 steps": partial(plain_table, seq=384, steps=160),
-    "1,024 tokens, 40 steps": partial(plain_table, seq=1024, steps=40),
+    "384 tokens, 160 steps": partial(plain_table, seq=384, steps=160, rows=MAIN[:5]),
+    "1,024 tokens, 40 steps": partial(plain_table, seq=1024, steps=40, rows=(*MAIN[:5], MAIN[6])),
 }
 
 
@@ -241,6 +245,7 @@ def main() -> None:
             if name not in read():
                 print(name, file=sys.stderr)
                 about = {"row": row, "seed": seed, "commit": commit, "date": str(date.today())}
+                about |= {"model": args.model.name}
                 about |= {key: vars(args)[key] for key in ("mem", "seq", "facts", "steps", "part")}
                 cell = about | score_cell(train_cell(row, seed, args), args, machine)
                 RESULTS.write_text(json.dumps(read() | {name: cell}, indent=1) + "\n")
