@@ -164,7 +164,7 @@ class Memory(KVCache):
         v = v.gather(2, arranged[..., None].expand_as(v))
         if s.positions == "slots":
             # A key's position is its place in the cache. What is kept is turned to its new place,
-            # all else to position 0, so that (4) mixes unrotated keys; other modes mix rotated ones.
+            # all else to position 0, so that (4) mixes unrotated keys; other modes mix rotated.
             place = torch.zeros(k.shape[2], device=k.device)
             place[:front] = torch.arange(front)
             place[end:] = torch.arange(s.mem - s.recent, s.mem)
