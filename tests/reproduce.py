@@ -189,8 +189,10 @@ def plain_table(cells: dict[str, dict], seq: int, steps: int, rows: Iterable[str
             else:
                 above = np.mean(nats[row], axis=0) - window
                 error = above.std(ddof=1) / len(above) ** 0.5
-                closed = above.mean() / (full - window).mean()
-                line += f" {above.mean():+.4f} ± {error:.4f} ({100 * closed:.0f} %) |"
+                line += f" {above.mean():+.4f} ± {error:.4f}"
+                if max(above.mean(), (full - window).mean()) < 0:
+                    line += f" ({100 * above.mean() / (full - window).mean():.0f} %)"
+                line += " |"
         lines.append(line)
     return "\n".join(lines) + "\n"
 
@@ -248,7 +250,7 @@ def main() -> None:
                 about |= {"model": args.model.name}
                 about |= {key: vars(args)[key] for key in ("mem", "seq", "facts", "steps", "part")}
                 cell = about | score_cell(train_cell(row, seed, args), args, machine)
-                RESULTS.write_text(json.dumps(read() | {name: cell}, indent=1) + "\n")
+                write(read() | {name: cell})
     for file in FILES if args.write else ():
         file.write_text(with_tables(file.read_text("utf-8"), read()), "utf-8")
     print(*(f"{name}\n{table(read())}" for name, table in TABLES.items()), sep="\n")
@@ -256,6 +258,11 @@ def main() -> None:
 
 def read() -> dict[str, dict]:
     return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+
+
+def write(cells: dict[str, dict]) -> None:
+    lines = (f"{json.dumps(name)}: {json.dumps(cell)}" for name, cell in cells.items())
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

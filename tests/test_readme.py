@@ -9,6 +9,7 @@ from types import ModuleType
 
 import eval_ppl
 import generate
+import numpy as np
 import pytest
 import torch
 import train
@@ -147,3 +148,19 @@ def losses_of(modules: dict[str, ModuleType]) -> torch.Tensor:
                 nats.sum().backward()
         losses += [p.grad.norm() for p in dropped_in.parameters() if p.grad is not None]
     return torch.stack(losses)
+
+
+def test_nats_above_the_window():
+    """Two documents, two seeds: ours is 1 and 3 above, H2O 1 below, full attention 4 below."""
+    import reproduce
+
+    nats = {("window", 0): [5, 6], ("window", 1): [6, 5], ("full", 0): [1, 2], ("full", 1): [2, 1]}
+    nats |= {("ours", 0): [6, 8], ("ours", 1): [7, 9], ("h2o", 0): [4.5, 4.5]}
+    cells = {}
+    for (row, seed), values in nats.items():
+        about = {"row": row, "seed": seed, "nats": values}
+        cells[row, seed] = about | {"model": "stories260K", "seq": 9, "steps": 7, "mem": 4}
+    table = reproduce.plain_table(cells, 9, 7, ["window", "ours", "h2o", "official h2o"])
+    assert [line.split("|")[2].strip() for line in table.splitlines()] == [
+        "M = 4", "---", f"{np.exp(5.5):.3f}", "+2.0000 ± 1.0000", "-1.0000 ± 0.0000 (25 %)", "-",
+    ]  # fmt: skip

@@ -1,0 +1,105 @@
+"""Which words does a memory know that a window does not? A table, and assets/words.png.
+
+    python tests/words.py --model DIR --data FILE --window RUN ... --memory RUN ... --full RUN ...
+
+Each group of runs of train.py (of several seeds) is averaged. A word's nats are those of its tokens
+together, in the documents that did not train. It is new there, or was last written up to M tokens
+ago, up to M + T, or longer ago, which no window knows. A name is written with a capital only. The
+picture needs `pip install matplotlib`.
+"""
+
+import argparse
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from eval_ppl import long_documents, token_losses, token_streams  # noqa: E402
+from generate import HERE, load_adapter, load_base, prepare, read_adapter, run_program  # noqa: E402
+from model import Tokenizer  # noqa: E402
+
+
+def words(ids: list[int], tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
+    """The words of a text that begins with a BOS, and where the tokens of each are."""
+    text, places = "", []
+    for place, token in enumerate(ids[1:], start=1):
+        piece = tokenizer.sp.id_to_piece(token).replace("\u2581", " ")
+        piece = "\n" if tokenizer.sp.is_byte(token) else piece
+        text += piece
+        places += [place] * len(piece)
+    for found in re.finditer(r"\w+", text):
+        yield found.group(), sorted(set(places[found.start() : found.end()]))
+
+
+def draw(rows: dict[tuple[str, str], list], file: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 3.2), layout="constrained")
+    labels = [f"{kind}s\n{when}\n({row[0]})" for (when, kind), row in rows.items()]
+    for n, name in enumerate(("memory", "full attention")):
+        places = np.arange(len(rows)) + 0.4 * n - 0.2
+        axes.bar(places, [row[n + 2] / row[0] for row in rows.values()], 0.4, label=name)
+    axes.axhline(0, color="#999999", linewidth=0.5)
+    axes.set_xticks(range(len(rows)), labels, fontsize=8)
+    axes.set_ylabel("nats a word, less the window's")
+    axes.legend(fontsize=9)
+    figure.savefig(file, dpi=100, facecolor="white")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    for name in ("--model", "--data"):
+        add(name, type=Path, required=True)
+    for name in ("--window", "--memory", "--full"):
+        add(name, type=Path, nargs="+", required=True, metavar="RUN")
+    add("--out", type=Path, default=HERE / "assets" / "words.png")
+    args = parser.parse_args()
+    machine = prepare(argparse.Namespace(device="cpu", dtype="float32", seed=0))
+    settings = read_adapter(args.memory[0])[0]
+    nats = {}
+    for group in ("window", "memory", "full"):
+        for run in vars(args)[group]:
+            model, tokenizer = load_base(args.model, machine)
+            streams = token_streams([args.data], tokenizer)
+            ids = np.concatenate([streams["held-out"], streams["choosing"]])
+            texts = long_documents(ids, tokenizer.bos, settings.length, 64)
+            found = token_losses(load_adapter(run, model), texts, machine, 8)[0].double()
+            nats[group] = nats.get(group, 0) + found / len(vars(args)[group])
+
+    texts = [list(words(ids, tokenizer)) for ids in texts.tolist()]
+    lower = {word for text in texts for word, _ in text if not word[0].isupper()}
+    M, reach = settings.mem, settings.mem + settings.segment
+    rows = {(when, kind): [0, 0.0, 0.0, 0.0] for kind in ("name", "other word")
+            for when in ("new", f"{M} ago or less", f"{M} to {reach}", f"over {reach}")}  # fmt: skip
+    gains = defaultdict(float)
+    for n, text in enumerate(texts):
+        last = {}
+        for word, places in text:
+            ago = places[0] - last.get(word, places[0])
+            when = next(w for w, most in zip(list(rows), (0, M, reach, 10**9)) if ago <= most)[0]
+            name = word[0].isupper() and word.lower() not in lower
+            row = rows[when, "name" if name else "other word"]
+            window, memory, full = (nats[group][n, [p - 1 for p in places]].sum() for group in nats)
+            for column, value in enumerate((1, window, memory - window, full - window)):
+                row[column] += float(value)
+            gains[word] += float(memory - window)
+            last[word] = places[0]
+    total = (nats["memory"] - nats["window"]).sum()
+    print(f"{'':28}{'words':>7}{'window':>9}{'memory':>9}{'full':>9}{'of gain':>9}")
+    for (when, kind), (count, *sums) in rows.items():
+        window, memory, full = (value / max(count, 1) for value in sums)
+        line = f"{kind + ', ' + when:28}{int(count):>7}{window:>9.3f}{memory:>+9.3f}{full:>+9.3f}"
+        print(f"{line}{sums[1] / total:>9.0%}")
+    best = sorted(gains, key=gains.get)[:10]
+    print("most:", ", ".join(f"{word} {gains[word]:+.1f}" for word in best))
+    draw({key: [int(row[0]), *row[1:]] for key, row in rows.items()}, args.out)
+
+
+if __name__ == "__main__":
+    run_program(main)
