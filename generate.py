@@ -374,7 +374,7 @@ def main() -> None:
         owner = described(adapted) | {"adapter": checksum(adapted.trained(), str(machine.dtype))}
     if args.load_memory:
         load_memory(args.load_memory, cache, owner, machine.device)
-        ids = ids[1:]  # without the BOS: the text goes on
+        ids = ids[len(tokenizer.prefix) :]  # without the BOS: the text goes on
     if settings.positions != "slots" and cache.seen + len(ids) > settings.length:
         print(f"warning: longer than the {settings.length:,} tokens trained for", file=sys.stderr)
     with machine.precision():

@@ -43,6 +43,8 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rope_scale: float = 1.0  # positions are divided by this (position interpolation)
     tied: bool = False  # the embeddings are the output matrix, too
+    qkv_bias: bool = False
+    turned: float = 1.0  # the share of a head's channel pairs that `rotate` turns
 
     @property
     def head_dim(self) -> int:
@@ -55,8 +57,9 @@ class LlamaConfig:
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position * theta^(-i/D), i = 0, 2, 4 ..., each (..., D/2), for positions
     (...). Always in float32: in bfloat16 the positions 256 and 257 are the same number."""
+    D = config.turned * config.head_dim
     i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    frequency = config.rope_theta ** (-i / config.head_dim)
+    frequency = (i < D) * config.rope_theta ** (-i / D)
     angle = positions.float()[..., None] * frequency
     return angle.cos(), angle.sin()
 
@@ -167,9 +170,9 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.H, self.G, self.D = config.n_heads, config.n_kv_heads, config.head_dim
-        self.wq = nn.Linear(config.dim, self.H * self.D, bias=False)
-        self.wk = nn.Linear(config.dim, self.G * self.D, bias=False)
-        self.wv = nn.Linear(config.dim, self.G * self.D, bias=False)
+        self.wq = nn.Linear(config.dim, self.H * self.D, bias=config.qkv_bias)
+        self.wk = nn.Linear(config.dim, self.G * self.D, bias=config.qkv_bias)
+        self.wv = nn.Linear(config.dim, self.G * self.D, bias=config.qkv_bias)
         self.wo = nn.Linear(self.H * self.D, config.dim, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -341,6 +344,8 @@ def hugging_face_config(file: Path) -> LlamaConfig:
         rope_theta=newer.get("rope_theta", c.get("rope_theta", 10000.0)),
         rope_scale=scaling["factor"] if rope_type == "linear" else 1.0,
         tied=c.get("tie_word_embeddings", False),
+        qkv_bias=c.get("qkv_bias", False),
+        turned=c.get("partial_rotary_factor", 1.0),
     )
 
 
@@ -380,8 +385,10 @@ class Tokenizer:
             self.sp = SentencePieceProcessor(model_file=str(self.file))
         except DAMAGED as error:
             raise UserError(f"{path}: no readable tokenizer.model there ({error})") from None
-        self.bos, self.eos = self.sp.bos_id(), self.sp.eos_id()
+        prefix = path / "prefix.json"  # ids that begin a prompt, where these are not the BOS alone
+        self.prefix = json.loads(prefix.read_text()) if prefix.is_file() else [self.sp.bos_id()]
+        self.bos, self.eos = self.prefix[0], self.sp.eos_id()
         self.vocab_size = self.sp.vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        return [self.bos] + self.sp.encode(text.encode("utf-8", "replace").decode())
+        return self.prefix + self.sp.encode(text.encode("utf-8", "replace").decode())

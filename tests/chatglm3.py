@@ -1,0 +1,90 @@
+"""ChatGLM3-6B-32k, the other model of the paper (its table 1), in Llama's Hugging Face layout.
+
+    python tests/chatglm3.py CHATGLM3_DIR OUT
+    python train.py --model OUT --data RedPajama/ --mem 512 --seq 32768
+
+It is a Llama with a bias on q, k and v, and half of a head's channels turned. One shard after the
+other is read and written; config.json comes last."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from generate import run_program  # noqa: E402
+from model import DAMAGED, Llama, Tokenizer, UserError, hugging_face_config  # noqa: E402
+from model import hugging_face_name, read_tensors  # noqa: E402
+
+NAMES = {  # theirs, without "transformer.": ours, the rows that it is cut into
+    "embedding.word_embeddings": ["model.embed_tokens"],
+    "encoder.layers.*.input_layernorm": ["model.layers.*.input_layernorm"],
+    "encoder.layers.*.self_attention.query_key_value": [
+        f"model.layers.*.self_attn.{letter}_proj" for letter in "qkv"],
+    "encoder.layers.*.self_attention.dense": ["model.layers.*.self_attn.o_proj"],
+    "encoder.layers.*.post_attention_layernorm": ["model.layers.*.post_attention_layernorm"],
+    "encoder.layers.*.mlp.dense_h_to_4h": [f"model.layers.*.mlp.{x}_proj" for x in ("gate", "up")],
+    "encoder.layers.*.mlp.dense_4h_to_h": ["model.layers.*.mlp.down_proj"],
+    "encoder.final_layernorm": ["model.norm"], "output_layer": ["lm_head"],
+}  # fmt: skip
+
+
+def converted(c: dict) -> dict:
+    """The config.json of a Llama from that of ChatGLM3."""
+    for key, value in {"model_type": "chatglm", "rmsnorm": True, "add_bias_linear": False}.items():
+        if c[key] != value:
+            raise ValueError(f"{key} is {c[key]}")
+    theirs = {"hidden_size": "hidden_size", "num_hidden_layers": "num_layers",
+              "num_attention_heads": "num_attention_heads", "intermediate_size": "ffn_hidden_size",
+              "num_key_value_heads": "multi_query_group_num", "vocab_size": "padded_vocab_size",
+              "rms_norm_eps": "layernorm_epsilon", "max_position_embeddings": "seq_length",
+              "qkv_bias": "add_qkv_bias"}  # fmt: skip
+    own = {"model_type": "llama", "hidden_act": "silu", "partial_rotary_factor": 0.5,
+           "rope_theta": 10000.0 * c.get("rope_ratio", 1)}  # fmt: skip
+    return own | {key: c[name] for key, name in theirs.items()}
+
+
+def convert(path: Path, out: Path) -> None:
+    try:
+        config = converted(json.loads((path / "config.json").read_text()))
+    except DAMAGED as error:
+        raise UserError(f"{path}/config.json: not that of ChatGLM3 ({error!r})") from None
+    out.mkdir(parents=True)
+    (out / "about.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        model = Llama(hugging_face_config(out / "about.json"))
+    D = model.config.head_dim
+    left = {hugging_face_name(name): p.shape for name, p in model.state_dict().items()}
+    for shard in sorted(path.glob("pytorch_model-*.bin")) or sorted(path.glob("*.safetensors")):
+        tensors = {}
+        for name, tensor in read_tensors(shard).items():
+            layer = "".join(re.findall(r"\.layers\.(\d+)\.", name))
+            kind, _, end = re.sub(r"\.\d+\.", ".*.", name).partition(".")[2].rpartition(".")
+            ours = [f"{new}.{end}".replace("*", layer) for new in NAMES.get(kind, [])]
+            if kind == "rotary_pos_emb":  # `rope` has it in float32
+                continue
+            if not ours or not left.keys() >= {*ours}:
+                raise UserError(f"{shard}: {name}: no tensor of this model")
+            rows = [left.pop(new)[0] for new in ours]
+            if sum(rows) != len(tensor):
+                raise UserError(f"{shard}: {name}: {tuple(tensor.shape)} does not fit config.json")
+            for new, part in zip(ours, tensor.split(rows)):
+                if "q_proj" in new or "k_proj" in new:  # neighbours turn together there
+                    part = part.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).flatten(0, 2)
+                tensors[new] = part.contiguous()
+        save_file(tensors, out / f"model-{shard.stem}.safetensors")
+    if left:
+        raise UserError(f"{path}: there is no tensor for {', '.join(left)}"[:250])
+    shutil.copy(path / "tokenizer.model", out)
+    words = Tokenizer(out).vocab_size  # after these: [MASK], [gMASK], [sMASK], sop
+    (out / "prefix.json").write_text(json.dumps([words + 1, words + 3]))  # a prompt's [gMASK] sop
+    os.replace(out / "about.json", out / "config.json")
+
+
+if __name__ == "__main__":
+    run_program(lambda: convert(*map(Path, sys.argv[1:])))
