@@ -19,9 +19,10 @@ A row is a line of JSON of one of two kinds; `score` reads each prompt once, thr
 Choices are scored by log-likelihood behind the prompt and a blank (acc_norm: per character),
 answers by greedy decoding, up to "stop" if it is given. Cells are means ± standard errors.
 
-The paper does not print its prompts. These follow the lm-evaluation-harness, without its exceptions
-(blanks in RACE, yes/no in Qasper, the options of QuALITY as choices); LongBench's are in its folder
-config/, and nothing is cut in the middle. Shots are drawn from the training split, by the seed.
+The paper does not print its prompts. These follow the lm-evaluation-harness (TriviaQA is scored by
+its own script). SCROLLS is scored as its authors do: the harness scores QuALITY and ContractNLI by
+likelihood, so that its numbers differ. LongBench's prompts are in its folder config/, and nothing
+is cut in the middle. Shots are drawn from the training split, by the seed.
 """
 
 import argparse
@@ -58,7 +59,10 @@ def race(article: dict, file: Path) -> dict:
     right = ["ABCD".index(letter) for letter in article["answers"]]
     prompt = f"Article: {article['article']}\n\n"
     for question, options, i in zip(article["questions"], article["options"], right[:-1]):
-        prompt += f"Question: {question}\nAnswer: {options[i]}\n"
+        told = f"Question: {question}\nAnswer: "
+        if question.endswith("  _  ."):  # of such a question the harness tells the end alone
+            told = question[-5:]
+        prompt += f"{told}{options[i]}\n"
     choices = [" " + option for option in article["options"][-1]]
     return {"prompt": prompt + article["questions"][-1], "choices": choices, "answer": right[-1]}
 
@@ -92,7 +96,7 @@ def arc(row: dict, file: Path) -> dict:
 def triviaqa(row: dict, file: Path) -> dict:
     answers = dict.fromkeys([row["Answer"]["Value"], *row["Answer"]["Aliases"]])
     answers = [answer for answer in answers if answer.strip()]
-    return {"prompt": f"Question: {row['Question']}\nAnswer:", "answers": answers}
+    return {"prompt": f"Question: {row['Question']}?\nAnswer:", "answers": answers}
 
 
 def scrolls(row: dict, file: Path) -> dict:
@@ -217,13 +221,15 @@ def write_rows(args: argparse.Namespace) -> None:
 
 
 def is_task(row: dict) -> bool:
-    """Whether no text is blank, "stop" is text, and `answer` is the place of a choice."""
+    """Whether no text is blank, "stop" is text, and `answer` is the place of one of the choices."""
     if "choices" in row:
         texts, answer = row["choices"], row["answer"]
         prompts = np.broadcast_to(row["prompt"], len(texts)).tolist()
     else:
         texts, answer, prompts = row["answers"], 0, [row["prompt"]]
-    ends = row.get("stop", "\n") > "" and row.get("max_tokens", 32) > 0
+    most, enough = row.get("max_tokens", 32), len(texts) > ("choices" in row)
+    whole = type(most) is type(answer) is int and most > 0  # neither true nor 2.0
+    ends = row.get("stop", "\n") > "" and whole and enough
     return ends and answer in range(len(texts)) and all(text.strip() for text in prompts + texts)
 
 
@@ -278,9 +284,10 @@ def score_answer(
 
 
 def compare(text: str, answer: str, mark: str) -> dict[str, float]:
-    """Exact match and F1 of words without case, articles and punctuation, which becomes `mark` (in
-    TriviaQA a space, in SQuAD nothing); F of ROUGE-1, -2 and -L, without a stemmer (SCROLLS)."""
-    both = [re.sub(r"[!-/:-@\[-`{-~‘’´]", mark, t.lower()) for t in (text, answer)]
+    """Exact match and F1 of words without case, articles and punctuation: a `mark` instead (SQuAD:
+    nothing; TriviaQA: a space, as for curly quotes); ROUGE-1, -2, -L, without a stemmer (SCROLLS)."""
+    quotes = "‘’´" if mark else ""
+    both = [re.sub(rf"[!-/:-@\[-`{{-~{quotes}]", mark, t.lower()) for t in (text, answer)]
     words = [re.sub(r"\b(a|an|the)\b", " ", t).split() for t in both]
     x, y = tokens = [re.findall("[a-z0-9]+", t.lower()) for t in (text, answer)]
     common = [0] * (len(y) + 1)  # longest common subsequence of x so far and the first j of y

@@ -25,6 +25,8 @@ TEXT += "\ndef f(x, y):\n    return x["  # three segments
 @pytest.mark.parametrize("text, answer, mark, expected", [  # em, f1, rouge1, rouge2, rougeL
     ("The  CAT_sat, on a mat!", "cat sat on mat", " ", (1, 1, 4 / 5, 2 / 4, 4 / 5)),
     ("An apple-pie", "apple pie", " ", (1, 1, 4 / 5, 2 / 3, 4 / 5)),  # an article is in ROUGE
+    ("cat’s", "cats", "", (0,) * 5), ("cat’s", "cat s", " ", (1,) * 5),
+    ("cat’s", "cat s", "", (0, 0, 1, 1, 1)),
     ("U.S.", "US", "", (1, 1, 0, 0, 0)), ("cats", "cat", " ", (0,) * 5), ("", "cat", "", (0,) * 5),
     # Shared: one, two twice, three, four; two two, three four; in order one .. three four
     ("One two two three four five", "two, one six THREE four-two two_two", " ",
@@ -133,6 +135,13 @@ def test_the_table_of_choices(run, tokenizer):
     ('{"prompt": "x =", "answers": ["1"], "max_tokens": "9"}', "line 3"),
     ('{"prompt": "x =", "choices": [" 1", " 2"], "answer": 2}', "rows, line 3"),
     ('{"prompt": " ", "choices": [" 1"], "answer": 0}', "line 3"),
+    ('{"prompt": "x =", "answers": ["1"], "max_tokens": 2.5}', "line 3"),
+    ('{"prompt": "x =", "answers": ["1"], "max_tokens": Infinity}', "line 3"),
+    ('{"prompt": "x =", "answers": ["1"], "max_tokens": true}', "line 3"),
+    ('{"prompt": "x =", "choices": [" 1", " 2"], "answer": 0.0}', "line 3"),
+    ('{"prompt": "x =", "choices": [" 1", " 2"], "answer": true}', "line 3"),
+    ('{"prompt": "x =", "choices": [" 1"], "answer": 0}', "line 3"),
+    ('{"prompt": "x =", "choices": [" 1", true], "answer": 0}', "line 3"),
     ("", "nowhere: No such file")])  # fmt: skip
 def test_a_mistake_in_the_rows_is_one_sentence(run, line, sentence):
     Path("blank").write_text("\n")
