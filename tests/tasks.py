@@ -285,7 +285,7 @@ def score_answer(
 
 def compare(text: str, answer: str, mark: str) -> dict[str, float]:
     """Exact match and F1 of words without case, articles and punctuation: a `mark` instead (SQuAD:
-    nothing; TriviaQA: a space, as for curly quotes); ROUGE-1, -2, -L, without a stemmer (SCROLLS)."""
+    nothing; TriviaQA: a space, as for curly quotes); ROUGE-1, -2, -L, unstemmed (SCROLLS)."""
     quotes = "‘’´" if mark else ""
     both = [re.sub(rf"[!-/:-@\[-`{{-~{quotes}]", mark, t.lower()) for t in (text, answer)]
     words = [re.sub(r"\b(a|an|the)\b", " ", t).split() for t in both]
