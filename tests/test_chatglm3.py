@@ -15,7 +15,7 @@ from model import Tokenizer, UserError, load_llama
 CONFIG = dict(model_type="chatglm", rmsnorm=True, add_bias_linear=False, add_qkv_bias=True,
               num_layers=2, hidden_size=64, num_attention_heads=4, multi_query_group_num=2,
               ffn_hidden_size=48, padded_vocab_size=2064, seq_length=256, layernorm_epsilon=1e-5,
-              rope_ratio=50)  # fmt: skip
+              rope_ratio=0.001)  # so small that every channel that is turned shows  # fmt: skip
 DENSE = "transformer.encoder.layers.1.self_attention.dense.weight"
 
 
@@ -36,7 +36,7 @@ def random_weights() -> dict[str, torch.Tensor]:
 
 def turned(x):
     """(T, 16): the first 8 channels in neighbouring pairs, as complex numbers."""
-    theta = (10000.0 * 50) ** (-torch.arange(0, 8, 2).double() / 8)
+    theta = (10000.0 * CONFIG["rope_ratio"]) ** (-torch.arange(0, 8, 2).double() / 8)
     turn = torch.polar(torch.ones(4).double(), theta)
     pairs = torch.view_as_complex(x[:, :8].reshape(len(x), 4, 2).contiguous())
     powers = torch.stack([turn**t for t in range(len(x))])

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from subprocess import PIPE, Popen
 from unittest.mock import Mock
@@ -169,6 +169,8 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
         assert [float(word) for word in line[30:].split()] == pytest.approx(expected, abs=6e-4)
     out = run(eval_ppl, "adapter --data text --lengths 64")[1]  # no method is added
     assert [line[:36].strip() for line in out.splitlines()[1:-1]] == ["base, full", "adapter"]
+    named = [eval_ppl.name_of(s) for s in (FULL, H2O, replace(H2O, segment=8))]
+    assert named == ["base, full", "base, h2o M=16", "base, h2o M=16 T=8"]
 
 
 def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, monkeypatch):
