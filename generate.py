@@ -57,7 +57,7 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> Iterator[str]:
     """Text of tokens as they come. The prompt's end is decoded too, or a first space would be lost.
     Text that ends inside a character (U+FFFD) waits; it is dropped if nothing follows."""
-    ids = prompt[-8:]
+    ids = [i for i in prompt[-8:] if i not in tokenizer.prefix]
     shown = len(tokenizer.sp.decode(ids))
     for token in tokens:
         ids.append(token)
@@ -97,7 +97,7 @@ def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -
         top = memory.shares[slot].topk(min(3, memory.shares.shape[1]))
         for share, n in zip(top.values.tolist(), top.indices.tolist()):
             if share >= 0.01:
-                piece = repr(tokenizer.sp.id_to_piece(ids[n]).replace("\u2581", " "))
+                piece = repr(tokenizer.piece(ids[n]).replace("\u2581", " "))
                 line += f"  {'█' * round(4 * share):·<4} {share:.2f} {piece:<10} {n:<5}"
         then = [(part * (token == top.indices[0])).max() for part, token in memory.largest]
         bars = "".join(" ▁▂▃▄▅▆▇█"[round(8 * float(part))] for part in then)

@@ -44,7 +44,7 @@ class LlamaConfig:
     rope_scale: float = 1.0  # positions are divided by this (position interpolation)
     tied: bool = False  # the embeddings are the output matrix, too
     qkv_bias: bool = False
-    turned: float = 1.0  # the share of a head's channel pairs that `rotate` turns
+    turned: float = 1.0  # the share of a head's channels that `rotate` turns
 
     @property
     def head_dim(self) -> int:
@@ -57,9 +57,9 @@ class LlamaConfig:
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position * theta^(-i/D), i = 0, 2, 4 ..., each (..., D/2), for positions
     (...). Always in float32: in bfloat16 the positions 256 and 257 are the same number."""
-    D = config.turned * config.head_dim
+    channels = config.turned * config.head_dim
     i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    frequency = (i < D) * config.rope_theta ** (-i / D)
+    frequency = (i < channels) * config.rope_theta ** (-i / channels)
     angle = positions.float()[..., None] * frequency
     return angle.cos(), angle.sin()
 
@@ -381,14 +381,17 @@ class Tokenizer:
         self.file = path / "tokenizer.model"
         if not self.file.is_file():
             self.file = path.parent / "tokenizer.model"
+        prefix = path / "prefix.json"  # ids that begin a prompt, where these are not the BOS alone
         try:
             self.sp = SentencePieceProcessor(model_file=str(self.file))
+            self.prefix = json.loads(prefix.read_text()) if prefix.is_file() else [self.sp.bos_id()]
         except DAMAGED as error:
             raise UserError(f"{path}: no readable tokenizer.model there ({error})") from None
-        prefix = path / "prefix.json"  # ids that begin a prompt, where these are not the BOS alone
-        self.prefix = json.loads(prefix.read_text()) if prefix.is_file() else [self.sp.bos_id()]
         self.bos, self.eos = self.prefix[0], self.sp.eos_id()
         self.vocab_size = self.sp.vocab_size()
 
     def encode(self, text: str) -> list[int]:
         return self.prefix + self.sp.encode(text.encode("utf-8", "replace").decode())
+
+    def piece(self, i: int) -> str:
+        return self.sp.id_to_piece(i) if i < self.vocab_size else f"<{i}>"  # ids of a prefix

@@ -30,10 +30,10 @@ def convert(file: Path, folder: Path) -> None:
             weights[f"layers.{layer}{name}.weight" if name[0] == "." else f"{name}.weight"] = tensor
     weights.setdefault("output.weight", weights["tok_embeddings.weight"])
     del weights["rope.weight"]  # a table of cosines and sines
-    torch.save(weights, folder / "consolidated.00.pth")
     params = {"dim": dim, "n_layers": n, "n_heads": H, "n_kv_heads": G, "vocab_size": abs(V),
               "multiple_of": ffn, "norm_eps": 1e-5, "max_seq_len": context}  # fmt: skip
-    (folder / "params.json").write_text(json.dumps(params))
+    (folder / "params.json").write_text(json.dumps(params))  # names a folder that is not there
+    torch.save(weights, folder / "consolidated.00.pth")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python tests/reproduce.py --only window ours --seeds 0 1 2   # train, score, print the table
     python tests/reproduce.py --only window --steps 100 --mem 64
     python tests/reproduce.py --model DIR --data FILE --seeds 0 1 2     # the table of plain text
-    python tests/reproduce.py --write                            # all tables into README.md
+    python tests/reproduce.py --write                            # all tables into the files
 
 A cell is one run of train.py: the embedded recipe and the row's flags. With facts (the embedded
 model, T = 128) it is scored on 64 held-out documents of 2,048 tokens, or on all of --part choosing.
@@ -134,8 +134,7 @@ def score_cell(run: Path, args: argparse.Namespace, machine: Machine) -> dict:
     model, tokenizer = load_base(args.model, machine)
     adapted = load_adapter(run, model)
     streams = token_streams([args.data] if args.data else [], tokenizer)
-    parts = ("held-out", "choosing") if args.data else (args.part,)
-    ids = np.concatenate([streams[part] for part in parts])
+    ids = np.concatenate([streams[part] for part in args.part.split("+")])
     texts = long_documents(ids, tokenizer.bos, args.seq, 64)
     if not len(texts):
         texts = torch.from_numpy(ids[: len(ids) // args.seq * args.seq].astype(np.int64))
@@ -236,7 +235,8 @@ def main() -> None:
     if not rows.keys() >= set(args.only):
         parser.error(f"--only: with or without --data there are other rows: {', '.join(rows)}")
     args.segment = args.mem if args.data else 128
-    args.facts = 0 if args.data else args.facts
+    if args.data:
+        args.facts, args.part = 0, "held-out+choosing"
     machine = prepare(argparse.Namespace(device="cpu", dtype="float32", seed=0))
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip()
@@ -246,8 +246,8 @@ def main() -> None:
             name = f"{run_directory(row, seed, args).name} {args.part}"
             if name not in read():
                 print(name, file=sys.stderr)
-                about = {"row": row, "seed": seed, "commit": commit, "date": str(date.today())}
-                about |= {"model": args.model.name}
+                about = {"model": args.model.name, "row": row, "seed": seed}
+                about |= {"commit": commit, "date": str(date.today())}
                 about |= {key: vars(args)[key] for key in ("mem", "seq", "facts", "steps", "part")}
                 cell = about | score_cell(train_cell(row, seed, args), args, machine)
                 write(read() | {name: cell})

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from generate import TINY
+from generate import TINY, as_text
 from model import Tokenizer, UserError, load_llama
 
 CONFIG = dict(model_type="chatglm", rmsnorm=True, add_bias_linear=False, add_qkv_bias=True,
@@ -21,8 +21,8 @@ DENSE = "transformer.encoder.layers.1.self_attention.dense.weight"
 
 def random_weights() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    shapes = {"embedding.word_embeddings.weight": (2064, 64), "output_layer.weight": (2064, 64),
-              "encoder.final_layernorm.weight": (64,)}  # fmt: skip
+    ends = "embedding.word_embeddings.weight", "output_layer.weight"
+    shapes = dict.fromkeys(ends, (2064, 64)) | {"encoder.final_layernorm.weight": (64,)}
     for layer in ("encoder.layers.0.", "encoder.layers.1."):
         attention, mlp = f"{layer}self_attention.", f"{layer}mlp."
         shapes |= {f"{attention}query_key_value.weight": (64 + 2 * 32, 64),
@@ -36,8 +36,8 @@ def random_weights() -> dict[str, torch.Tensor]:
 
 def turned(x):
     """(T, 16): the first 8 channels in neighbouring pairs, as complex numbers."""
-    theta = (10000.0 * CONFIG["rope_ratio"]) ** (-torch.arange(0, 8, 2).double() / 8)
-    turn = torch.polar(torch.ones(4).double(), theta)
+    frequency = (10000.0 * CONFIG["rope_ratio"]) ** (-torch.arange(0, 8, 2).double() / 8)
+    turn = torch.polar(torch.ones(4).double(), frequency)
     pairs = torch.view_as_complex(x[:, :8].reshape(len(x), 4, 2).contiguous())
     powers = torch.stack([turn**t for t in range(len(x))])
     return torch.cat((torch.view_as_real(pairs * powers).flatten(1), x[:, 8:]), dim=1)
@@ -73,11 +73,8 @@ def write(folder: Path, weights, kind="bin") -> None:
     (folder / "tokenizer.model").write_bytes((TINY / "tokenizer.model").read_bytes())
     names = sorted(weights)
     for n, some in enumerate((names[::2], names[1::2])):
-        shard = {name: weights[name] for name in some}
-        if kind == "bin":
-            torch.save(shard, folder / f"pytorch_model-{n}-of-2.bin")
-        else:
-            save_file(shard, folder / f"model-{n}-of-2.safetensors")
+        shard, file = {name: weights[name] for name in some}, folder / f"pytorch_model-{n}.{kind}"
+        (torch.save if kind == "bin" else save_file)(shard, file)
 
 
 @pytest.mark.parametrize("kind", ["bin", "safetensors"])
@@ -85,11 +82,16 @@ def test_it_computes_what_chatglm3_does(tmp_path, kind):
     weights, ids = random_weights(), torch.randint(0, 2064, (12,))
     write(tmp_path / "official", weights, kind)
     chatglm3.convert(tmp_path / "official", tmp_path / "out")
-    model = load_llama(tmp_path / "out")
+    model, tokenizer = load_llama(tmp_path / "out"), Tokenizer(tmp_path / "out")
     assert torch.allclose(model(ids[None])[0].double(), chatglm(weights, ids), atol=1e-3)
     assert model.config.context == 256
-    encoded = Tokenizer(tmp_path / "out").encode("def")  # [gMASK] and sop come after the words
+    encoded = tokenizer.encode("def")  # [gMASK] and sop come after the words
     assert encoded == [2049, 2051, *Tokenizer(TINY).encode("def")[1:]]
+    assert [tokenizer.piece(i) for i in encoded] == ["<2049>", "<2051>", "\u2581def"]
+    assert "".join(as_text(iter(encoded[2:]), tokenizer, encoded)) == " def"
+    (tmp_path / "out" / "prefix.json").write_text("[2049")
+    with pytest.raises(UserError, match="out: no readable tokenizer.model"):
+        Tokenizer(tmp_path / "out")
 
 
 @pytest.mark.parametrize("change, named", [

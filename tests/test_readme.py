@@ -11,6 +11,7 @@ import eval_ppl
 import generate
 import numpy as np
 import pytest
+import reproduce
 import torch
 import train
 from conftest import changed
@@ -66,8 +67,6 @@ def test_the_table_of_methods_is_that_of_the_code():
 
 
 def test_the_table_of_results_is_made_of_the_figures():
-    import reproduce
-
     cells = reproduce.read()
     for file in reproduce.FILES:
         text = file.read_text("utf-8")
@@ -152,8 +151,6 @@ def losses_of(modules: dict[str, ModuleType]) -> torch.Tensor:
 
 def test_nats_above_the_window():
     """Two documents, two seeds: ours is 1 and 3 above, H2O 1 below, full attention 4 below."""
-    import reproduce
-
     nats = {("window", 0): [5, 6], ("window", 1): [6, 5], ("full", 0): [1, 2], ("full", 1): [2, 1]}
     nats |= {("ours", 0): [6, 8], ("ours", 1): [7, 9], ("h2o", 0): [4.5, 4.5]}
     cells = {}

@@ -28,7 +28,7 @@ def words(ids: list[int], tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]
     """The words of a text that begins with a BOS, and where the tokens of each are."""
     text, places = "", []
     for place, token in enumerate(ids[1:], start=1):
-        piece = tokenizer.sp.id_to_piece(token).replace("\u2581", " ")
+        piece = tokenizer.piece(token).replace("\u2581", " ")
         piece = "\n" if tokenizer.sp.is_byte(token) else piece
         text += piece
         places += [place] * len(piece)
