@@ -9,7 +9,7 @@
     python tests/tasks.py longbench LongBench/data/qasper.jsonl --out longbench-qasper.jsonl
     python tests/tasks.py recall --shots 3 --out runs/recall       # from the embedded model's text
     python tests/tasks.py score runs/recall/choices.jsonl runs/recall/questions.jsonl
-    python tests/tasks.py score qasper.jsonl --model Llama-2-7b-hf --run runs/my-run
+    python tests/tasks.py score qasper.jsonl --model Llama-2-7b-hf --run runs/my-run --cut 3500
 
 A row is a line of JSON of one of two kinds; `score` reads each prompt once, through the memory:
 
@@ -21,8 +21,9 @@ answers by greedy decoding, up to "stop" if it is given. Cells are means ± stan
 
 The paper does not print its prompts. These follow the lm-evaluation-harness (TriviaQA is scored by
 its own script). SCROLLS is scored as its authors do: the harness scores QuALITY and ContractNLI by
-likelihood, so that its numbers differ. LongBench's prompts are in its folder config/, and nothing
-is cut in the middle. Shots are drawn from the training split, by the seed.
+likelihood, so that its numbers differ. LongBench's prompts are in its folder config/; --cut
+shortens long prompts in their middle, as it does. Shots are drawn from the training split. What an
+answer is worth: metrics.py.
 """
 
 import argparse
@@ -30,7 +31,6 @@ import json
 import re
 import sys
 import zlib
-from collections import Counter
 from copy import copy
 from itertools import islice
 from pathlib import Path
@@ -49,6 +49,7 @@ from generate import (  # noqa: E402
     TINY, Machine, Parser, as_text, at_least, decode, prepare, run_program,
 )  # fmt: skip
 from lococo import AdaptedLlama, prefill, segment_losses  # noqa: E402
+from metrics import LONGBENCH, compare  # noqa: E402
 from model import DAMAGED, KVCache, Tokenizer, UserError  # noqa: E402
 
 # --- Rows from the official files ----------------------------------------------------------------
@@ -63,7 +64,7 @@ def race(article: dict, file: Path) -> dict:
         if question.endswith("  _  ."):  # of such a question the harness tells the end alone
             told = question[-5:]
         prompt += f"{told}{options[i]}\n"
-    choices = [" " + option for option in article["options"][-1]]
+    choices = article["options"][-1]
     return {"prompt": prompt + article["questions"][-1], "choices": choices, "answer": right[-1]}
 
 
@@ -73,14 +74,14 @@ def hellaswag(row: dict, file: Path) -> dict:
         return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
     context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    endings = [" " + clean(ending) for ending in row["endings"]]
+    endings = [clean(ending) for ending in row["endings"]]  # " Ok" of "[step] Ok", as the harness
     return {"prompt": clean(context), "choices": endings, "answer": int(row["label"])}
 
 
 def winogrande(row: dict, file: Path) -> dict:  # a prompt for each option; what follows is scored
     before, after = row["sentence"].split("_")
     prompts, right = [before + row["option1"], before + row["option2"]], int(row["answer"]) - 1
-    return {"prompt": prompts, "choices": [" " + after.strip()] * 2, "answer": right}
+    return {"prompt": prompts, "choices": [after.strip()] * 2, "answer": right}
 
 
 def arc(row: dict, file: Path) -> dict:
@@ -88,9 +89,8 @@ def arc(row: dict, file: Path) -> dict:
     if choices is None:  # in AI2's own files both are inside the question
         question, rows = question["stem"], question["choices"]
         choices = {key: [choice[key] for choice in rows] for key in ("text", "label")}
-    texts = [" " + text for text in choices["text"]]
     right = choices["label"].index(row["answerKey"])
-    return {"prompt": f"Question: {question}\nAnswer:", "choices": texts, "answer": right}
+    return {"prompt": f"Question: {question}\nAnswer:", "choices": choices["text"], "answer": right}
 
 
 def triviaqa(row: dict, file: Path) -> dict:
@@ -113,14 +113,13 @@ def scrolls(row: dict, file: Path) -> dict:
 
 def longbench(row: dict, file: Path) -> dict:
     name, config = row["dataset"].removesuffix("_e"), file.parent.parent / "config"
-    others = ("trec", "lcc", "repobench-p", "passage_count", "passage_retrieval_en")
-    if name in others or row["language"] != "en":
-        raise UserError(f"{file}: LongBench scores {name} by a rule that is not implemented")
+    if name not in LONGBENCH:
+        raise UserError(f"{file}: of LongBench the sets in English and code are scored, not {name}")
     prompt = json.loads((config / "dataset2prompt.json").read_text("utf-8"))[name]
     most = json.loads((config / "dataset2maxlen.json").read_text("utf-8"))[name]
-    stop = "\n" if name in ("triviaqa", "samsum") else "\0"  # a text that never comes
+    stop = "\n" if name in ("trec", "triviaqa", "samsum") else "\0"  # a text that never comes
     return {"prompt": prompt.format(**row), "answers": row["answers"], "max_tokens": most,
-            "stop": stop, "punctuation": ""}  # fmt: skip
+            "stop": stop, "longbench": name, "classes": row["all_classes"]}  # fmt: skip
 
 
 DATA = {  # the files with the shots, the files with the questions, how a row is converted
@@ -172,7 +171,7 @@ def with_shots(rows: list[dict], training: list[dict], shots: int, seed: int) ->
 
 def answered(row: dict) -> str:
     prompt = row["prompt"] if type(row["prompt"]) is str else row["prompt"][row["answer"]]
-    return prompt + (" " + row["answers"][0] if "answers" in row else row["choices"][row["answer"]])
+    return f"{prompt} {row['answers'][0] if 'answers' in row else row['choices'][row['answer']]}"
 
 
 def recall(shots: int, seed: int) -> Iterator[dict]:
@@ -194,14 +193,14 @@ def recall(shots: int, seed: int) -> Iterator[dict]:
         for line in told:
             lines.insert(int(rng.integers(1, len(lines) // 2)), line)
         prompt = "\n".join([*lines, *told[:7][:shots], [*facts][-1]])
-        yield {"prompt": prompt, "choices": [f" {v}" for v in values], "answer": 7}
+        yield {"prompt": prompt, "choices": values, "answer": 7}
 
 
 def write_rows(args: argparse.Namespace) -> None:
     """Write the rows of a data set to --out."""
     if args.data == "recall":
         rows = list(recall(args.shots, args.seed))
-        asked = [{"prompt": r["prompt"], "answers": [r["choices"][7].strip()]} for r in rows]
+        asked = [{"prompt": r["prompt"], "answers": [r["choices"][7]]} for r in rows]
         made = {args.out / "choices.jsonl": rows, args.out / "questions.jsonl": asked}
     else:
         train, test, convert = DATA[args.data]
@@ -220,6 +219,17 @@ def write_rows(args: argparse.Namespace) -> None:
 # --- Scores --------------------------------------------------------------------------------------
 
 
+def shorten(row: dict, most: int, tokenizer: Tokenizer) -> bool:
+    """Take the middle out of each prompt of more than so many tokens; was there one?"""
+    prompts, shorter = np.atleast_1d(row["prompt"]).tolist(), []
+    for prompt in prompts:
+        ids, half = tokenizer.encode(prompt), most // 2
+        ends = tokenizer.sp.decode(ids[:half]) + tokenizer.sp.decode(ids[-half:])
+        shorter.append(prompt if len(ids) <= most else ends)
+    row["prompt"] = shorter[0] if isinstance(row["prompt"], str) else shorter
+    return shorter != prompts
+
+
 def is_task(row: dict) -> bool:
     """Whether no text is blank, "stop" is text, and `answer` is the place of one of the choices."""
     if "choices" in row:
@@ -230,6 +240,8 @@ def is_task(row: dict) -> bool:
     most, enough = row.get("max_tokens", 32), len(texts) > ("choices" in row)
     whole = type(most) is type(answer) is int and most > 0  # neither true nor 2.0
     ends = row.get("stop", "\n") > "" and whole and enough
+    if "longbench" in row:
+        ends = ends and row["longbench"] in LONGBENCH and len(row["classes"] or " ") > 0
     return ends and answer in range(len(texts)) and all(text.strip() for text in prompts + texts)
 
 
@@ -248,18 +260,19 @@ def score_choices(
     adapted: AdaptedLlama, row: dict, tokenizer: Tokenizer, device: str
 ) -> tuple[dict[str, bool], KVCache]:
     """Is the likeliest choice right, and (`acc_norm`) the likeliest per character? As in the
-    lm-evaluation-harness, prompt, space and choice are tokenized together, then cut. The cache
-    returned has read the last prompt but for its last token."""
+    lm-evaluation-harness, prompt, blank and choice are tokenized together, then cut; a blank at the
+    prompt's end belongs to the choice. The cache returned has read the last prompt but for its last
+    token."""
     model, T, scores = adapted.model, adapted.settings.segment, []
     prompts = np.broadcast_to(row["prompt"], len(row["choices"])).tolist()
     for i, (prompt, choice) in enumerate(zip(prompts, row["choices"])):
         if i == 0 or prompt != prompts[i - 1]:  # else it is read already
-            start, cache = tokenizer.encode(prompt.rstrip(" ")), adapted.cache()
+            start, cache = tokenizer.encode(prompt.rstrip()), adapted.cache()
             prefill(model, torch.tensor([start[:-1]], device=device), cache, T)
-        rest = start[-1:] + tokenizer.encode(f"{prompt.rstrip(' ')} {choice.strip()}")[len(start) :]
+        rest = start[-1:] + tokenizer.encode(f"{prompt} {choice}")[len(start) :]
         pieces = segment_losses(model, torch.tensor([rest], device=device), fork(cache), T)
         scores.append(-sum(nats.sum().item() for nats, _ in pieces))
-    by_length = [score / len(choice.strip()) for score, choice in zip(scores, row["choices"])]
+    by_length = [score / len(choice) for score, choice in zip(scores, row["choices"])]
     likeliest = {"acc": np.argmax(scores), "acc_norm": np.argmax(by_length)}
     return {metric: i == row["answer"] for metric, i in likeliest.items()}, cache
 
@@ -276,31 +289,12 @@ def score_answer(
     text, stop = "", row.get("stop", "\n")
     for piece in as_text(decode(model, tokenizer, logits, fork(cache), most, 0), tokenizer, ids):
         text += piece
+        if "longbench" in row:
+            text = text.lstrip("\n")  # as it does, so that a first line is not empty
         if stop in text:
             break
-    text, mark = text.split(stop)[0], row.get("punctuation", " ")
-    likeness = [compare(text, answer, mark) for answer in row["answers"]]
+    likeness = [compare(text.split(stop)[0], answer, row) for answer in row["answers"]]
     return {metric: max(each[metric] for each in likeness) for metric in likeness[0]}, cache
-
-
-def compare(text: str, answer: str, mark: str) -> dict[str, float]:
-    """Exact match and F1 of words without case, articles and punctuation: a `mark` instead (SQuAD:
-    nothing; TriviaQA: a space, as for curly quotes); ROUGE-1, -2, -L, unstemmed (SCROLLS)."""
-    quotes = "‘’´" if mark else ""
-    both = [re.sub(rf"[!-/:-@\[-`{{-~{quotes}]", mark, t.lower()) for t in (text, answer)]
-    words = [re.sub(r"\b(a|an|the)\b", " ", t).split() for t in both]
-    x, y = tokens = [re.findall("[a-z0-9]+", t.lower()) for t in (text, answer)]
-    common = [0] * (len(y) + 1)  # longest common subsequence of x so far and the first j of y
-    for token in x:
-        above, common = common, [0]
-        for j, other in enumerate(y):
-            common.append(above[j] + 1 if token == other else max(above[j + 1], common[j]))
-    pairs = [[*zip(t, t[1:])] for t in tokens]
-    lists = {"f1": words, "rouge1": tokens, "rouge2": pairs, "rougeL": tokens}
-    shared = {metric: (Counter(a) & Counter(b)).total() for metric, (a, b) in lists.items()}
-    shared["rougeL"] = common[-1]
-    f1 = {metric: 2 * shared[metric] / max(len(a + b), 1) for metric, (a, b) in lists.items()}
-    return {"em": words[0] == words[1]} | f1
 
 
 def score_rows(
@@ -348,7 +342,11 @@ def score(args: argparse.Namespace) -> None:
         sizes = []  # no more methods than are asked for
     report = {}
     for file, rows in files.items():
-        print(f"{file}: {len(rows)} rows")
+        print(f"{file}: {len(rows)} rows", end="")
+        if args.cut:
+            cuts = sum(shorten(row, args.cut, tokenizer) for _, row in rows)
+            print(f", {cuts} with a prompt cut to {args.cut:,} tokens", end="")
+        print()
         report[str(file)] = methods = {}
         for name, adapted in compared(args, machine, sizes):
             columns, long = score_rows(adapted, rows, tokenizer, machine)
@@ -379,6 +377,7 @@ def main() -> None:
     add("files", type=Path, nargs="*", metavar="PATH", help="folder of official files; score: rows")
     add("--shots", type=at_least(0), default=0, help="answered rows in front of each")
     add("--out", type=Path, help="file (recall: folder) to write rows to")
+    add("--cut", type=at_least(4), metavar="N", help="score: cut longer prompts in the middle")
     add("--run", dest="runs", type=Path, nargs="+", default=[], help="score these adapters")
     add_shared_flags(parser)
     args = parser.parse_args()

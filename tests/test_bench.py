@@ -4,8 +4,7 @@ import bench
 import pytest
 
 FLAGS = "--dim 64 --layers 1 --heads 2 --ffn 128 --vocab 64 --mem 16 --segment 16"
-FLAGS += " --rounds 1 --bptt 1"
-FLAGS += " --seq 128 --long 512 --contexts 64 256"
+FLAGS += " --rounds 1 --bptt 1 --seq 128 --long 512 --contexts 64 256"
 
 
 def test_every_row_has_figures(monkeypatch, capsys):

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import meta_state, reference_logits
 from official_code import OfficialLoCoCo, OfficialMemory
 from tasks import fork
 from test_paper import by_loop
@@ -187,22 +186,6 @@ def test_the_official_codes_memory_equals_its_published_formula(config, gate, ke
     check_against_slow_memory(adapted, OfficialMemory, official_rows)
 
 
-def test_streaming_equals_a_fresh_forward_over_what_the_window_keeps(config):
-    """In one layer keys depend on their token alone: a segment must see [sinks | recent | segment]
-    as if these were one text."""
-    config = replace(config, n_layers=1)
-    model = Llama(config)
-    cache = AdaptedLlama(model, settings("streaming", sinks=3)).cache()
-    kept = []
-    for segment in torch.arange(40).split(6):
-        logits = model(TOKENS[:1, segment], cache)
-        if len(kept) + len(segment) > 8 + 6:
-            kept = kept[:3] + kept[-5:]
-        kept += segment.tolist()
-        expected = reference_logits(meta_state(model), config, TOKENS[0, kept])
-        assert torch.allclose(logits[0].double(), expected[-len(segment) :], atol=1e-4)
-
-
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("method", ["full", "h2o", "lococo+window"])
 def test_a_fork_goes_on_by_itself(model, method, gradients):
@@ -223,13 +206,11 @@ def test_a_fork_goes_on_by_itself(model, method, gradients):
 
 @pytest.mark.parametrize("rope_scale, changes, factor", [  # the pretrained context is 64
     (1.0, dict(length=256), 4.0), (1.0, dict(length=32), 1.0),  # never below 1
-    (1.0, dict(length=256, positions="original"), 1.0),
     (1.0, dict(length=256, positions="slots"), 1.0),  # slots end at M + T = 14, whatever L
     (1.0, dict(length=2048, mem=122, positions="slots"), 2.0),  # M + T = 128
     (1.0, dict(length=64, mem=122, positions="slots"), 1.0),  # but L is not above 64
     (3.0, dict(length=256), 4.0), (3.0, dict(length=128), 3.0),  # a checkpoint interpolated by 3
-    (3.0, dict(length=256, positions="original"), 3.0),
-])  # fmt: skip
+    (3.0, dict(length=256, positions="original"), 3.0)])  # fmt: skip
 def test_positions_are_divided_to_fit_into_the_context(config, rope_scale, changes, factor):
     model = Llama(replace(config, rope_scale=rope_scale))
     adapted = AdaptedLlama(model, settings(**changes))

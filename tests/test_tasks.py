@@ -1,6 +1,7 @@
 """Scores of tasks, by hand; files as their authors publish them, as rows and with shots."""
 
 import json
+import math
 import re
 import zlib
 from pathlib import Path
@@ -32,30 +33,51 @@ TEXT += "\ndef f(x, y):\n    return x["  # three segments
     ("One two two three four five", "two, one six THREE four-two two_two", " ",
      (0, 5 / 7, 2 * 5 / (6 + 8), 2 * 2 / (5 + 7), 2 * 3 / (6 + 8)))])  # fmt: skip
 def test_metrics(text, answer, mark, expected):
-    assert [*tasks.compare(text, answer, mark).values()] == pytest.approx(expected)
-    assert [*tasks.compare(answer, text, mark).values()] == pytest.approx(expected)
+    for pair in ((text, answer), (answer, text)):
+        found = tasks.compare(*pair, {"punctuation": mark}).values()
+        assert [*found] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("data, text, answer, classes, expected", [
+    # The package rouge 1.0.1 says so: 7 different words of 8 and 9 are shared; 2 of 3 and 3.
+    ("gov_report", "The cat sat. It ran on the mat", "A cat sat on the mat. It ran.\n", 0,
+     14 / 17),
+    ("samsum", "Rain fell. Rain fell again", "rain fell. again.", None, 2 / 3),
+    ("multi_news", "a b. a a a", "b a a", None, 1 / 2),  # of equals it takes "a a", not "b a"
+    ("qmsum", "...", "x", None, 0), ("hotpotqa", "The U.S. won", "US", None, 2 / 3),
+    ("trec", "Food or Date", "Date", ["Food", "Date", "Sum"], 1 / 2),
+    ("trec", "Food type", "Food type", ["Food", "Food type"], 1), ("trec", "x", "y", ["y"], 0),
+    ("trec", "a b c", "a b c", ["a", "b", "c", "a b c"], 1 / 2),  # its code passes over "b"
+    ("passage_count", "3 or 4, 3", "3", None, 2 / 3), ("passage_count", "none", "3", None, 0),
+    ("passage_retrieval_en", "Paragraph 12", "Paragraph 12 or 3", None, 1),
+    ("lcc", "abc", "abd", None, 0.67), ("lcc", "# no\nx = y\nz", "x = z", None, 0.8),
+    ("repobench-p", "`x`", "x", None, 0)])  # fmt: skip
+def test_metrics_of_longbench(data, text, answer, classes, expected):
+    found = tasks.compare(text, answer, {"longbench": data, "classes": classes}).values()
+    assert [*found] == pytest.approx([expected])
 
 
 @pytest.mark.parametrize("settings", [FULL, H2O], ids=lambda s: s.method)
 @pytest.mark.parametrize("space, ends", [("", "xxxxx"), (" ", "xxxxx"), ("", "xys01")])
 def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
-    """By sums and by sums for a character. A prompt is read once, but for its last token; its last
-    space is read as the choice's first; a choice may have a prompt of its own."""
+    """By sums and by sums for a character. A prompt is read once, but for its last token. A blank
+    at its end is read with the choice, before the choice's own. A choice may have its own prompt.
+    """
     adapted, sums = AdaptedLlama(load_llama(TINY), settings), []
-    choices = [" x", " x + y", " None", " self", " x[y]"]
+    choices = ["x", "x + y", "None", " self", "x[y]"]
     for end, choice in zip(ends, choices):
         start = tokenizer.encode(TEXT + end)
-        ids = start + tokenizer.encode(TEXT + end + choice)[len(start) :]
+        ids = start + tokenizer.encode(f"{TEXT}{end}{space} {choice}")[len(start) :]
         p = read_by_hand(adapted, ids[:-1])
         sums.append(sum(p[t - 1, ids[t]].item() for t in range(len(start), len(ids))))
-    by_length = np.divide(sums, [1, 5, 4, 4, 4])  # characters, without the first space
+    by_length = np.divide(sums, [1, 5, 4, 5, 4])  # characters
     assert np.argmax(sums) != np.argmax(by_length)
     for metric, scores in (("acc", sums), ("acc_norm", by_length)):
         order = np.argsort(scores).tolist()
         for some in (order, order[::-1], order[:3]):
             prompts = [TEXT + ends[i] + space for i in some]
             row = {"prompt": prompts if ends == "xys01" else prompts[0]}
-            row["choices"] = [choices[i][len(space) :] for i in some]
+            row["choices"] = [choices[i] for i in some]
             row["answer"] = some.index(max(some, key=order.index))
             monkeypatch.setattr(tasks, "prefill", Mock(side_effect=prefill))
             found, cache = tasks.score_choices(adapted, row, tokenizer, "cpu")
@@ -71,11 +93,19 @@ def test_a_text_is_the_likeliest_up_to_its_stop(tokenizer, monkeypatch, settings
     written = tokenizer.sp.decode(greedy_by_hand(adapted, ids)[: 48 + kept])[len(TEXT) :]
     text, stop, _ = written.partition(more.get("stop", "\n"))
     assert text and bool(stop) == (kept == 12)
-    mark = more.get("punctuation", " ")
-    monkeypatch.setattr(tasks, "compare", lambda *given: {"same": given == (text, text, mark)})
     row = {"prompt": TEXT, "answers": ["other", text]} | more
+    monkeypatch.setattr(tasks, "compare", lambda *given: {"same": given == (text, text, row)})
     found, cache = tasks.score_answer(adapted, row, tokenizer, "cpu")
     assert found == {"same": True} and cache.seen == 48
+
+
+@pytest.mark.parametrize("more, expected", [({}, 0), ({"longbench": "trec", "classes": ["b"]}, 1)])
+def test_only_longbench_takes_the_first_line_with_text(tokenizer, monkeypatch, more, expected):
+    said = tokenizer.encode("Q:\n\nb\nc")[len(tokenizer.encode("Q:")) :]
+    monkeypatch.setattr(tasks, "decode", lambda *args: iter(said))
+    row = {"prompt": "Q:", "answers": ["b"], "stop": "\n"} | more
+    found, _ = tasks.score_answer(AdaptedLlama(load_llama(TINY), FULL), row, tokenizer, "cpu")
+    assert [*found.values()][0] == expected
 
 
 def table(run, words, rows):
@@ -108,7 +138,7 @@ def test_means_and_standard_errors(run, tokenizer, monkeypatch):
 def test_the_table_of_choices(run, tokenizer):
     """Beside the embedded adapter are the methods without training, of its size."""
     prompts, own = ["x =", "x = 1\n" * 300 + "x ="], load_adapter(TINY, load_llama(TINY)).settings
-    rows = [{"prompt": p, "choices": [" 1", " zq"], "answer": n} for n, p in enumerate(prompts)]
+    rows = [{"prompt": p, "choices": ["1", "zq"], "answer": n} for n, p in enumerate(prompts)]
     head, *lines = table(run, "", rows)
     a, b = (len(tokenizer.encode(prompt)) - 1 for prompt in prompts)
     assert head == ["compressed", "cache, MB", "acc", "acc_norm"] and 1024 < b <= own.length
@@ -122,37 +152,44 @@ def test_the_table_of_choices(run, tokenizer):
     assert lines == [["0.000 ±0.000", full, half, half] + note, same + note, same + note, same]
 
 
-@pytest.mark.parametrize("line, sentence", [
-    ("x", "rows, line 3: not as README says"), ('{"prompt": "x =", "answers": []}', "line 3"),
-    ('{"prompt": "x =", "choices": [" 1"]}', "rows, line 3: "), ("[1]", "rows, line 3: "),
-    ('{"prompt": "x =", "choices": ["1", " "], "answer": 0}', "line 3"),
-    ('{"prompt": ["x", "y"], "choices": ["1", "2", "3"], "answer": 0}', "line 3"),
-    ('{"prompt": "x =", "choices": ["1", "2"], "answer": -1}', "line 3"),
-    ('{"prompt": "x =", "answers": "1"}', "line 3"),
-    ('{"prompt": ["x"], "answers": ["1"]}', "line 3"),
-    ('{"prompt": "x =", "answers": ["1"], "stop": ""}', "line 3"),
-    ('{"prompt": "x =", "answers": ["1"], "stop": null}', "line 3"),
-    ('{"prompt": "x =", "answers": ["1"], "max_tokens": "9"}', "line 3"),
-    ('{"prompt": "x =", "choices": [" 1", " 2"], "answer": 2}', "rows, line 3"),
-    ('{"prompt": " ", "choices": [" 1"], "answer": 0}', "line 3"),
-    ('{"prompt": "x =", "answers": ["1"], "max_tokens": 2.5}', "line 3"),
-    ('{"prompt": "x =", "answers": ["1"], "max_tokens": Infinity}', "line 3"),
-    ('{"prompt": "x =", "answers": ["1"], "max_tokens": true}', "line 3"),
-    ('{"prompt": "x =", "choices": [" 1", " 2"], "answer": 0.0}', "line 3"),
-    ('{"prompt": "x =", "choices": [" 1", " 2"], "answer": true}', "line 3"),
-    ('{"prompt": "x =", "choices": [" 1"], "answer": 0}', "line 3"),
-    ('{"prompt": "x =", "choices": [" 1", true], "answer": 0}', "line 3"),
-    ("", "nowhere: No such file")])  # fmt: skip
-def test_a_mistake_in_the_rows_is_one_sentence(run, line, sentence):
+def test_long_prompts_lose_their_middle(run, tokenizer):
+    """As LongBench shortens them: the first and the last N/2 tokens stay, and the BOS counts."""
+    text = TEXT + "y"
+    ids, row = tokenizer.encode(text), {"prompt": [text, "x ="]}
+    assert len(ids) % 2 == 1
+    assert not tasks.shorten(row, len(ids), tokenizer) and tasks.shorten(row, 11, tokenizer)
+    assert row["prompt"] == [tokenizer.sp.decode(ids[1:5]) + tokenizer.sp.decode(ids[-5:]), "x ="]
+    Path("rows").write_text(json.dumps({"prompt": TEXT, "answers": ["x"], "max_tokens": 1}))
+    code, out, err = run(tasks, "score rows --cut 9 --method full")
+    assert code == 0 and "rows: 1 rows, 1 with a prompt cut to 9 tokens\n" in out, err
+
+
+ANSWERS = {"prompt": "x =", "answers": ["1"]}
+CHOICES = {"prompt": "x =", "choices": ["1", "2"], "answer": 0}
+BAD = [ANSWERS | change for change in (
+    dict(answers=[]), dict(answers="1"), dict(prompt=["x"]), dict(stop=""), dict(stop=None),
+    dict(max_tokens="9"), dict(max_tokens=2.5), dict(max_tokens=math.inf), dict(max_tokens=True),
+    dict(longbench="x", classes=None), dict(longbench="trec"))]  # fmt: skip
+BAD += [CHOICES | change for change in (
+    dict(answer=-1), dict(answer=2), dict(answer=0.0), dict(answer=True), dict(prompt=" "),
+    dict(choices=["1"]), dict(choices=["1", " "]), dict(choices=["1", True]),
+    dict(choices=["1", "2", "3"], prompt=["x", "y"]))]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ["x", "[1]", '{"prompt": "x", "choices": ["1"]}', *BAD], ids=str)
+def test_a_mistake_in_the_rows_is_one_sentence(run, line):
+    line = line if isinstance(line, str) else json.dumps(line)
+    Path("rows").write_text(f"{json.dumps(ANSWERS)}\n\n{line}")
+    code, out, err = run(tasks, "score rows")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("tasks.py: rows, line 3: not as README says")
     Path("blank").write_text("\n")
-    Path("rows").write_text('{"prompt": "x =", "answers": ["1"]}\n\n' + line)
-    code, out, err = run(tasks, "score rows" if line else "score nowhere")
-    assert (code, out, err.count("\n")) == (2, "", 1) and sentence in err, err
     assert run(tasks, "score blank")[2] == "tasks.py: blank: there are no rows in it\n"
 
 
 # For each data set its files of questions and of shots, all fields of its authors' rows with # for
 # a number, the row that is made of them, and the answer as it follows a prompt in a shot.
+PROMPTS = '{"qasper": "{context} Q: {input}", "trec": "{context} Type: {input}"}'
 CASES = json.loads((HERE / "tests" / "official_rows.json").read_text("utf-8"))
 
 
@@ -169,8 +206,8 @@ def test_official_files_become_rows(run, case):
     data, folder, test, train, items, row, answer = case.values()
     words, shots = f"{data} {folder}", 6 * (train != "-")
     texts = ["\n".join(map(json.dumps, items)).replace("#", n) for n in "0123456"]
-    files = {"config/dataset2prompt.json": ['{"qasper": "{context} Q: {input}"}'], train: texts}
-    files |= {"config/dataset2maxlen.json": ['{"qasper": 9}'], test: texts[:2]}
+    files = {"config/dataset2prompt.json": [PROMPTS], train: texts}
+    files |= {"config/dataset2maxlen.json": ['{"qasper": 9, "trec": 64}'], test: texts[:2]}
     for file, lines in files.items():
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         if data == "triviaqa" and "web" in file:
@@ -204,11 +241,12 @@ def test_recall(run, tokenizer, monkeypatch):
     for row, question in zip(rows, open("x/questions.jsonl"), strict=True):
         *text, a, b, c, last = row["prompt"].split("\n")
         told, value = [line for line in text if line[0:1] == "@"], row["choices"][row["answer"]]
-        facts = dict(line.split(" =") for line in told)
-        assert json.loads(question) == {"prompt": row["prompt"], "answers": [value.strip()]}
+        facts = dict(line.split(" = ") for line in told)
+        assert json.loads(question) == {"prompt": row["prompt"], "answers": [value]}
         assert len(told) == len(facts) == 8 and sorted(facts.values()) == sorted(row["choices"])
-        assert max(map(text.index, told)) <= len(text) // 2 + 4 and last + value in told
-        assert len({a, b, c}) == 3 and {a, b, c} < {*told} - {last + value} and last[-2:] == " ="
+        assert max(map(text.index, told)) <= len(text) // 2 + 4 and f"{last} {value}" in told
+        assert len({a, b, c}) == 3 and {a, b, c} < {*told} - {f"{last} {value}"}
+        assert last.endswith(" =")
         assert all(zlib.crc32(f[1:].replace(" ", "▁").encode()) % 20 < 2 for f in facts)
         assert 1900 < len(tokenizer.encode(row["prompt"])) <= 2048
     assert convert(run, "recall --shots 3 --seed 1") != rows
