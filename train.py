@@ -52,8 +52,7 @@ class Recipe:
     lora_rank: int = 8  # section 4.1; with 0 the convolutions train alone
     lr: float = 5e-5  # of LoRA, embeddings and norms; section 4.1. Both fall linearly to 0
     conv_lr: float = 5e-2  # of the convolutions; section 4.1
-    # Our choice, as the paper names none for context extension: the 104 million tokens that section
-    # 3.3 names for inference mode are 99.2 steps of 128 x 8,192.
+    # Our choice: 99.2 steps are the 104 million tokens that section 3.3 names for inference mode.
     steps: int = 100
     batch: int | None = 128  # sequences; section 4.1. None: 4,096 tokens, or one longer sequence
     micro_batch: int = 1  # sequences in memory at once; section 4.1
@@ -355,8 +354,7 @@ def run(args: argparse.Namespace, state: dict[str, Tensor], about: dict) -> None
         join()
     print(f"recipe {args.recipe} on {args.model}, {machine.dtype} on {machine.device}")
     print(f"text: {len(ids):,} tokens to train on, {len(documents)} documents to score")
-    if RANK == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     if not state:
         add_score("window of equal memory, base untouched", window)
     adapted = AdaptedLlama(model, settings)
@@ -390,6 +388,8 @@ def main() -> None:
         join()  # process 0 refuses flags and texts, and tokenizes, before it comes
     try:
         run(*parse())
+        if WORLD > 1:
+            dist.destroy_process_group()  # or gloo may abort a process while it ends
     except BaseException:
         if RANK > 0:
             time.sleep(3)  # process 0 prints an error that all have; when it ends, so do the others
