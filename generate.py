@@ -375,11 +375,11 @@ def main() -> None:
     if args.load_memory:
         load_memory(args.load_memory, cache, owner, machine.device)
         ids = ids[len(tokenizer.prefix) :]  # without the BOS: the text goes on
-    if settings.positions != "slots" and cache.seen + len(ids) > settings.length:
-        print(f"warning: longer than the {settings.length:,} tokens trained for", file=sys.stderr)
+    answer = 0 if args.save_memory or args.show_memory else args.max_new_tokens
+    if settings.positions != "slots" and cache.seen + len(ids) + answer > settings.length:
+        print(f"warning: this may pass the {settings.length:,} tokens trained for", file=sys.stderr)
     with machine.precision():
-        tokens = torch.tensor([ids], device=machine.device)
-        logits = prefill(model, tokens, cache, settings.segment)
+        logits = prefill(model, torch.tensor([ids], device=machine.device), cache, settings.segment)
         if args.save_memory:
             save_memory(args.save_memory, cache, owner)
         elif args.show_memory:

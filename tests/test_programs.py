@@ -250,6 +250,14 @@ def test_greedy_text_and_figures(run, tokenizer, words):
     assert (nbytes, full) == (ENTRY * held, ENTRY * seen)
 
 
+def test_a_warning_where_a_text_with_its_answer_passes_the_trained_length(run, tokenizer):
+    ids = tokenizer.encode(Path("text/0.py").read_text() * 9)[:1000]
+    Path("long").write_text(tokenizer.sp.decode(ids))
+    for new in (24, 25):
+        err = run(generate, f"--method full --prompt long --max-new-tokens {new}")[2]
+        assert ("warning: " in err) == (new == 25), err
+
+
 @pytest.mark.parametrize("words", ["--method h2o --mem 16", "--adapter adapter"])
 def test_a_memory_is_saved_and_asked_again(run, words):
     """What is read in two runs is what one run reads, if the first ends with a whole segment."""

@@ -44,7 +44,7 @@ def test_the_sizes_of_the_design_card():
     assert len(README.splitlines()) <= 220
     assert len((HERE / "tests" / "results.md").read_text().splitlines()) <= 250
     tests = [file.read_text().splitlines() for file in (HERE / "tests").glob("test_*.py")]
-    assert sum(map(len, tests)) <= 2385
+    assert sum(map(len, tests)) <= 2392
 
 
 def test_the_equations_stand_beside_lines_that_exist():
