@@ -9,8 +9,8 @@ A cell is one run of train.py: the embedded recipe and the row's flags. With fac
 model, T = 128) it is scored on 64 held-out documents of 2,048 tokens, or on all of --part choosing.
 On plain text of a --model of your own (T = M, without facts) it is scored on all documents that do
 not train; where none is so long as --seq, on so many tokens of consecutive ones. Adapters are in
-runs/reproduce/, the figures in tests/results.json, written after every cell with the commit; a cell
-that is there is not measured again.
+runs/reproduce/, the figures in tests/results.json, written after every cell with the commit. What
+is in either is not made again, but with --again, which needs an empty runs/reproduce/.
 """
 
 import argparse
@@ -151,11 +151,10 @@ def score_cell(run: Path, args: argparse.Namespace, machine: Machine) -> dict:
     return cell
 
 
-def facts_table(cells: dict[str, dict]) -> str:
-    """A line for each row that was trained for 400 steps and scored on the held-out part; a figure
-    for each seed in turn."""
+def facts_table(cells: dict[str, dict], mem: int, seq: int, steps: int, part: str) -> str:
+    """A line for each row that was trained and scored so; a figure for each seed in turn."""
     lines = ["| memory | perplexity | recalled, % |", "|---|---|---|"]
-    about = {"mem": 128, "seq": 2048, "facts": 8, "steps": 400, "part": "held-out"}
+    about = {"mem": mem, "seq": seq, "facts": 8, "steps": steps, "part": part}
     for row, (label, _) in ROWS.items():
         seeds = [c for c in cells.values() if c.items() >= (about | {"row": row}).items()]
         seeds.sort(key=lambda c: c["seed"])
@@ -166,10 +165,12 @@ def facts_table(cells: dict[str, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plain_table(cells: dict[str, dict], seq: int, steps: int, rows: Iterable[str] = PLAIN) -> str:
+def plain_table(cells: dict[str, dict], seq: int, steps: int, rows: Iterable[str] = PLAIN,
+                model: str = "stories260K") -> str:  # fmt: skip
     """For each M a column: nats above the window's, mean and standard error over documents, each
-    the mean of the seeds; behind it what part of the window's gap to full attention that closes."""
-    about = {"model": "stories260K", "seq": seq, "steps": steps}
+    the mean of the seeds; behind it what part of the window's gap to full attention that closes.
+    The window itself, and all where there is none, has its perplexity."""
+    about = {"model": model, "seq": seq, "steps": steps, "facts": 0}
     found = [c for c in cells.values() if c.items() >= about.items()]
     sizes = sorted({c["mem"] for c in found})
     lines = ["| memory |" + "".join(f" M = {M} |" for M in sizes), "|---|" + "---|" * len(sizes)]
@@ -180,17 +181,18 @@ def plain_table(cells: dict[str, dict], seq: int, steps: int, rows: Iterable[str
             for c in found:
                 if c["mem"] == M:
                     nats[c["row"]].append(c["nats"])
-            window, full = (np.mean(nats[name], axis=0) for name in ("window", "full"))
-            if row not in nats:
+            means = {name: np.mean(values, axis=0) for name, values in nats.items()}
+            if row not in means:
                 line += " - |"
-            elif row == "window":
-                line += f" {math.exp(window.mean()):.3f} |"
+            elif row == "window" or "window" not in means:
+                line += f" {math.exp(means[row].mean()):.3f} |"
             else:
-                above = np.mean(nats[row], axis=0) - window
+                above = means[row] - means["window"]
+                gap = (means.get("full", means["window"]) - means["window"]).mean()
                 error = above.std(ddof=1) / len(above) ** 0.5
                 line += f" {above.mean():+.4f} ± {error:.4f}"
-                if max(above.mean(), (full - window).mean()) < 0:
-                    line += f" ({100 * above.mean() / (full - window).mean():.0f} %)"
+                if max(above.mean(), gap) < 0:
+                    line += f" ({100 * above.mean() / gap:.0f} %)"
                 line += " |"
         lines.append(line)
     return "\n".join(lines) + "\n"
@@ -198,7 +200,7 @@ def plain_table(cells: dict[str, dict], seq: int, steps: int, rows: Iterable[str
 
 MAIN = ("full", "window", "window with sinks", "h2o", "ours", "ours by (7)", "lococo+h2o")
 TABLES = {
-    "facts": facts_table,
+    "facts": partial(facts_table, mem=128, seq=2048, steps=400, part="held-out"),
     "plain text": partial(plain_table, seq=384, steps=40, rows=MAIN),
     "384 tokens, 40 steps": partial(plain_table, seq=384, steps=40),
     "384 tokens, 160 steps": partial(plain_table, seq=384, steps=160, rows=MAIN[:5]),
@@ -229,7 +231,8 @@ def main() -> None:
     add("--steps", type=int, default=400)
     add("--facts", type=int, default=8)
     add("--part", choices=PARTS, default="held-out")
-    add("--write", action="store_true", help="the tables into README.md and results.md")
+    add("--again", action="store_true", help="also what tests/results.json has already")
+    add("--write", action="store_true", help="all tables into README.md and results.md")
     args = parser.parse_args()
     rows = PLAIN if args.data else ROWS
     if not rows.keys() >= set(args.only):
@@ -244,7 +247,9 @@ def main() -> None:
         for row in args.only or (rows if args.data else ()):
             train.AdaptedLlama = generate.AdaptedLlama = KINDS.get(row, AdaptedLlama)
             name = f"{run_directory(row, seed, args).name} {args.part}"
-            if name not in read():
+            if name in read() and not args.again:
+                print(f"{name}: from tests/results.json", file=sys.stderr)
+            else:
                 print(name, file=sys.stderr)
                 about = {"model": args.model.name, "row": row, "seed": seed}
                 about |= {"commit": commit, "date": str(date.today())}
@@ -253,7 +258,10 @@ def main() -> None:
                 write(read() | {name: cell})
     for file in FILES if args.write else ():
         file.write_text(with_tables(file.read_text("utf-8"), read()), "utf-8")
-    print(*(f"{name}\n{table(read())}" for name, table in TABLES.items()), sep="\n")
+    if args.data:
+        print(plain_table(read(), args.seq, args.steps, model=args.model.name), end="")
+    else:
+        print(facts_table(read(), args.mem, args.seq, args.steps, args.part), end="")
 
 
 def read() -> dict[str, dict]:

@@ -16,6 +16,7 @@ import torch
 import train
 from conftest import changed
 from generate import HERE
+from lococo import METHODS
 
 README = (HERE / "README.md").read_text()
 ONE_LINE = " ".join(README.split())
@@ -60,8 +61,6 @@ def test_the_equations_stand_beside_lines_that_exist():
 
 
 def test_the_table_of_methods_is_that_of_the_code():
-    from lococo import METHODS
-
     table = README.split("| `--method` |")[1].split("\n\n")[0]
     assert set(re.findall(r"^\| `([\w+]+)`", table, re.M)) == set(METHODS)
 
@@ -156,8 +155,10 @@ def test_nats_above_the_window():
     cells = {}
     for (row, seed), values in nats.items():
         about = {"row": row, "seed": seed, "nats": values}
-        cells[row, seed] = about | {"model": "stories260K", "seq": 9, "steps": 7, "mem": 4}
-    table = reproduce.plain_table(cells, 9, 7, ["window", "ours", "h2o", "official h2o"])
+        cells[row, seed] = about | {"model": "one", "seq": 9, "steps": 7, "mem": 4, "facts": 0}
+    table = reproduce.plain_table(cells, 9, 7, ["window", "ours", "h2o", "official h2o"], "one")
     assert [line.split("|")[2].strip() for line in table.splitlines()] == [
         "M = 4", "---", f"{np.exp(5.5):.3f}", "+2.0000 ± 1.0000", "-1.0000 ± 0.0000 (25 %)", "-",
     ]  # fmt: skip
+    alone = reproduce.plain_table({0: cells["ours", 0]}, 9, 7, ["ours"], "one")
+    assert alone.splitlines()[2] == f"| {reproduce.PLAIN['ours'][0]} | {np.exp(7):.3f} |"
