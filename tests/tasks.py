@@ -9,7 +9,7 @@
     python tests/tasks.py longbench LongBench/data/qasper.jsonl --out longbench-qasper.jsonl
     python tests/tasks.py recall --shots 3 --out runs/recall       # from the embedded model's text
     python tests/tasks.py score runs/recall/choices.jsonl runs/recall/questions.jsonl
-    python tests/tasks.py score qasper.jsonl --model Llama-2-7b-hf --run runs/my-run --cut 3500
+    python tests/tasks.py score longbench-qasper.jsonl --model Llama-2-7b-hf --run R --cut 3500
 
 A row is a line of JSON of one of two kinds; `score` reads each prompt once, through the memory:
 
@@ -22,8 +22,8 @@ answers by greedy decoding, up to "stop" if it is given. Cells are means ± stan
 The paper does not print its prompts. These follow the lm-evaluation-harness (TriviaQA is scored by
 its own script). SCROLLS is scored as its authors do: the harness scores QuALITY and ContractNLI by
 likelihood, so that its numbers differ. LongBench's prompts are in its folder config/; --cut
-shortens long prompts in their middle, as it does. Shots are drawn from the training split. What an
-answer is worth: metrics.py.
+shortens long prompts in their middle, as it does. metrics.py says what an answer is worth. Shots
+are drawn from the training split, by the seed.
 """
 
 import argparse
