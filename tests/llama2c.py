@@ -37,4 +37,4 @@ def convert(file: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_program(lambda: convert(*map(Path, sys.argv[1:])))
+    sys.exit(run_program(lambda: convert(*map(Path, sys.argv[1:]))) if sys.argv[2:] else __doc__)
