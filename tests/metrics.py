@@ -1,7 +1,7 @@
 """What a text is worth beside an answer: the metrics of SQuAD, TriviaQA, SCROLLS and LongBench.
 
-Those of LongBench are as in its own metrics.py, each data set has one. The others' are em, f1 and
-ROUGE-1, -2, -L. tasks.py takes the best over a row's answers.
+Each data set of LongBench has one metric, as in LongBench's own metrics.py. The others have exact
+match (em), F1 and ROUGE-1, -2, -L. tasks.py takes the best over a row's answers.
 """
 
 import re
