@@ -117,7 +117,8 @@ def gradients(adapted: AdaptedLlama, draw: Callable, args: argparse.Namespace, m
               step: int, done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
     """Add the gradient of the step's loss to p.grad; return the loss, nats over tokens. draw(i) is
     sequence i, as `tell` returns it; the processes share a step's sequences. In the convolutions'
-    gradient a fact told before counts --answer-weight times. done(n) is told of every n tokens."""
+    gradient a fact told before counts --answer-weight times on average: every third piece has a
+    second backward pass, for three times as much. done(n) is told of every n tokens."""
     total, scored = 0.0, args.batch * (args.seq - 1)
     convolutions = list(adapted.compressors.parameters())
     own = range(step * args.batch + RANK, (step + 1) * args.batch, WORLD)
@@ -130,12 +131,12 @@ def gradients(adapted: AdaptedLlama, draw: Callable, args: argparse.Namespace, m
         answers = (ago > 0)[:, 1:].split(args.bptt * segment, dim=1)
         with machine.precision():
             pieces = segment_losses(adapted.model, tokens, cache, segment, args.bptt)
-            for (losses, _), answer in zip(pieces, answers):
+            for number, ((losses, _), answer) in enumerate(zip(pieces, answers), start=step):
                 loss = losses.sum() / scored
                 if loss.requires_grad:  # with --lora-rank 0 not before the first compression
-                    if convolutions and args.answer_weight != 1 and answer.any():
+                    if convolutions and answer.any() and number % 3 == 0:
                         # For the convolutions alone: LoRA would get worse on plain text.
-                        extra = (args.answer_weight - 1) * losses[answer].sum() / scored
+                        extra = 3 * (args.answer_weight - 1) * losses[answer].sum() / scored
                         extra.backward(inputs=convolutions, retain_graph=True)
                     loss.backward()  # for all; now, so that the graph never spans more
                 total += loss.item()
@@ -185,8 +186,7 @@ def train(adapted: AdaptedLlama, draw: Callable, args: argparse.Namespace, machi
             loss = gradients(adapted, draw, args, machine, step, bar.update)
             norms = [torch.nn.utils.clip_grad_norm_(g["params"], 1) for g in optimizer.param_groups]
             if not sum(norms).isfinite():
-                raise UserError(f"step {step + 1}: the gradient is not finite; try a lower --lr or "
-                                "--conv-lr in a new run")  # fmt: skip
+                raise UserError(f"step {step + 1}: a gradient is not finite; lower --lr, --conv-lr")
             optimizer.step()
             bar.set_postfix_str(f"step {step + 1}/{args.steps}, loss {loss:.3f}", refresh=False)
             if RANK == 0:

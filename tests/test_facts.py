@@ -73,16 +73,22 @@ def test_when_facts_are_told_and_by_which_names(tokenizer):
 @pytest.mark.parametrize("weight, told, bptt", [(7.5, 1, 2), (7.5, 1, 1), (1.0, 1, 2), (7.5, 0, 2)])
 def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
     """A step's loss and gradient, in float64, are those of single nats. In the convolutions'
-    gradient those of answers count `weight` times."""
+    gradient those of answers count `weight` times, on average over three steps."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2)).double()
-    tokens, ago = torch.randint(3, 64, (4, 41)), torch.zeros(4, 41, dtype=torch.int64)
-    ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (4, 5))
+    tokens, ago = torch.randint(3, 64, (2, 41)), torch.zeros(2, 41, dtype=torch.int64)
+    ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (2, 5))
     args = Namespace(batch=2, micro_batch=1, seq=41, segment=6, bptt=bptt, answer_weight=weight)
     machine = Machine("cpu", torch.float32)  # no autocast
-    loss = train.gradients(adapted, lambda i: (tokens[i], ago[i]), args, machine, step=1)
-    found, plain, weighted = {n: p.grad for n, p in adapted.trained().items()}, 0.0, 0.0
-    for n in (2, 3):  # the sequences of the second step
+    drawn = []
+
+    def draw(i):  # the same two sequences in each step
+        drawn.append(i)
+        return tokens[i % 2], ago[i % 2]
+
+    losses = [train.gradients(adapted, draw, args, machine, step) for step in range(3)]
+    found, plain, weighted = {n: p.grad / 3 for n, p in adapted.trained().items()}, 0.0, 0.0
+    for n in range(2):
         cache = adapted.cache()
         for start, segment in zip(range(0, 40, 6), tokens[n : n + 1, :40].split(6, dim=1)):
             p = model(segment, cache)[0].softmax(dim=-1)
@@ -92,7 +98,7 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
                 weighted = weighted + (weight if ago[n, t] > 0 else 1.0) * nats
             if start // 6 % bptt == bptt - 1:  # gradients reach back over so many segments
                 cache.detach()
-    assert loss == pytest.approx(plain.item(), rel=1e-9)
+    assert losses == pytest.approx([plain.item()] * 3, rel=1e-9) and drawn == [*range(6)]
     for parameters, total in ((adapted.compressors, weighted), (adapted.model, plain)):
         adapted.zero_grad()
         total.backward(retain_graph=True)

@@ -89,7 +89,7 @@ def test_two_processes_train_as_one(run, monkeypatch):
     scores = [read_file(Path(n, "state.safetensors"))[1]["scores"] for n in ("one", "two")]
     assert scores[0] and scores[0] == scores[1]
     for words, sentence in ((f"{RUN} two", "--out two: it is there"),
-                            (f"{RUN} three --lr 2e9 --conv-lr 2e9", "the gradient is not fin"),
+                            (f"{RUN} three --lr 2e9 --conv-lr 2e9", "a gradient is not fin"),
                             ("--resume two --mem 32", "its model, text, method")):  # fmt: skip
         wrong = torchrun(words)
         said = [line for line in wrong.stderr.splitlines() if "process.py: " in line]

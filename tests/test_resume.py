@@ -103,7 +103,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(run, ends_well, monkeypatch)
         before_step(patch, 3, lambda: patch.setattr(train, "segment_losses", poisoned))
         code, out, err = run(f"{RUN} 1")
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert code == 2 and any(x.startswith("train.py: step 3: the grad") for x in err.splitlines())
+    assert code == 2 and any(x.startswith("train.py: step 3: a grad") for x in err.splitlines())
     state, about = read_file(STATE)
     assert about["step"] == 2 and all(t.isfinite().all() for t in state.values())
     assert run("--resume run")[0] == 0 and ends_well()
