@@ -3,6 +3,7 @@ in test_programs.py."""
 
 import re
 from argparse import Namespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -80,12 +81,7 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
     ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (2, 5))
     args = Namespace(batch=2, micro_batch=1, seq=41, segment=6, bptt=bptt, answer_weight=weight)
     machine = Machine("cpu", torch.float32)  # no autocast
-    drawn = []
-
-    def draw(i):  # the same two sequences in each step
-        drawn.append(i)
-        return tokens[i % 2], ago[i % 2]
-
+    draw = Mock(side_effect=lambda i: (tokens[i % 2], ago[i % 2]))  # the same two in each step
     losses = [train.gradients(adapted, draw, args, machine, step) for step in range(3)]
     found, plain, weighted = {n: p.grad / 3 for n, p in adapted.trained().items()}, 0.0, 0.0
     for n in range(2):
@@ -98,7 +94,8 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
                 weighted = weighted + (weight if ago[n, t] > 0 else 1.0) * nats
             if start // 6 % bptt == bptt - 1:  # gradients reach back over so many segments
                 cache.detach()
-    assert losses == pytest.approx([plain.item()] * 3, rel=1e-9) and drawn == [*range(6)]
+    assert losses == pytest.approx([plain.item()] * 3, rel=1e-9)
+    assert [call.args[0] for call in draw.call_args_list] == [*range(6)]
     for parameters, total in ((adapted.compressors, weighted), (adapted.model, plain)):
         adapted.zero_grad()
         total.backward(retain_graph=True)
