@@ -117,8 +117,7 @@ def gradients(adapted: AdaptedLlama, draw: Callable, args: argparse.Namespace, m
               step: int, done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
     """Add the gradient of the step's loss to p.grad; return the loss, nats over tokens. draw(i) is
     sequence i, as `tell` returns it; the processes share a step's sequences. In the convolutions'
-    gradient a fact told before counts --answer-weight times on average: every third piece has a
-    second backward pass, for three times as much. done(n) is told of every n tokens."""
+    gradient a fact told before counts --answer-weight times on average. done(n): n tokens more."""
     total, scored = 0.0, args.batch * (args.seq - 1)
     convolutions = list(adapted.compressors.parameters())
     own = range(step * args.batch + RANK, (step + 1) * args.batch, WORLD)
@@ -131,7 +130,8 @@ def gradients(adapted: AdaptedLlama, draw: Callable, args: argparse.Namespace, m
         answers = (ago > 0)[:, 1:].split(args.bptt * segment, dim=1)
         with machine.precision():
             pieces = segment_losses(adapted.model, tokens, cache, segment, args.bptt)
-            for number, ((losses, _), answer) in enumerate(zip(pieces, answers), start=step):
+            turn = step + RANK + n * WORLD  # each third piece has two backward passes
+            for number, ((losses, _), answer) in enumerate(zip(pieces, answers), start=turn):
                 loss = losses.sum() / scored
                 if loss.requires_grad:  # with --lora-rank 0 not before the first compression
                     if convolutions and answer.any() and number % 3 == 0:

@@ -6,10 +6,10 @@
 The model has random weights. Methods take turns, for several rounds. The table has the medians and,
 behind each, how many times the window's that is.
 
-    train    an optimizer step on --batch sequences with 8 facts in each, as train.py takes it: the
-             mean of three, as every third piece of the text has a second backward pass; the
-             gradient reaches back over --bptt segments, and that of `full`, which has no segments,
-             over the whole sequence
+    train    an optimizer step on --batch sequences, as train.py takes it, the mean of three: with
+             our compressor there are --facts in a text, and a third of its pieces has a second
+             backward pass. The gradient reaches back over --bptt segments; that of `full`, which
+             has no segments, over the whole sequence
     prefill  reading one sequence
     decode   one token, after so many others. The caches are filled with random entries: time
              depends on how many there are, not on what they say. A memory is timed over T tokens,

@@ -28,7 +28,7 @@ def test_which_keys_longlora_sees_while_it_trains(L):
                 assert seen[head, t, key] == (together and key <= t), (head, t, key)
 
 
-RUN = "--data text --mem 16 --seq 64 --batch 3 --micro-batch 1 --bptt 2 --steps 3 --device cpu"
+RUN = "--data text --mem 16 --seq 192 --batch 3 --micro-batch 1 --bptt 2 --steps 3 --device cpu"
 RUN += " --answer-weight 5 --save-every 9 --score-tokens 200 --out"
 
 # train.py as each process runs it. It keeps the gradients of each step, and where STOP is set the
@@ -59,8 +59,7 @@ def torchrun(words, **environment):
 
 
 def test_two_processes_train_as_one(run, monkeypatch):
-    """They are stopped in the second step, and go on with --resume. A mistake, of the words or of
-    a step, is one sentence."""
+    """Stopped in the second step, they go on with --resume. Any mistake is one sentence."""
     usual, steps = train.gradients, []
 
     def note(adapted, *rest):

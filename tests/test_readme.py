@@ -44,9 +44,8 @@ def test_the_sizes_of_the_design_card():
     assert sum(text.count("raise UserError") for text in sources.values()) <= 50
     assert len(README.splitlines()) <= 220
     assert len((HERE / "tests" / "results.md").read_text().splitlines()) <= 250
-    tests = {f.stem: len(f.read_text().splitlines()) for f in (HERE / "tests").glob("test_*.py")}
-    tools = sum(tests.pop(f"test_{name}") for name in ("tasks", "chatglm3", "llama2c"))
-    assert tools <= 400 and sum(tests.values()) <= 2000, (tools, tests)
+    tests = [file.read_text().splitlines() for file in (HERE / "tests").glob("test_*.py")]
+    assert sum(map(len, tests)) <= 2392
 
 
 def test_the_equations_stand_beside_lines_that_exist():

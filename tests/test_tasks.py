@@ -60,9 +60,8 @@ def test_metrics_of_longbench(data, text, answer, classes, expected):
 @pytest.mark.parametrize("settings", [FULL, H2O], ids=lambda s: s.method)
 @pytest.mark.parametrize("space, ends", [("", "xxxxx"), (" ", "xxxxx"), ("", "xys01")])
 def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
-    """By sums and by sums for a character. A prompt is read once, but for its last token. A blank
-    at its end is read with the choice, before the choice's own. A choice may have its own prompt.
-    """
+    """By sums and by sums for a character. A prompt, which each choice may have, is read once, but
+    for its last token. A blank at its end is read with the choice, before the choice's own."""
     adapted, sums = AdaptedLlama(load_llama(TINY), settings), []
     choices = ["x", "x + y", "None", " self", "x[y]"]
     for end, choice in zip(ends, choices):
