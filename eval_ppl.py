@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from generate import TINY, Machine, Parser, at_least, load_adapter, load_base, method_flags
-from generate import prepare, read_adapter, read_file, run_program, untrained, write_file
-from lococo import METHODS, AdaptedLlama, Settings, segment_losses
-from model import DAMAGED, Tokenizer, UserError
+from generate import TINY, Machine, Parser, Tokenizer, at_least, load_base, method_flags, prepare
+from generate import run_program, untrained
+from lococo import METHODS, AdaptedLlama, Settings, load_adapter, read_adapter, segment_losses
+from model import DAMAGED, UserError, read_file, write_file
 
 # --- Text ----------------------------------------------------------------------------------------
 

@@ -7,32 +7,80 @@
     python generate.py --prompt book.txt --save-memory book.safetensors       # read it once ...
     python generate.py --prompt question.txt --load-memory book.safetensors   # ... ask many times
 
-The text goes to standard output, the figures to standard error. First comes how a text is made;
-then what all programs share: the files that they write, their flags, the base model, errors.
+The text goes to standard output, the figures to standard error. First comes how text becomes
+tokens, and tokens text; then what all programs share: their flags, the base model, errors.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterator
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from sentencepiece import SentencePieceProcessor
 from torch import Tensor
+from tqdm import tqdm
 
-from lococo import COUNTS, METHODS, POSITIONS, AdaptedLlama, Memory, Settings, prefill
-from lococo import settings_for
-from model import DAMAGED, KVCache, Llama, Tokenizer, UserError, load_llama
+from lococo import METHODS, AdaptedLlama, Memory, Settings, described, load_adapter
+from model import DAMAGED, KVCache, Llama, UserError, checksum, load_llama, read_file, write_file
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "tiny"  # the embedded model and its adapter
+COUNTS = ("sinks", "heavy", "merged", "recent")  # kinds of slots, in this order
+POSITIONS = ("interpolated", "original", "slots")  # see lococo.interpolation
+
+# --- Tokens --------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """Llama's sentencepiece tokenizer: unk 0, bos 1, eos 2; "<s>" in a text is plain text."""
+
+    def __init__(self, path: Path):
+        """`path`: the model's directory; Meta keeps tokenizer.model in its parent."""
+        self.file = path / "tokenizer.model"
+        if not self.file.is_file():
+            self.file = path.parent / "tokenizer.model"
+        prefix = path / "prefix.json"  # ids that begin a prompt, where these are not the BOS alone
+        try:
+            self.sp = SentencePieceProcessor(model_file=str(self.file))
+            self.prefix = json.loads(prefix.read_text()) if prefix.is_file() else [self.sp.bos_id()]
+        except DAMAGED as error:
+            raise UserError(f"{path}: no readable tokenizer.model there ({error})") from None
+        self.bos, self.eos = self.prefix[0], self.sp.eos_id()
+        self.vocab_size = self.sp.vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        return self.prefix + self.sp.encode(text.encode("utf-8", "replace").decode())
+
+    def piece(self, i: int) -> str:
+        return self.sp.id_to_piece(i) if i < self.vocab_size else f"<{i}>"  # ids of a prefix
+
+
+def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> Iterator[str]:
+    """Text of tokens as they come. The prompt's end is decoded too, or a first space would be lost.
+    Text that ends inside a character (U+FFFD) waits; it is dropped if nothing follows."""
+    ids = [i for i in prompt[-8:] if i not in tokenizer.prefix]
+    shown = len(tokenizer.sp.decode(ids))
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.sp.decode(ids)
+        if not text.endswith("\ufffd"):
+            yield text[shown:]
+            shown = len(text)
+
 
 # --- Decoding ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tensor:
+    """Read tokens (B, L) into the cache by segments; float32 logits (B, V) of what comes next."""
+    for x in tqdm(tokens.split(segment, dim=1), "reading", leave=False, delay=2, disable=None):
+        h = model.hidden(x, cache)
+    return model.logits(h[:, -1])
 
 
 def sample(logits: Tensor, temperature: float) -> int:
@@ -52,19 +100,6 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
             return
         yield token
         logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
-
-
-def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> Iterator[str]:
-    """Text of tokens as they come. The prompt's end is decoded too, or a first space would be lost.
-    Text that ends inside a character (U+FFFD) waits; it is dropped if nothing follows."""
-    ids = [i for i in prompt[-8:] if i not in tokenizer.prefix]
-    shown = len(tokenizer.sp.decode(ids))
-    for token in tokens:
-        ids.append(token)
-        text = tokenizer.sp.decode(ids)
-        if not text.endswith("\ufffd"):
-            yield text[shown:]
-            shown = len(text)
 
 
 # --- What the slots hold -------------------------------------------------------------------------
@@ -124,81 +159,6 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
     memory.seen, memory.compressed = about["seen"], about["compressed"]
 
 
-# --- Files that the programs write, adapters -----------------------------------------------------
-
-
-def checksum(tensors: dict[str, Tensor], about: str) -> str:
-    digest = hashlib.sha256(about.encode())
-    for name, t in sorted(tensors.items()):
-        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        column = t.detach().cpu().reshape(-1, 1).contiguous()  # so that `view` always can
-        digest.update(column.view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
-    """A safetensors file with a JSON object and a checksum. It is written under another name,
-    synced, then renamed. One key of metadata: the order of several would differ between runs."""
-    tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
-    text = json.dumps(about)
-    beside = file.with_name(file.name + ".part")
-    try:
-        save_file(tensors, beside, {"content": json.dumps([text, checksum(tensors, text)])})
-        with open(beside, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(beside, file)
-    except DAMAGED as error:
-        beside.unlink(missing_ok=True)
-        raise UserError(f"{file}: cannot be written ({error}); it is as it was before") from None
-
-
-def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
-    """The tensors of a file of `write_file` by name, mapped into memory, and its JSON object."""
-    try:
-        with safe_open(file, framework="pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}
-            text, written = json.loads((handle.metadata() or {})["content"])
-    except DAMAGED as error:
-        raise UserError(f"{file}: cannot be read, or another version's ({error!r})") from None
-    if checksum(tensors, text) != written:
-        raise UserError(f"{file}: damaged, its content does not have its checksum")
-    return tensors, json.loads(text)
-
-
-def described(adapted: AdaptedLlama) -> dict:
-    """Identifies the base (in any --dtype) by a sample of each frozen tensor; and the settings."""
-    frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
-    some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
-    base = checksum(some, repr(adapted.model.config))
-    return {"settings": asdict(adapted.settings), "base": base}
-
-
-def read_adapter(run: Path) -> tuple[Settings, dict[str, Tensor], str]:
-    """Of a run directory of train.py: settings, tensors, and which base they belong to."""
-    file = run / "adapter.safetensors"
-    tensors, about = read_file(file)
-    if not all(t.isfinite().all() for t in tensors.values()):
-        raise UserError(f"{file}: not finite, it has NaN or inf; train it again")
-    try:
-        return Settings(**about["settings"]), tensors, about["base"]
-    except (LookupError, TypeError) as error:
-        raise UserError(f"{file}: made by another version of this program ({error})") from None
-
-
-def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
-    """Put the adapter of a run directory of train.py onto its base model."""
-    file, (settings, tensors, base) = run / "adapter.safetensors", read_adapter(run)
-    adapted = AdaptedLlama(model, settings)
-    trained = adapted.trained()
-    if {n: t.shape for n, t in tensors.items()} != {n: p.shape for n, p in trained.items()}:
-        raise UserError(f"{file}: made by another version of this program (other tensors)")
-    if described(adapted)["base"] != base:
-        raise UserError(f"{file}: made for another base (--model) or by another version")
-    for name, p in trained.items():
-        p.data = tensors[name].to(p.device, copy=True)
-    return adapted.eval()
-
-
 # --- Flags, the base model, errors ---------------------------------------------------------------
 
 
@@ -246,6 +206,21 @@ def method_flags(args: argparse.Namespace) -> dict:
     """The flags that change a row of METHODS; train.py has three more than the others."""
     names = ("sinks", "heavy", "recent", "positions", "compressor", "kernel", "lora_rank")
     return {name: vars(args)[name] for name in names if name in args}
+
+
+def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
+    """A row of METHODS at M = mem; `changes` that are not None replace fields. Slots left over are
+    merged; recent, if the row merges none. A row without slots keeps all. Raises UserError."""
+    row = METHODS[method](mem)
+    given = {name: value for name, value in changes.items() if value is not None}
+    fills = "merged" if "merged" in row else "recent"
+    counts = {name: (row | given).get(name, 0) for name in COUNTS}
+    if row and fills not in given:
+        counts[fills] += mem - sum(counts.values())
+    fits = 0 < sum(counts.values()) <= mem if row else sum(counts.values()) == 0
+    if not fits or min(counts.values()) < 0 or ("merged" in row and counts["merged"] == 0):
+        raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
+    return Settings(method, segment, length, **row | given | counts)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,19 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a small convolution.
 
-First the paper (arXiv 2406.05317), by its equation numbers: what a memory keeps, the compressor
-(section 3.2.1), memory and segment loop (algorithm 2), interpolation, LoRA. Then ours, which keeps
-facts. Letters as in model.py. (6)'s W is `logits` here, (7)'s is `w`; W is w with the copying rows.
+First the paper (arXiv 2406.05317), by its equation numbers; then ours, which keeps facts. Letters
+as in model.py. (6)'s W is `logits` here, (7)'s is `w`; W is w with the copying rows.
 """
 
-import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from model import KVCache, Llama, LlamaConfig, RMSNorm, UserError, causal_mask, rope, rotate
+from model import KVCache, Llama, LlamaConfig, RMSNorm, UserError, causal_mask, checksum, read_file
+from model import rope, rotate
 
 # --- Methods: what a memory of M slots holds -----------------------------------------------------
 
@@ -30,13 +29,11 @@ METHODS = {
         sinks=4, merged=min(M // 4, 24), recent=M - min(M // 4, 24) - 4, positions="slots"
     ),
 }
-COUNTS = ("sinks", "heavy", "merged", "recent")
-POSITIONS = ("interpolated", "original", "slots")  # see `interpolation`
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a trained adapter depends on; `settings_for` makes one."""
+    """All that a trained adapter depends on; `generate.settings_for` makes one."""
 
     method: str
     segment: int  # T
@@ -45,7 +42,7 @@ class Settings:
     heavy: int = 0  # slots that keep the entries that have received most attention
     merged: int = 0  # slots that the convolution fills; without any, all other entries are dropped
     recent: int = 0  # slots that keep the last tokens
-    positions: str = "interpolated"
+    positions: str = "interpolated"  # or "original" or "slots", see `interpolation`
     compressor: str = "paper"  # or "facts", see COMPRESSORS
     kernel: int = 21  # taps of the convolution
     lora_rank: int = 8
@@ -55,21 +52,6 @@ class Settings:
     def mem(self) -> int:
         """M, slots in each layer and key/value head; 0 if all entries are kept."""
         return self.sinks + self.heavy + self.merged + self.recent
-
-
-def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
-    """A row of METHODS at M = mem; `changes` that are not None replace fields. Slots left over are
-    merged; recent, if the row merges none. A row without slots keeps all. Raises UserError."""
-    row = METHODS[method](mem)
-    given = {name: value for name, value in changes.items() if value is not None}
-    fills = "merged" if "merged" in row else "recent"
-    counts = {name: (row | given).get(name, 0) for name in COUNTS}
-    if row and fills not in given:
-        counts[fills] += mem - sum(counts.values())
-    fits = 0 < sum(counts.values()) <= mem if row else sum(counts.values()) == 0
-    if not fits or min(counts.values()) < 0 or ("merged" in row and counts["merged"] == 0):
-        raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
-    return Settings(method, segment, length, **row | given | counts)
 
 
 # --- Compressor (section 3.2.1) ------------------------------------------------------------------
@@ -132,6 +114,7 @@ class Memory(KVCache):
         super().__init__(config)
         self.settings, self.compressors = settings, compressors
         self.most = settings.mem + settings.segment
+        self.compressed = False  # True once the slots are filled
         self.scores: list[Tensor | None] = [None] * config.n_layers  # attention received, (B, G, S)
 
     def enter(self, T: int) -> int:
@@ -194,8 +177,8 @@ class Memory(KVCache):
             scores = self.scores[layer].masked_fill(chosen, -torch.inf)
             chosen.scatter_(2, scores[:, :, : S - s.recent].topk(s.heavy, dim=2).indices, True)
         places = torch.arange(S, device=chosen.device).expand_as(chosen)
-        both = places[chosen], places[~chosen]  # flat; each head has equally many of each
-        return torch.cat([some.view(*chosen.shape[:2], -1) for some in both], dim=2)
+        both = [places[some].view(*chosen.shape[:2], -1) for some in (chosen, ~chosen)]
+        return torch.cat(both, dim=2)  # each head has equally many of each
 
     def mixing_matrix(self, arranged: Tensor, w: Tensor) -> Tensor:
         """All of W (B, G, M, S), as drawn above, from what `compress` returns."""
@@ -234,14 +217,6 @@ def segment_losses(
         cache.detach()
 
 
-@torch.no_grad()
-def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tensor:
-    """Read tokens (B, L) into the cache by segments; float32 logits (B, V) of what comes next."""
-    for x in tqdm(tokens.split(segment, dim=1), "reading", leave=False, delay=2, disable=None):
-        h = model.hidden(x, cache)
-    return model.logits(h[:, -1])
-
-
 # --- Position interpolation (arXiv 2306.15595) ---------------------------------------------------
 
 
@@ -267,7 +242,7 @@ class LoRALinear(nn.Module):
         device = base.weight.device
         self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, device=device))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
-        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+        nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.factor * F.linear(F.linear(x, self.lora_a), self.lora_b)
@@ -286,8 +261,7 @@ class FactCompressor(Compressor):
     taken. A common filter learns what is worth a slot; a filter of each slot, which of these it
     takes. What comes from a merged or heavy slot has filters of its own, of one tap, that learn to
     keep what a slot has: without them one seed of two forgets (tests/results.md). Rows are soft to
-    learn; for facts the recipe's `sharper` makes them nearly one-hot in use, as mixed facts cannot
-    be read."""
+    learn; the recipe's `sharper` then makes them nearly one-hot, as mixed facts cannot be read."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)
@@ -331,12 +305,11 @@ class AdaptedLlama(nn.Module):
     def __init__(self, model: Llama, settings: Settings):
         super().__init__()
         self.settings, self.model = settings, model.requires_grad_(False)
-        config, device = model.config, model.norm.weight.device
-        make = COMPRESSORS[settings.compressor]
+        config = model.config
         self.compressors = nn.ModuleList(
-            make(config.head_dim, settings.merged, settings.kernel)
+            COMPRESSORS[settings.compressor](config.head_dim, settings.merged, settings.kernel)
             for _ in range(config.n_layers if settings.merged else 0)
-        ).to(device)
+        ).to(model.norm.weight.device)
         if settings.lora_rank:
             for block in model.layers:
                 for name in ("wq", "wk", "wv", "wo"):
@@ -356,3 +329,32 @@ class AdaptedLlama(nn.Module):
         cache = memory(config, settings, self.compressors) if settings.mem else KVCache(config)
         cache.rope_scale = interpolation(config, settings)
         return cache
+
+
+def described(adapted: AdaptedLlama) -> dict:
+    """Identifies the base (in any --dtype) by a sample of each frozen tensor; and the settings."""
+    frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
+    some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
+    return dict(settings=asdict(adapted.settings), base=checksum(some, repr(adapted.model.config)))
+
+
+def read_adapter(run: Path) -> tuple[Settings, dict[str, Tensor], str]:
+    """Of a run directory of train.py: settings, tensors, and which base they belong to."""
+    tensors, about = read_file(run / "adapter.safetensors")
+    try:
+        return Settings(**about["settings"]), tensors, about["base"]
+    except (LookupError, TypeError) as error:
+        raise UserError(f"{run}: its adapter is by another version ({error})") from None
+
+
+def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
+    """Put the adapter of a run directory of train.py onto its base model. Raises UserError."""
+    settings, tensors, base = read_adapter(run)
+    adapted = AdaptedLlama(model, settings)
+    trained = adapted.trained()
+    fits = {n: t.shape for n, t in tensors.items()} == {n: p.shape for n, p in trained.items()}
+    if not fits or described(adapted)["base"] != base:
+        raise UserError(f"{run}: its adapter is for another base (--model), or by another version")
+    for name, p in trained.items():
+        p.data = tensors[name].to(p.device, copy=True)
+    return adapted.eval()

@@ -1,18 +1,18 @@
-"""Llama-2 in plain PyTorch: the model, the loading of official weights, and the tokenizer.
+"""Llama-2 in plain PyTorch: the model, the loading of official weights, and files of our own.
 
-Read this file first. It is an ordinary Llama-2. LoCoCo plugs in at one place, the cache: the model
-tells `cache.enter` how many tokens come (a Memory compresses then), and each block hands q, k and v
-to `cache.attend`. The KVCache below keeps all; the Memory of lococo.py keeps M slots. Sources:
-Llama 2 (arXiv 2307.09288), the checkpoints of Meta and Hugging Face. Equation numbers are LoCoCo's;
-its matrices have a column for each token, these have a row.
+Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288). LoCoCo plugs in at one place,
+the cache: the model tells `cache.enter` how many tokens come (a Memory compresses then), and each
+block hands q, k and v to `cache.attend`. The KVCache below keeps all; the Memory of lococo.py keeps
+M slots. Equation numbers are LoCoCo's; its matrices have a column for each token, these have a row.
 
 Letters: B batch, T tokens that enter together: a segment (the paper's B), its rest or one decoded
 token; S cached entries, M slots, H query heads, G key/value heads, D head dimension, L whole
 sequence, V vocabulary. The paper's tables call our L T, and our T L.
 """
 
+import hashlib
 import json
-import math
+import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,8 @@ from typing import Iterator
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from sentencepiece import SentencePieceProcessor
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 
@@ -94,17 +93,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def extended(held: Tensor | None, new: Tensor, most: float) -> Tensor:
-    """torch.cat of entries (B, G, S, D) and (B, G, T, D). Without gradients the new ones go into a
-    buffer, an attribute of the tensor, that doubles when it is full, up to `most` entries; with
-    torch.cat each decoded token would copy all others."""
+    """torch.cat of entries (B, G, S, D) and (B, G, T, D). Without gradients a buffer, an attribute
+    of the tensor, doubles when it is full, up to `most` entries: torch.cat would copy all entries
+    for each decoded token."""
     if held is None or torch.is_grad_enabled():
         return new if held is None else torch.cat((held, new), dim=2)
     S, end = held.shape[2], held.shape[2] + new.shape[2]
     buffer = getattr(held, "buffer", held)
     if buffer.shape[2] < end:
-        room = max(end, min(2 * end, most))
-        buffer = held.new_empty(*held.shape[:2], room, held.shape[3])
-        buffer[:, :, :S] = held
+        buffer = F.pad(held, (0, 0, 0, max(end, min(2 * end, most)) - S))
     buffer[:, :, S:end] = new
     front = buffer[:, :, :end]
     front.buffer = buffer
@@ -118,8 +115,7 @@ class KVCache:
         self.config = config
         self.rope_scale = config.rope_scale
         self.seen = 0  # tokens that have entered
-        self.compressed = False  # True only in a Memory, once its slots are filled
-        self.most = math.inf  # entries that a layer holds
+        self.most = float("inf")  # entries that a layer holds
         self.keys: list[Tensor | None] = [None] * config.n_layers  # (B, G, S, D), rotated
         self.values: list[Tensor | None] = [None] * config.n_layers
 
@@ -146,8 +142,7 @@ class KVCache:
         return attention(q, self.keys[layer], self.values[layer])
 
     def detach(self) -> None:
-        """Stop the gradient of all that comes later, so that no graph grows with the text. What has
-        none stays the same tensor, with its buffer."""
+        """Cut the graph, so that it does not grow with the text. What has none keeps its buffer."""
         self.keys = [k.detach() if k is not None and k.requires_grad else k for k in self.keys]
         self.values = [v.detach() if v is not None and v.requires_grad else v for v in self.values]
 
@@ -242,11 +237,11 @@ class Llama(nn.Module):
         return self.logits(self.hidden(tokens, cache))
 
     def logits(self, h: Tensor) -> Tensor:
-        last = self.tok_embeddings if self.config.tied else self.output
-        return F.linear(h, last.weight).float()
+        output = self.tok_embeddings if self.config.tied else self.output
+        return F.linear(h, output.weight).float()
 
 
-# --- Official weights ----------------------------------------------------------------------------
+# --- Files: official weights, then what the programs write ---------------------------------------
 
 # What reading a damaged or foreign file can raise.
 DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionError, TypeError,
@@ -263,9 +258,8 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
         with torch.device("meta"):  # just shapes
             model = Llama(config)
         ours = {name if from_meta else hugging_face_name(name): name for name in model.state_dict()}
-        weights = meta_weights if from_meta else hugging_face_weights
         state = {}
-        for name, tensor in weights(path, config):
+        for name, tensor in (meta_weights if from_meta else hugging_face_weights)(path, config):
             if name not in ours or not tensor.is_floating_point() or not tensor.isfinite().all():
                 raise ValueError(f"{name}, {tensor.dtype}: no weight of this model or not finite")
             state[ours[name]] = tensor.to(device, dtype, copy=True)
@@ -286,20 +280,18 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         return {name: tensor.detach() for name, tensor in content.items()}
     except DAMAGED as error:
-        reason = getattr(error, "strerror", None) or f"damaged or refused: {type(error).__name__}"
-        raise UserError(f"{file}: cannot be read as weights ({reason})") from None
+        raise UserError(f"{file}: cannot be read as weights ({type(error).__name__})") from None
 
 
 def meta_config(file: Path) -> LlamaConfig:
     params = json.loads(file.read_text())
-    hidden = int(2 * 4 * params["dim"] / 3) * (params.get("ffn_dim_multiplier") or 1)
-    multiples = math.ceil(int(hidden) / params["multiple_of"])
-    vocab_size = params.get("vocab_size", -1)  # -1 stands for the tokenizer's
+    shard = read_tensors(file.parent / "consolidated.00.pth")
+    shards = len(list(file.parent.glob("consolidated.*.pth")))
     return LlamaConfig(
         **{key: params[key] for key in ("dim", "n_layers", "n_heads", "norm_eps")},
         n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
-        ffn_dim=multiples * params["multiple_of"],
-        vocab_size=vocab_size if vocab_size > 0 else Tokenizer(file.parent).vocab_size,
+        ffn_dim=shards * len(shard["layers.0.feed_forward.w1.weight"]),
+        vocab_size=len(shard["tok_embeddings.weight"]),  # params.json may have -1
         context=params.get("max_seq_len", 4096),
         rope_theta=params.get("rope_theta", 10000.0),
     )
@@ -370,28 +362,39 @@ def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str,
                 yield name, tensor
 
 
-# --- Tokenizer -----------------------------------------------------------------------------------
+def checksum(tensors: dict[str, Tensor], about: str) -> str:
+    digest = hashlib.sha256(about.encode())
+    for name, t in sorted(tensors.items()):
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
+        column = t.detach().cpu().reshape(-1, 1).contiguous()  # so that `view` always can
+        digest.update(column.view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
-class Tokenizer:
-    """Llama's sentencepiece tokenizer: unk 0, bos 1, eos 2; "<s>" in a text is plain text."""
+def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
+    """A safetensors file with a JSON object and a checksum. It is written under another name,
+    synced, then renamed. One key of metadata: the order of several would differ between runs."""
+    tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
+    text = json.dumps(about)
+    beside = file.with_name(file.name + ".part")
+    try:
+        save_file(tensors, beside, {"content": json.dumps([text, checksum(tensors, text)])})
+        with open(beside, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(beside, file)
+    except DAMAGED as error:
+        beside.unlink(missing_ok=True)
+        raise UserError(f"{file}: cannot be written ({error}); it is as it was before") from None
 
-    def __init__(self, path: Path):
-        """`path`: the model's directory; Meta keeps tokenizer.model in its parent."""
-        self.file = path / "tokenizer.model"
-        if not self.file.is_file():
-            self.file = path.parent / "tokenizer.model"
-        prefix = path / "prefix.json"  # ids that begin a prompt, where these are not the BOS alone
-        try:
-            self.sp = SentencePieceProcessor(model_file=str(self.file))
-            self.prefix = json.loads(prefix.read_text()) if prefix.is_file() else [self.sp.bos_id()]
-        except DAMAGED as error:
-            raise UserError(f"{path}: no readable tokenizer.model there ({error})") from None
-        self.bos, self.eos = self.prefix[0], self.sp.eos_id()
-        self.vocab_size = self.sp.vocab_size()
 
-    def encode(self, text: str) -> list[int]:
-        return self.prefix + self.sp.encode(text.encode("utf-8", "replace").decode())
-
-    def piece(self, i: int) -> str:
-        return self.sp.id_to_piece(i) if i < self.vocab_size else f"<{i}>"  # ids of a prefix
+def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
+    """The tensors of a file of `write_file` by name, mapped into memory, and its JSON object."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}
+            text, written = json.loads((handle.metadata() or {})["content"])
+    except DAMAGED as error:
+        raise UserError(f"{file}: cannot be read, or another version's ({error!r})") from None
+    if checksum(tensors, text) != written:
+        raise UserError(f"{file}: damaged, its content does not have its checksum")
+    return tensors, json.loads(text)

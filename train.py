@@ -31,10 +31,10 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from eval_ppl import long_documents, ranges, sequence, tell, tell_all, token_losses, token_streams
-from generate import HERE, TINY, Machine, Parser, at_least, checksum, described, load_base
-from generate import method_flags, prepare, read_file, run_program, untrained, write_file
-from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, segment_losses, settings_for
-from model import Tokenizer, UserError, attention
+from generate import HERE, TINY, Machine, Parser, Tokenizer, at_least, load_base, method_flags
+from generate import prepare, run_program, settings_for, untrained
+from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, described, segment_losses
+from model import UserError, attention, checksum, read_file, write_file
 
 # --- Recipes -------------------------------------------------------------------------------------
 

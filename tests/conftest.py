@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import eval_ppl
-from generate import TINY, run_program
-from model import Llama, LlamaConfig, Tokenizer
+from generate import TINY, Tokenizer, run_program
+from model import Llama, LlamaConfig
 
 
 @pytest.fixture

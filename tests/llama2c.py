@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 
 import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from generate import DAMAGED, UserError, run_program  # noqa: E402
+from generate import run_program  # noqa: E402
+from model import DAMAGED, UserError  # noqa: E402
 
 
 def convert(file: Path, folder: Path) -> None:

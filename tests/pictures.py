@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import (  # noqa: E402
     long_documents, ranges, tell_all, token_losses, token_streams,
 )  # fmt: skip
-from generate import HERE, TINY, TracedMemory, load_adapter, load_base, prepare  # noqa: E402
-from generate import run_program  # noqa: E402
-from lococo import COUNTS, AdaptedLlama, Memory, Settings, prefill, settings_for  # noqa: E402
+from generate import (  # noqa: E402
+    COUNTS, HERE, TINY, TracedMemory, load_base, prefill, prepare, run_program, settings_for,
+)  # fmt: skip
+from lococo import AdaptedLlama, Memory, Settings, load_adapter  # noqa: E402
 
 
 class Watched(Memory):

@@ -33,10 +33,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import generate  # noqa: E402
+import lococo  # noqa: E402
 import train  # noqa: E402
 from eval_ppl import PARTS, long_documents, tell_all, token_losses, token_streams  # noqa: E402
-from generate import HERE, TINY, Machine, load_adapter, load_base, prepare  # noqa: E402
+from generate import HERE, TINY, Machine, load_base, prepare  # noqa: E402
 from lococo import COMMON, COMPRESSORS, AdaptedLlama, Compressor, FactCompressor  # noqa: E402
+from lococo import load_adapter  # noqa: E402
 from official_code import OfficialH2O, OfficialLoCoCo  # noqa: E402
 
 # --- What lies between the paper's compressor and ours -------------------------------------------
@@ -245,7 +247,7 @@ def main() -> None:
     commit = subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip()
     for seed in args.seeds:
         for row in args.only or (rows if args.data else ()):
-            train.AdaptedLlama = generate.AdaptedLlama = KINDS.get(row, AdaptedLlama)
+            train.AdaptedLlama = lococo.AdaptedLlama = KINDS.get(row, AdaptedLlama)
             name = f"{run_directory(row, seed, args).name} {args.part}"
             if name in read() and not args.again:
                 print(f"{name}: from tests/results.json", file=sys.stderr)

@@ -46,11 +46,11 @@ from eval_ppl import (  # noqa: E402
     token_streams,
 )  # fmt: skip
 from generate import (  # noqa: E402
-    TINY, Machine, Parser, as_text, at_least, decode, prepare, run_program,
+    TINY, Machine, Parser, Tokenizer, as_text, at_least, decode, prefill, prepare, run_program,
 )  # fmt: skip
-from lococo import AdaptedLlama, prefill, segment_losses  # noqa: E402
+from lococo import AdaptedLlama, segment_losses  # noqa: E402
 from metrics import LONGBENCH, compare  # noqa: E402
-from model import DAMAGED, KVCache, Tokenizer, UserError  # noqa: E402
+from model import DAMAGED, KVCache, UserError  # noqa: E402
 
 # --- Rows from the official files ----------------------------------------------------------------
 
@@ -308,7 +308,7 @@ def score_rows(
         score_row = score_choices if "choices" in row else score_answer
         with machine.precision():
             metrics, cache = score_row(adapted, row, tokenizer, machine.device)
-        values = {"compressed": cache.compressed, "cache, MB": cache.nbytes / 1e6} | metrics
+        values = {"compressed": cache.seen > cache.size, "cache, MB": cache.nbytes / 1e6} | metrics
         for column, value in values.items():
             columns.setdefault(column, []).append(float(value))
         if cache.seen > trained:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from generate import TINY, as_text
-from model import Tokenizer, UserError, load_llama
+from generate import TINY, Tokenizer, as_text
+from model import UserError, load_llama
 
 CONFIG = dict(model_type="chatglm", rmsnorm=True, add_bias_linear=False, add_qkv_bias=True,
               num_layers=2, hidden_size=64, num_attention_heads=4, multi_query_group_num=2,

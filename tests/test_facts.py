@@ -11,8 +11,8 @@ from conftest import names_in
 
 import train
 from eval_ppl import PARTS, tell
-from generate import Machine
-from lococo import AdaptedLlama, settings_for
+from generate import Machine, settings_for
+from lococo import AdaptedLlama
 
 TEXT = "".join(f"def f{i}(x, y):\n    # one word\n\n    return {i} + x[y]\n" for i in range(200))
 

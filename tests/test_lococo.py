@@ -9,8 +9,8 @@ from official_code import OfficialLoCoCo, OfficialMemory
 from tasks import fork
 from test_paper import by_loop
 
-from lococo import METHODS, POSITIONS, AdaptedLlama, Memory, interpolation
-from lococo import prefill, segment_losses, settings_for
+from generate import POSITIONS, prefill, settings_for
+from lococo import METHODS, AdaptedLlama, Memory, interpolation, segment_losses
 from model import Llama
 
 TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))

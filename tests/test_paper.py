@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from conftest import meta_state, reference_logits, remembered
 
-from lococo import COMMON, METHODS, PENALTY, POSITIONS, POWER, AdaptedLlama, Compressor
-from lococo import FactCompressor, segment_losses, settings_for
+from generate import POSITIONS, settings_for
+from lococo import COMMON, METHODS, PENALTY, POWER, AdaptedLlama, Compressor
+from lococo import FactCompressor, segment_losses
 from model import KVCache, Llama, LlamaConfig
 
 TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(1))

@@ -11,7 +11,8 @@ import torch
 
 import eval_ppl
 import train
-from generate import HERE, read_file
+from generate import HERE
+from model import read_file
 
 
 @pytest.mark.parametrize("L", [3, 8, 10, 21])

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save
 
 import eval_ppl
 import train
-from generate import HERE, TINY, read_file, write_file
+from generate import HERE, TINY
 from lococo import segment_losses
+from model import read_file, write_file
 
 SMALL = "--data text --mem 16 --seq 64 --batch 2 --micro-batch 1 --device cpu --score-tokens 1"
 RUN = f"{SMALL} --recipe embedded --steps 4 --out run --save-every"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from generate import TracedMemory, describe_slots
-from lococo import AdaptedLlama, Settings, prefill
+from generate import TracedMemory, describe_slots, prefill
+from lococo import AdaptedLlama, Settings
 
 TOKENS = torch.randint(0, 64, (1, 45), generator=torch.Generator().manual_seed(2))
 

@@ -13,8 +13,8 @@ import tasks
 from conftest import greedy_by_hand, read_by_hand
 
 import eval_ppl
-from generate import HERE, TINY, load_adapter
-from lococo import AdaptedLlama, Settings, prefill
+from generate import HERE, TINY, prefill
+from lococo import AdaptedLlama, Settings, load_adapter
 from model import load_llama
 
 FULL = Settings("full", 16, 1024, lora_rank=0)

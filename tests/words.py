@@ -20,8 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import long_documents, token_losses, token_streams  # noqa: E402
-from generate import HERE, load_adapter, load_base, prepare, read_adapter, run_program  # noqa: E402
-from model import Tokenizer  # noqa: E402
+from generate import HERE, Tokenizer, load_base, prepare, run_program  # noqa: E402
+from lococo import load_adapter, read_adapter  # noqa: E402
 
 
 def words(ids: list[int], tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
