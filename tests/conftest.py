@@ -97,7 +97,9 @@ def reference_logits(
     as complex numbers, loops over heads and queries."""
     w = {name: tensor.double() for name, tensor in state.items()}
     T, D = len(tokens), c.dim // c.n_heads
-    frequency = c.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    n = c.turned * D  # channels that turn
+    frequency = c.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / n)
+    frequency[int(n / 2) :] = 0
     angle = torch.outer(torch.arange(T) / c.rope_scale, frequency)
     turn = torch.polar(torch.ones_like(angle), angle)
 
@@ -113,6 +115,8 @@ def reference_logits(
         p = f"layers.{n}."
         h = norm(x, w[p + "attention_norm.weight"])
         q, k, v = (h @ w[p + f"attention.w{s}.weight"].T for s in "qkv")
+        if c.qkv_bias:
+            q, k, v = (x + w[p + f"attention.w{s}.bias"] for s, x in zip("qkv", (q, k, v)))
         heads = []
         for head in range(c.n_heads):
             g = head // (c.n_heads // c.n_kv_heads)

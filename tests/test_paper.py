@@ -95,35 +95,6 @@ def test_how_a_softmax_starts():
         assert (elsewhere - w[:, order]).abs().sum(dim=1).mean() < 0.3
 
 
-def test_without_gradients_a_memory_takes_no_more_room_than_its_entries(model):
-    """The buffers in which it grows, in numbers: 1 sequence, 2 heads of 8 channels, M + T = 14."""
-    memory = AdaptedLlama(model, settings_for("streaming", 8, 6, 40)).cache()
-    with torch.no_grad():
-        for token in TOKENS[:, :40].split(1, dim=1):
-            model(token, memory)
-            assert memory.keys[0].untyped_storage().nbytes() <= 4 * 2 * 8 * 14
-
-
-@pytest.mark.parametrize("sizes", [[1] * 40, [6] * 6, [5, 1, 6, 3, 6, 6, 2, 6, 5]])
-def test_memory_is_bounded_and_keeps_what_it_says(model, sizes):
-    """Algorithm 2 with M = 8, T = 6. Keys and values of the first layer depend on one token each:
-    what is kept must be what the full cache of algorithm 1 holds for those tokens."""
-    memory = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, sinks=2, recent=3)).cache()
-    full, held = KVCache(model.config), 0
-    model(TOKENS[:, :40], full)
-    for T in sizes:
-        seen = memory.seen
-        model(TOKENS[:, seen : seen + T], memory)
-        compressed = held + T > 8 + 6
-        held = (8 if compressed else held) + T
-        assert memory.size == held <= 8 + 6
-        for own, every in ((memory.keys[0], full.keys[0]), (memory.values[0], full.values[0])):
-            assert torch.allclose(own[:, :, :2], every[:, :, : min(held, 2)], atol=1e-6)
-            assert torch.allclose(own[:, :, -T:], every[:, :, seen : seen + T], atol=1e-6)
-            if compressed:
-                assert torch.allclose(own[:, :, 5:8], every[:, :, seen - 3 : seen], atol=1e-6)
-
-
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("method", METHODS)
 def test_segments_equal_the_whole_while_nothing_is_compressed(model, method, positions):

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from subprocess import PIPE, Popen
 from unittest.mock import Mock
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import eval_ppl
 import generate
 import train
-from generate import TINY, Tokenizer, as_text, decode, sample
+from generate import TINY, as_text, decode, sample
 from lococo import METHODS, AdaptedLlama, Settings, described, load_adapter, segment_losses
 from model import load_llama, read_file, write_file
 
@@ -34,10 +34,6 @@ FULL = Settings("full", 16, 1024, lora_rank=0)
 H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)
 WINDOW = Settings("streaming", 16, 96, sinks=4, recent=12, positions="slots", lora_rank=0)
 MIXED = Settings("lococo+window", 16, 96, 4, 0, 2, 10, "slots", "facts", 3)
-WIDER = Settings("streaming", 64, 1024, sinks=4, recent=60, positions="slots", lora_rank=0)
-SMALL_H2O = Settings("h2o", 16, 1024, heavy=8, recent=8, positions="slots", lora_rank=0)
-WIDER_H2O = Settings("h2o", 64, 1024, heavy=32, recent=32, positions="slots", lora_rank=0)
-WINDOW_ROW = "window of equal memory, base untouched"
 ENTRY = 2 * 4 * 2 * 64 * 4  # bytes of a key and a value in 4 layers of 2 heads of 64 floats
 
 
@@ -47,16 +43,13 @@ def stock(tmp_path_factory):
     torch.manual_seed(0)
     adapted, folder = AdaptedLlama(load_llama(TINY), MIXED), tmp_path_factory.mktemp("stock")
     tensors = {n: p + 0.02 * torch.randn_like(p) for n, p in adapted.trained().items()}
-    bad = {n: t * math.nan for n, t in tensors.items()}
     own = described(adapted)
     newer = own | {"settings": own["settings"] | {"colour": 1}}
-    for name, content, about in (("adapter", tensors, own), ("nan", bad, own), ("old", bad, own),
-                                 ("newer", tensors, newer), ("damaged", tensors, own)):
+    for name, about in (("adapter", own), ("newer", newer), ("damaged", own)):
         (folder / name).mkdir()
         file = folder / name / "adapter.safetensors"
-        write_file(file, content, **about)
+        write_file(file, tensors, **about)
     file.write_bytes(file.read_bytes()[:-9] + b"\x99" * 9)
-    save_file(tensors, folder / "old" / "adapter.safetensors", {"lococo": "{}"})
     for name, factor in (("other-base", 1.1), ("nan-base", math.nan)):
         shutil.copytree(TINY, folder / name)
         weights = load_file(TINY / "model.safetensors")
@@ -72,6 +65,18 @@ def stock_at_hand(own_folders, stock):
         Path(thing.name).symlink_to(thing)
 
 
+def tiny(settings: Settings | None) -> AdaptedLlama:
+    """The embedded base with a method without training, or with the good adapter."""
+    base = load_llama(TINY)
+    return AdaptedLlama(base, settings) if settings else load_adapter(Path("adapter"), base)
+
+
+def cells(out: str) -> dict[str, list[str]]:
+    """Of a printed table, the columns of each row by its name."""
+    rows = [re.split(" {2,}", line) for line in out.splitlines()]
+    return {row[0]: row[1:] for row in rows}
+
+
 @pytest.mark.parametrize("words", [*METHODS, "lococo --lora-rank 0",
                                    "lococo+h2o --dtype bfloat16 --compressor paper"])  # fmt: skip
 def test_every_method_trains_and_is_read_back(run, tokenizer, words):
@@ -82,24 +87,21 @@ def test_every_method_trains_and_is_read_back(run, tokenizer, words):
     assert code == 0 and "2 documents to score" in out, err
     assert sorted(os.listdir("run")) == ["adapter.safetensors", "log.jsonl", "state.safetensors"]
     tensors, state = (load_file(f"run/{kind}.safetensors") for kind in ("adapter", "state"))
-    assert {name.split()[0] for name in state} == {"value", "step", "exp_avg", "exp_avg_sq"}
-    moments = {name[8:]: t for name, t in state.items() if "exp_avg " in name}
-    assert {n: t.dtype for n, t in tensors.items()} == dict.fromkeys(moments, torch.float32)
-    assert [name for name, t in moments.items() if not t.any()] == []
     for name, t in tensors.items():  # after training rows of facts are made sharper
         factor = 16 if "compressors" in name else 1
-        assert torch.equal(t, factor * state[f"value {name}"])
-    found = [any(part in name for name in tensors) for part in ("compressors", "lora")]
-    assert found == [method.startswith("lococo"), "rank" not in words]
+        assert t.dtype == torch.float32 and torch.equal(t, factor * state[f"value {name}"])
+        assert state[f"exp_avg {name}"].any() and len(state) == 4 * len(tensors)
+    found = {part: any(part in n for n in tensors) for part in ("compr", "lora", "embed", "norm")}
+    assert found == dict.fromkeys(found, "rank" not in words) | {"compr": "lococo" in method}
     code, _, err = run(generate, f"--prompt text/0.py --adapter run --max-new-tokens 3 {half}")
     assert code == 0 and f"{0 if method in ('full', 'longlora') else 16} slots" in err
-    table = {line[:40].strip(): line[40:].split() for line in out.splitlines()}
-    printed = [float(table[row][0]) for row in (WINDOW_ROW, f"{method}, after training")]
     streams = eval_ppl.token_streams([Path("text")], tokenizer)
     rows = eval_ppl.long_documents(streams["held-out"], tokenizer.bos, 96, 2)
-    models = [AdaptedLlama(load_llama(TINY), WINDOW), load_adapter(Path("run"), load_llama(TINY))]
-    expected = [math.exp(nats_by_hand(adapted, rows).mean()) for adapted in models]
-    assert printed == pytest.approx(expected, abs=0.2 if half else 6e-4)
+    models = {"window of equal memory, base untouched": tiny(WINDOW)}
+    models[f"{method}, after training"] = load_adapter(Path("run"), load_llama(TINY))
+    for name, adapted in models.items():
+        expected = math.exp(nats_by_hand(adapted, rows).mean())
+        assert float(cells(out)[name][0]) == pytest.approx(expected, abs=0.2 if half else 6e-4)
 
 
 def test_recipes(monkeypatch):
@@ -109,17 +111,17 @@ def test_recipes(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
         return vars(train.parse()[0])
 
-    common = dict(method="lococo+h2o", mem=512, segment=512, compressor="paper", kernel=21, lr=5e-5,
-                  conv_lr=5e-2, batch=128, micro_batch=1, bptt=1, facts=0,
-                  answer_weight=1.0)  # fmt: skip
-    for words, seq, rank in (("--model other", 8192, 8), ("--recipe inference", 4096, 0)):
-        found = parsed(words)
-        assert found.items() >= common.items() and (found["seq"], found["lora_rank"]) == (seq, rank)
-        # sections 4.1 and 3.3: 200 steps of inference mode, 104 million tokens
-        assert found["steps"] * 128 * seq == pytest.approx(104e6, rel=0.01)
-    assert parsed("--recipe inference")["steps"] == 200
-    assert parsed("--model other").items() >= asdict(train.RECIPES["paper"]).items()
-    assert parsed("--model other --recipe embedded")["recipe"] == parsed("")["recipe"] == "embedded"
+    for words, name in (("--model other", "paper"), ("--model other --recipe inference",) * 2,
+                        ("", "embedded"), ("--model other --recipe embedded", "embedded")):
+        recipe, found = asdict(train.RECIPES[name[-9:]]), parsed(words)
+        assert found["recipe"] == name[-9:]
+        assert found.items() >= {k: v for k, v in recipe.items() if v is not None}.items()
+    paper, inference = train.RECIPES["paper"], train.RECIPES["inference"]
+    assert (paper.method, paper.mem, paper.kernel, paper.batch) == ("lococo+h2o", 512, 21, 128)
+    assert (paper.lr, paper.conv_lr, paper.compressor) == (5e-5, 5e-2, "paper")
+    for recipe in (paper, inference):  # section 3.3: 104 million tokens
+        assert recipe.steps * recipe.batch * recipe.seq == pytest.approx(104e6, rel=0.01)
+    assert (inference.steps, inference.lora_rank, paper.lora_rank) == (200, 0, 8)  # section 4.1
     batches = [parsed(words)["batch"] for words in ("", "--seq 1000", "--seq 9999", "--batch 7")]
     assert batches == [4096 // 2048, 4, 1, 7]
     given = dict(kernel=5, segment=7, lr=0.5, method="h2o", compressor="paper").items()
@@ -145,32 +147,25 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     figures = json.loads(Path("figures.json").read_text())
     assert code == 0 and "documents (training): 3 of 64 tokens, 3 of 300 tokens" in out, err
     settings = {"base, full": FULL, "base, streaming M=16": WINDOW, "base, h2o M=16": H2O}
-    models = {name: AdaptedLlama(load_llama(TINY), s) for name, s in settings.items()}
-    models["adapter"] = load_adapter(Path("adapter"), load_llama(TINY))
-    lines, nats, kinds = out.splitlines(), {}, {}
     ids = eval_ppl.token_streams([Path("text")], tokenizer)["training"]
     texts = [eval_ppl.long_documents(ids, tokenizer.bos, L, 3) for L in (64, 300)]
-    for name, adapted in models.items():
-        line = next(line for line in lines if line.startswith(f"{name} "))
-        slots, nbytes, *printed = line[len(name) :].replace(",", "").split()
-        short, nats[name] = [nats_by_hand(adapted, rows) for rows in texts]
-        expected = [math.exp(short.mean()), math.exp(nats[name].mean())]
+    table, near, far = cells(out), [], []
+    for name in (*settings, "adapter"):
+        short, long = [nats_by_hand(tiny(settings.get(name)), rows) for rows in texts]
+        slots, nbytes, *printed = " ".join(table[name]).replace(",", "").split()
+        expected = [math.exp(short.mean()), math.exp(long.mean())]
         assert [float(value) for value in printed] == pytest.approx(expected, abs=6e-4)
         written = figures["methods"][name]["perplexity"].values()
         assert [*written] == pytest.approx(expected, abs=1e-4)
         slots_and_held = ("-", 299) if name == "base, full" else ("16", 16 + 299 % 16)
         assert (slots, int(nbytes) // ENTRY) == slots_and_held
-    for n, t in np.ndindex(3, 299):  # t: the column of the token that is scored
-        kind = "position 0-32" if t + 1 <= 32 else "position 32-300"
-        kinds.setdefault(kind, []).append((n, t))
-    for kind, where in kinds.items():
-        line = next(line for line in lines if line.startswith(f"{kind} "))
-        expected = [len(where), *[np.mean([x[at] for at in where]) for x in nats.values()]]
-        assert [float(word) for word in line[30:].split()] == pytest.approx(expected, abs=6e-4)
+        near.append(long[:, :32].mean())  # a column for each token but the first
+        far.append(long[:, 32:].mean())
+    for kind, expected in (("0-32", [96, *near]), ("32-300", [801, *far])):
+        found = [float(word) for word in table[f"position {kind}"]]
+        assert found == pytest.approx(expected, abs=6e-4)
     out = run(eval_ppl, "adapter --data text --lengths 64")[1]  # no method is added
     assert [line[:36].strip() for line in out.splitlines()[1:-1]] == ["base, full", "adapter"]
-    named = [eval_ppl.name_of(s) for s in (FULL, H2O, replace(H2O, segment=8))]
-    assert named == ["base, full", "base, h2o M=16", "base, h2o M=16 T=8"]
 
 
 def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, monkeypatch):
@@ -197,37 +192,38 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, mon
 def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
     """The share of answers that are the likeliest word, beside a window and H2O of the size of each
     memory; and what is told for training has other names."""
-    usual, draws, shares = train.gradients, [], {}
+    usual, draws = train.gradients, []
     watched = Mock(side_effect=lambda *args: draws.append(args[1]) or usual(*args))
     monkeypatch.setattr(train, "gradients", watched)
     words = "--data text --mem 64 --seq 300 --facts 3 --steps 1 --batch 1 --micro-batch 1 --out run"
-    outs = [run(train, words)[1]]
-    outs += [run(eval_ppl, "run adapter --recall --data text --lengths 64 300")[1]]
-    trained, scored = ([re.split("  +", line) for line in out.splitlines()] for out in outs)
+    trained = cells(run(train, words)[1])
+    out = run(eval_ppl, "run adapter --recall --data text --lengths 64 300")[1]
     ids = eval_ppl.token_streams([Path("text")], tokenizer)["held-out"]
     texts = eval_ppl.long_documents(ids, tokenizer.bos, 300, 64)
     rows = [eval_ppl.tell(text, 8, "held-out", 0, i, tokenizer) for i, text in enumerate(texts)]
-    settings = {"base, full": FULL, "base, streaming M=64": WIDER, "base, h2o M=64": WIDER_H2O}
-    settings |= {"base, streaming M=16": WINDOW, "base, h2o M=16": SMALL_H2O}
-    models = {name: AdaptedLlama(load_llama(TINY), s) for name, s in settings.items()}
-    models |= {name: load_adapter(Path(name), load_llama(TINY)) for name in ("run", "adapter")}
-    for name, adapted in models.items():
+    names = ["base, full", *(f"base, {method} M={M}" for M in (64, 16) for method in ("streaming",
+             "h2o")), "run", "adapter"]  # fmt: skip
+    assert list(cells(out))[1:8] == names
+    title, table, shares = "recalled; by chance 1 in 220", cells(out), {}
+    assert table[title] == ["tokens", *names]
+    base, trained_here = load_llama(TINY), load_adapter(Path("run"), load_llama(TINY))
+    window = generate.untrained(base, "streaming", 64, 64)
+    h2o = generate.untrained(base, "h2o", 64, 64, positions="slots")
+    for name, adapted in zip(names, (tiny(FULL), window, h2o, None, None, trained_here)):
         hits = {"told ago 0-128": [], "told ago 128-300": []}
-        for told, ago in rows:
+        for told, ago in rows if adapted else ():
             likeliest = read_by_hand(adapted, told.tolist()).argmax(dim=-1)
             for t in ago.nonzero()[:, 0].tolist():
                 kind = "told ago 0-128" if ago[t] <= 64 + 64 else "told ago 128-300"
                 hits[kind].append(float(likeliest[t - 1] == told[t]))
-        shares[name] = [f"{np.mean(found):.3f}" for found in hits.values()]
+        shares[name] = [f"{np.mean(found):.3f}" for found in hits.values()] if adapted else None
+        for kind, share in zip(hits, shares[name] or ()):
+            assert table[kind][0] == str(len(hits[kind]))
+            assert table[kind][1 + names.index(name)] == share
     assert "0.000" not in shares["base, full"]
-    assert [line[1] for line in scored[1:8]] == ["-", "64", "64", "16", "16", "64", "16"]
-    start = scored.index(["recalled; by chance 1 in 220", "tokens", *shares]) + 1
-    counts = [[kind, str(len(found))] for kind, found in hits.items()]
-    assert scored[start : start + 2] == [[*c, *s] for c, s in zip(counts, zip(*shares.values()))]
-    head = [f"{len(rows)} held-out documents", "perplexity", "recall 0-128", "recall 128-300"]
-    found = {line[0]: line[2:] for line in trained[trained.index(head) :]}
-    assert found[WINDOW_ROW] == shares["base, streaming M=64"]
-    assert found["lococo+window, after training"] == shares["run"]
+    assert trained[f"{len(rows)} held-out documents"][1:] == ["recall 0-128", "recall 128-300"]
+    assert trained["window of equal memory, base untouched"][1:] == shares[names[1]]
+    assert trained["lococo+window, after training"][1:] == shares["run"]
     drawn = [names_in(draws[0](i)[0], tokenizer) for i in range(9)]
     assert set(map(len, drawn)) == {3}
     assert not set.union(*drawn) & set.union(*[names_in(told, tokenizer) for told, _ in rows])
@@ -235,10 +231,9 @@ def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
 
 @pytest.mark.parametrize("words", ["--method full", SINKS, "--adapter adapter"])
 def test_greedy_text_and_figures(run, tokenizer, words):
-    book, model = Path("text/0.py").read_text()[:250], load_llama(TINY)
+    book = Path("text/0.py").read_text()[:250]
     Path("book").write_text(book)
-    settings = {"full": FULL, "h2o": H2O}.get(words.split()[1])
-    adapted = AdaptedLlama(model, settings) if settings else load_adapter(Path("adapter"), model)
+    adapted = tiny({"full": FULL, "h2o": H2O}.get(words.split()[1]))
     ask, ids = f"{words} --temperature 0 --max-new-tokens 12", tokenizer.encode(book)
     code, out, err = run(generate, f"{ask} --prompt book")
     assert book + out == tokenizer.sp.decode(greedy_by_hand(adapted, ids)) + "\n", err
@@ -258,30 +253,22 @@ def test_a_warning_where_a_text_with_its_answer_passes_the_trained_length(run, t
         assert ("warning: " in err) == (new == 25), err
 
 
-@pytest.mark.parametrize("words", ["--method h2o --mem 16", "--adapter adapter"])
-def test_a_memory_is_saved_and_asked_again(run, words):
+@pytest.mark.parametrize("words", [SINKS, "--adapter adapter"])
+def test_a_memory_is_saved_and_asked_again(run, tokenizer, words):
     """What is read in two runs is what one run reads, if the first ends with a whole segment."""
-    tokenizer, question = Tokenizer(TINY), "return x"
-    ids = tokenizer.encode(Path("text/0.py").read_text())[:97]  # 6 segments of 16, and one more
-    Path("book").write_text(tokenizer.sp.decode(ids[:96]))
+    ids, question = tokenizer.encode(Path("text/0.py").read_text())[:96], "return x"
+    Path("book").write_text(tokenizer.sp.decode(ids))  # 6 segments of 16
     Path("question").write_text(question)
-    model = load_llama(TINY)
-    adapted = AdaptedLlama(model, H2O) if "h2o" in words else load_adapter(Path("adapter"), model)
-    words += " --sinks 4" * ("h2o" in words)
     assert run(generate, f"{words} --prompt book --save-memory memory")[0] == 0
-    cache = adapted.cache()
-    generate.load_memory(Path("memory"), cache, read_file(Path("memory"))[1]["owner"], "cpu")
-    assert (cache.seen, cache.size, cache.compressed) == (96, 32, True)
     ask = f"{words} --prompt question --load-memory memory --temperature 0 --max-new-tokens 3"
-    code, out, err = run(generate, ask)
-    both = tokenizer.encode(Path("book").read_text()) + tokenizer.encode(question)[1:]
-    written = tokenizer.sp.decode(greedy_by_hand(adapted, both)[: len(both) + 3])
-    assert code == 0 and (written + "\n").endswith(question + out)
-    assert run(generate, ask)[1] == out  # asked again
+    both = ids + tokenizer.encode(question)[1:]
+    adapted = tiny(H2O if words == SINKS else None)
+    expected = tokenizer.sp.decode(greedy_by_hand(adapted, both)[: len(both) + 3]) + "\n"
+    for _ in range(2):
+        code, out, err = run(generate, ask)
+        assert code == 0 and expected.endswith(question + out), err
     Path("memory").write_bytes(Path("memory").read_bytes()[:-1] + b"\x77")
     assert "damaged" in run(generate, ask)[2]
-    code, _, err = run(generate, ask.replace(words, "--method streaming --mem 16"))
-    assert code == 2
 
 
 @pytest.mark.parametrize("temperature, expected", [
@@ -314,55 +301,49 @@ def test_text_is_shown_as_it_comes_and_in_whole_characters(tokenizer, text):
 
 # What follows a program's line, and what the sentence must say. No model is called missing: what is
 # refused before this is noticed has cost no work.
-MISTAKES = [
-    (generate, "", "required: --prompt"),
-    (generate, "--prompt text/0.py --mem 16", "go with --method"),
-    (generate, "--prompt text/0.py --adapter old", "old/adapter.safetensors: cannot be read"),
-    (generate, "--prompt text/0.py --adapter damaged", "checksum"),
-    (generate, "--prompt text/0.py --adapter adapter --model other-base", "for another base"),
-    (generate, "--prompt text/0.py --adapter nowhere", "nowhere/adapter"),
-    (eval_ppl, "--data text --mem 16", "with --method"),
-    (eval_ppl, "newer --recall --data text --lengths 64", "newer: its adapter is by another"),
-]
 FOLLOWING = {
     generate: [
         ("--temperature nan", "--temperature nan"), ("--show-memory 4 0", "--show-memory 4 0"),
         ("--show-memory 0 2", "--show-memory 0 2"), ("--show-memory 0 -1", "--show-memory -1"),
         ("--method lococo", "--method lococo"), ("--prompt -", "--prompt -"),
-        ("--prompt /dev/null", "/dev/null"), ("--prompt allocate", "allocate: No such file"),
-        ("--prompt text", "text: Is a"), ("--prompt latin", "latin: not UTF-8 text (byte 3)"),
-        ("--adapter nan", "not allowed with argument"), ("--sinks 17", "not fit"),
-        ("--model nan-base", "finite"), ("--method full --show-memory 0 0", "no slots"),
-        ("--method full --save-memory m", "no slots"), ("--save-memory latin", "latin: there is"),
+        ("--prompt allocate", "allocate: No such file"), ("--prompt text", "text: Is a"),
+        ("--prompt latin", "latin: not UTF-8 text (byte 3)"), ("--sinks 17", "not fit"),
+        ("--adapter adapter", "not allowed with argument"), ("--model nan-base", "finite"),
+        ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
         ("--save-memory no/m", "no/m: cannot be written"), ("--load-memory nowhere", "nowhere"),
-        ("--load-memory latin", "latin: cannot be read"),
         ("--load-memory adapter/adapter.safetensors", "of another model"),
         ("--load-memory m --show-memory 0 0", "not allowed with argument"),
     ],
     eval_ppl: [
         ("--lengths 99999", "--lengths 99999"), ("--lengths 1", "--lengths 1"),
-        ("--method lococo", "--method lococo"), ("--method magic", "choice: 'magic'"),
-        ("-- nowhere", "nowhere/adapter"), ("-- damaged", "checksum"),
-        ("--json no/x", "no/x"), ("--json text", "text: this is"),
+        ("--method lococo", "--method lococo"), ("-- nowhere", "nowhere/adapter"),
+        ("-- damaged", "checksum"), ("--json no/x", "no/x"), ("--json text", "text: this is"),
     ],
     train: [
         ("--mem 0", "--mem 0"), ("--lr nan", "--lr nan"), ("--conv-lr inf", "--conv-lr inf"),
         ("--seq 33", "--seq 33"), ("--seq 99999", "--seq 99999"), ("--device gpu", "--device gpu"),
         ("--kernel 4", "--kernel 4: it must be odd"), ("--steps 1.5", "value: '1.5'"),
-        ("--method magic", "choice: 'magic'"), ("--unknown", "--unknown"),
+        ("--method magic", "choice: 'magic'"), ("--method streaming --mem 3", "--mem 3"),
         ("--sinks 9 --recent 8", "not fit"), ("--method full --recent 8", "--method full --mem 16"),
-        ("--method streaming --mem 3", "--mem 3"), ("--answer-weight inf", "--answer-weight inf"),
         ("--method streaming --sinks 0 --recent 0", "not fit"), ("--model missing", "missing/"),
         ("--method lococo+sinks --sinks 16", "not fit"), ("--device meta", "--device meta"),
         ("--method h2o --lora-rank 0", "nothing to train"), ("--data text nowhere", "nowhere"),
         ("--model missing --out text", "text: it is there"), ("--out latin/run", "latin"),
-        ("--resume nowhere", "nowhere/state"), ("--recipe embedded --model nan-base", "finite"),
+        ("--resume nowhere", "nowhere/state"),
     ],
 }  # fmt: skip
 NUMBERS = {train: "seq kernel lora-rank lr conv-lr steps batch micro-batch bptt save-every facts "
            "answer-weight score-tokens",
            generate: "max-new-tokens temperature",
            eval_ppl: "lengths documents micro-batch"}  # fmt: skip
+MISTAKES = [
+    (generate, "", "required: --prompt"),
+    (generate, "--prompt text/0.py --mem 16", "go with --method"),
+    (generate, "--prompt text/0.py --adapter damaged", "checksum"),
+    (generate, "--prompt text/0.py --adapter adapter --model other-base", "for another base"),
+    (eval_ppl, "--data text --mem 16", "with --method"),
+    (eval_ppl, "newer --recall --data text --lengths 64", "newer: its adapter is by another"),
+]
 for program, line in LINES.items():
     for words, sentence in FOLLOWING[program]:
         MISTAKES.append((program, f"{line} {words}", sentence))
@@ -386,14 +367,13 @@ def test_a_mistake_is_one_sentence(run, program, words, sentence):
     (RuntimeError("not enough memory: you tried to allocate 8 bytes."), 2, "smaller --mem"),
     (MemoryError(), 2, "smaller --mem"), (OSError(28, "No space left"), 2, "No space left"),
     (KeyboardInterrupt(), 130, ""), (ValueError("a bug"), None, ""), (RuntimeError("x"), None, ""),
-    (RuntimeError("CUDA error: an illegal memory access was encountered"), None, ""),
 ], ids=repr)  # fmt: skip
 def test_which_errors_are_a_sentence_and_which_a_traceback(capsys, error, code, sentence):
     with pytest.raises(type(error) if code is None else SystemExit) as raised:
         generate.run_program(Mock(side_effect=error))
     err = capsys.readouterr().err
     assert raised.value is error if code is None else raised.value.code == code
-    assert sentence in err and "None" not in err and err.count("\n") == (code == 2)
+    assert sentence in err and err.count("\n") == (code == 2)
 
 
 def test_help_and_terminals(run):
