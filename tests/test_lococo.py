@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from official_code import OfficialLoCoCo, OfficialMemory
+from slow_memory import official_rows, slow_memory
 from test_paper import by_loop
 
-from generate import POSITIONS, prefill, settings_for
-from lococo import METHODS, AdaptedLlama, Memory, interpolation, segment_losses
+from generate import POSITIONS, TracedMemory, describe_slots, prefill, settings_for
+from lococo import METHODS, AdaptedLlama, Memory, Settings, interpolation, segment_losses
 from model import Llama
 
 TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -28,17 +29,13 @@ def logits_of(model, cache, tokens=TOKENS, segment=6):
     return torch.cat([model(x, cache) for x in tokens.split(segment, dim=1)], dim=1)
 
 
-# --- Methods -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method, mem, changes, counts", [  # sinks, heavy, merged, recent
     ("full", 512, {}, (0, 0, 0, 0)), ("streaming", 512, {}, (4, 0, 0, 508)),
     ("streaming", 512, dict(sinks=8, recent=0), (8, 0, 0, 0)),  # the paper's StreamingLLM
     ("h2o", 511, dict(sinks=None), (0, 255, 0, 256)),  # a flag that is not given
-    ("h2o", 512, dict(sinks=4, heavy=124), (4, 124, 0, 384)), ("lococo", 512, {}, (0, 0, 512, 0)),
+    ("lococo", 512, {}, (0, 0, 512, 0)), ("lococo+h2o", 512, {}, (0, 256, 256, 0)),
     ("lococo", 512, dict(sinks=4, heavy=8, recent=444), (4, 8, 56, 444)),
-    ("lococo+sinks", 512, {}, (4, 0, 508, 0)), ("lococo+h2o", 512, {}, (0, 256, 256, 0)),
-    ("lococo+window", 128, {}, (4, 0, 24, 100)),
+    ("lococo+sinks", 512, {}, (4, 0, 508, 0)), ("lococo+window", 128, {}, (4, 0, 24, 100)),
 ])  # fmt: skip
 def test_a_method_is_four_counts(method, mem, changes, counts):
     s = settings(method, mem, **changes)
@@ -49,77 +46,6 @@ def test_a_method_is_four_counts(method, mem, changes, counts):
 
 
 # --- Every method against a slow memory ----------------------------------------------------------
-# Algorithm 2 in float64 for one key/value head: attention, scores and W (M, S) by loops.
-
-
-def official_rows(compressor, slots, k, v, mixed, scores):
-    """Of the official code: (1 - g) onehot + g softmax(ReLU)."""
-    weight, bias, g = (p.double() for p in (*compressor.conv.parameters(), compressor.gate))
-    entries = torch.cat((k, v), dim=1).T[None]
-    logits = F.conv1d(entries, weight, bias, padding=weight.shape[2] // 2)[0]  # (6)
-    w = g * logits.clamp(min=0).softmax(dim=1)
-    next_best = sorted(range(len(scores)), key=lambda i: -scores[i])[: len(logits)]
-    for row, i in enumerate(sorted(next_best)):
-        w[row, i] += 1 - g
-    return w
-
-
-def turned(k, by, adapted):
-    """Keys (S, D), each turned on by so many positions, as complex numbers."""
-    half = k.shape[1] // 2
-    scale = (adapted.settings.mem + adapted.settings.segment) / adapted.model.config.context
-    angle = torch.tensor(by).double()[:, None] / scale * 10000 ** (-torch.arange(half) / half)
-    pairs = torch.complex(k[:, :half], k[:, half:]) * torch.exp(1j * angle)
-    return torch.cat((pairs.real, pairs.imag), dim=1)
-
-
-def slow_compress(k, v, scores, mixed, adapted, rows):
-    """k, v (S, D), scores (S,) and which entries have had a slot that is not a recent one -> those
-    of the M slots, and W (M, S)."""
-    s, S = adapted.settings, len(k)
-    by_score = sorted(range(s.sinks, S - s.recent), key=lambda i: -scores[i])
-    kept = [*range(s.sinks), *sorted(by_score[: s.heavy])]
-    rest = sorted(by_score[s.heavy :])
-    if s.positions == "slots":
-        k = turned(k, range(0, -S, -1), adapted)
-    W = torch.zeros(s.mem, S, dtype=torch.float64)
-    for slot, i in enumerate(kept):
-        W[slot, i] = 1
-    if s.merged:
-        args = adapted.compressors[0], s.merged, k[rest], v[rest], mixed[rest]
-        W[len(kept) : len(kept) + s.merged, rest] = rows(*args, scores[rest])
-    for n in range(1, s.recent + 1):
-        W[s.mem - n, S - n] = 1
-    k_new = W @ k
-    if s.positions == "slots":
-        k_new = turned(k_new, range(s.mem), adapted)
-    mixed = torch.arange(s.mem) < s.mem - s.recent
-    return k_new, W @ v, W @ scores, mixed, W
-
-
-def slow_memory(adapted, segments, rows):
-    """Segments of q (heads that share the key/value head, T, D), k and v (T, D) -> what is held at
-    the end, attention received, the last W, and what the heads have read."""
-    s, outputs, W = adapted.settings, [], None
-    k, v, scores = torch.zeros(0, 8).double(), torch.zeros(0, 8).double(), torch.zeros(0).double()
-    mixed = torch.zeros(0).bool()
-    for q, k_new, v_new in segments:
-        if len(k) + len(k_new) > s.mem + s.segment:
-            k, v, scores, mixed, W = slow_compress(k, v, scores, mixed, adapted, rows)
-        k, v = torch.cat((k, k_new.double())), torch.cat((v, v_new.double()))
-        kept_scores = 0 * scores if rows is official_rows else scores  # there: of the last forward
-        scores = F.pad(kept_scores, (0, len(k_new)))
-        mixed = torch.cat((mixed, torch.zeros(len(k_new)).bool()))
-        out = torch.zeros_like(q).double()
-        for t in range(len(k_new)):
-            n = len(k) - len(k_new) + t + 1  # entries that query t may see
-            for head in range(len(q)):
-                p = (k[:n] @ q[head, t].double() / 8**0.5).softmax(dim=0)  # (1)
-                scores[:n] += p / len(q)
-                out[head, t] = p @ v[:n]
-        outputs.append(out)
-    return k, v, W, scores, torch.cat(outputs, dim=1)
-
 
 VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
     ("streaming", dict(sinks=3, recent=0)),
@@ -143,9 +69,10 @@ def check_against_slow_memory(adapted, memory, rows):
         k, v = torch.randn(2, 2, 2, T, 8).to(adapted.model.norm.weight.dtype)
         q = 2 * k.repeat_interleave(2, dim=1) + torch.randn(2, 4, T, 8)  # new entries are heavy too
         segments.append([q, k, v])
-        cache.enter(T)
+        seen, first = cache.seen, cache.enter(T)
+        assert cache.size + T <= 8 + 6
+        assert first == (cache.size if adapted.settings.positions == "slots" else seen)
         outputs.append(cache.attend(0, *segments[-1]))
-        assert cache.size <= 8 + 6
     read = torch.cat(outputs, dim=2).unflatten(1, (2, 2))  # (B, G, H/G, L, D)
     for b in range(2):
         for g in range(2):
@@ -169,9 +96,6 @@ def test_every_method_equals_a_slow_memory(config, monkeypatch, method, changes,
     check_against_slow_memory(adapted.double(), Memory, by_loop)
 
 
-# --- The official code's memory ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kernel", [3, 21])
 @pytest.mark.parametrize("gate", [0.0, 0.5, 1.2])
 def test_the_official_codes_memory_equals_its_published_formula(config, gate, kernel):
@@ -188,8 +112,7 @@ def test_the_official_codes_memory_equals_its_published_formula(config, gate, ke
 
 @pytest.mark.parametrize("rope_scale, changes, factor", [  # the pretrained context is 64
     (1.0, dict(length=256), 4.0), (1.0, dict(length=32), 1.0),  # never below 1
-    (1.0, dict(length=256, positions="slots"), 1.0),  # slots end at M + T = 14, whatever L
-    (1.0, dict(length=2048, mem=122, positions="slots"), 2.0),  # M + T = 128
+    (1.0, dict(length=2048, mem=122, positions="slots"), 2.0),  # slots end at M + T = 128
     (1.0, dict(length=64, mem=122, positions="slots"), 1.0),  # but L is not above 64
     (3.0, dict(length=256), 4.0), (3.0, dict(length=128), 3.0),  # a checkpoint interpolated by 3
     (3.0, dict(length=256, positions="original"), 3.0)])  # fmt: skip
@@ -229,3 +152,61 @@ def test_lora_starts_unchanged_and_equals_merged_weights(model):
             getattr(other.attention, name).weight.data += 16 / 4 * lora.lora_b @ lora.lora_a
     assert torch.allclose(model(TOKENS), merged(TOKENS), atol=1e-3)
     assert not torch.allclose(model(TOKENS), before, atol=1e-1)
+
+
+# --- generate.py --show-memory: what it says of the slots is what they hold ----------------------
+
+TEXT = torch.randint(0, 64, (1, 45), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("layer, head", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("counts", [(4, 0, 0, 4), (0, 4, 0, 4), (0, 0, 8, 0), (2, 2, 3, 1)])
+def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, layer, head):
+    """A memory of 8 slots reads 45 tokens in segments of 8. After each compression its keys and
+    values are those that once entered, mixed by the shares; tracing changes nothing."""
+    settings, entered, largest = Settings("a method", 8, 64, *counts, "original", kernel=3), [], []
+
+    class Followed(TracedMemory):
+        def attend(self, n, q, k, v):
+            if n == layer:
+                entered.append(torch.cat((k, v), dim=3)[0, head])
+            return super().attend(n, q, k, v)
+
+        def compress(self, n):
+            arranged, w = super().compress(n)
+            if n == layer:
+                held = torch.cat((self.keys[n], self.values[n]), dim=3)[0, head]
+                assert torch.allclose(self.shares @ torch.cat(entered), held, atol=1e-4)
+                largest.append(self.shares.max(dim=1))
+            return arranged, w
+
+    adapted = AdaptedLlama(model, settings)
+    cache = adapted.cache(Followed)
+    cache.layer, cache.head = layer, head
+    assert torch.equal(prefill(model, TEXT, cache, 8), prefill(model, TEXT, adapted.cache(), 8))
+    assert cache.size == 8 + 5 and len(largest) == len(cache.largest) == 4
+    assert all(map(torch.equal, sum(largest, ()), sum(cache.largest, ())))
+    assert torch.allclose(cache.shares.sum(dim=1), torch.ones(8), atol=1e-5)
+
+
+def test_slots_are_described_by_their_largest_shares(model, tokenizer):
+    """Shares written by hand: three a slot are shown, from 0.01, and after each compression the
+    largest share of the first of them."""
+    ids = tokenizer.encode("def f(x):\n    return [x]")
+    settings = Settings("a method", 2, 64, 1, 1, 1, 1, kernel=3, lora_rank=0)
+    cache = AdaptedLlama(model, settings).cache(TracedMemory)
+    cache.layer, cache.head, cache.keys[0] = 1, 0, torch.zeros(1, 2, 6, 8)
+    first = "layer 1, head 0: 6 entries after 12 tokens"
+    assert list(describe_slots(cache, ids, tokenizer)) == [first]  # all tokens are held
+    cache.compressed, cache.shares = True, torch.zeros(4, len(ids))
+    slots, tokens = (0, 1, 2, 2, 2, 2, 3, 3), (0, 3, 2, 4, 6, 7, 8, 7)
+    cache.shares[slots, tokens] = torch.tensor([1, 1, 0.5, 0.25, 0.2, 0.05, 0.994, 0.006])
+    at_first = torch.tensor([1, 0.5, 0.3, 0.05]), torch.tensor([0, 3, 3, 2])
+    cache.largest = at_first, cache.shares.max(dim=1)
+    assert list(describe_slots(cache, ids, tokenizer)) == [
+        first, "   0 sinks    ████ 1.00 '<s>'      0      ██",
+        "   1 heavy    ████ 1.00 '('        3      ▄█",
+        "   2 merged   ██·· 0.50 ' f'       2      █··· 0.25 'x'        4"
+        "      █··· 0.20 '<0x0A>'   6       ▄",
+        "   3 recent   ████ 0.99 'return'   8       █",
+    ]  # fmt: skip

@@ -1,10 +1,8 @@
-"""model.py: the Llama, its cache, the loading of both layouts, the tokenizer."""
+"""model.py: the Llama, its cache, the loading of both layouts, files of our own; and tokens."""
 
-import ctypes
+import copy
 import json
 import os
-import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +11,11 @@ import torch
 from conftest import meta_state, permute, reference_logits
 from safetensors.torch import save_file
 
-from generate import Tokenizer, settings_for
-from lococo import AdaptedLlama
-from model import (
-    KVCache, Llama, LlamaConfig, UserError, hugging_face_name,
-    load_llama, rope, rotate)  # fmt: skip
+import model as model_module
+from generate import Tokenizer, prefill, settings_for
+from lococo import AdaptedLlama, described, load_adapter
+from model import KVCache, Llama, LlamaConfig, UserError, checksum, hugging_face_name, load_llama
+from model import read_file, rope, rotate, write_file
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
 SMALL = LlamaConfig(32, 2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)
@@ -108,15 +106,10 @@ def test_both_layouts(tmp_path, model, files):
     assert all(torch.equal(p, q.bfloat16()) for p, q in zip(half.parameters(), model.parameters()))
 
 
-@pytest.mark.parametrize("stored_twice", [False, True])
-def test_tied_embeddings(tmp_path, model, stored_twice):
+@pytest.mark.parametrize("edit", [lambda s: None, lambda s: s.pop("lm_head.weight")])
+def test_tied_embeddings(tmp_path, model, edit):
     """The output matrix is that of the embeddings, whether the file repeats it or not."""
     model.output.weight.data = model.tok_embeddings.weight.data.clone()
-
-    def edit(state):
-        if not stored_twice:
-            del state["lm_head.weight"]
-
     loaded = load_llama(write_model(tmp_path, model, [HF], edit, tie_word_embeddings=True))
     assert torch.equal(loaded(TOKENS), model(TOKENS)) and not hasattr(loaded, "output")
 
@@ -158,14 +151,13 @@ def test_settings_of_hugging_face(tmp_path, changes, expected):
     load(write_model(tmp_path, model, [HF], **changes), model, **expected)
 
 
-def refusal(path, *parts: str) -> str:
-    """The sentence by which a model is refused: a short line that names it and has all `parts`."""
+def refusal(path, *parts: str, call=load_llama, args=()) -> None:
+    """It is refused by a short line that names it and has all `parts`."""
     with pytest.raises(UserError) as caught:
-        load_llama(path)
+        call(path, *args)
     sentence = str(caught.value)
     assert sentence.isprintable() and len(sentence.replace(str(path.parent), "")) < 350
     assert all(part in sentence for part in (str(path), *parts)), sentence
-    return sentence
 
 
 @pytest.mark.parametrize("key, value, sentence", [
@@ -183,12 +175,11 @@ def test_what_is_not_this_llama_is_refused_by_name(tmp_path, model, key, value, 
 def test_missing_configurations_and_shards_are_noticed(tmp_path, model):
     with pytest.raises(FileNotFoundError, match="config.json"):  # neither layout
         load_llama(tmp_path)
-    write_model(tmp_path, model, SHARDS)
-    (tmp_path / SHARDS[0]).unlink()
-    refusal(tmp_path, "Missing", "tok_embeddings.weight")
-    write_model(tmp_path, model, META[:2])
-    (tmp_path / META[1]).unlink()
-    refusal(tmp_path, "size mismatch", "[64, 16]", "[64, 32]")
+    for files, lost, *parts in ((SHARDS, 0, "Missing", "tok_embeddings.weight"),
+                                (META[:2], 0, "consolidated.00.pth: cannot be read"),
+                                (META[:2], 1, "size mismatch", "[64, 16]", "[64, 32]")):
+        (write_model(tmp_path, model, files) / files[lost]).unlink()
+        refusal(tmp_path, *parts)
     write_model(tmp_path, model, META[:2], lambda s: s.update({WQ: s[WQ][:, 1:].clone()}))
     refusal(tmp_path, f"{WQ} does not fit")  # of one shard what the other has
 
@@ -216,9 +207,8 @@ def test_files_that_are_damaged_or_no_weights_are_named(tmp_path, model, name, m
     monkeypatch.chdir(tmp_path)
     file = write_model(tmp_path, model, [name]) / name
     whole = file.read_bytes()
-    for content in (b"", b"plain text " * 50, b"\x00" * 500, b"\xff" * 500, b"PK\x03\x04" * 50,
-                    whole[:4], whole[:100], whole[: len(whole) // 2], whole[:-1],
-                    Intruder(), 3, {WQ: torch.ones(1)}):  # fmt: skip
+    for content in (b"", b"plain text " * 50, b"\xff" * 500, whole[:4], whole[:100], whole[:-1],
+                    Intruder(), 3):  # fmt: skip
         if isinstance(content, bytes):
             file.write_bytes(content)
         else:
@@ -227,38 +217,110 @@ def test_files_that_are_damaged_or_no_weights_are_named(tmp_path, model, name, m
     assert not Path("made").exists()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc/self/status is Linux's")
-@pytest.mark.parametrize("files", [META[:2], [HF], [BIN]], ids=str)
-def test_loading_holds_about_one_copy_of_the_weights(tmp_path, files, monkeypatch):
-    """In memory that is the process's alone: a file that is mapped into it does not count."""
-    model = Llama(LlamaConfig(256, 4, 8, 8, ffn_dim=768, vocab_size=1024))
-    path = write_model(tmp_path, model, files, multiple_of=256)
-    load_llama(path)  # the first time imports much of torch
-    inner, seen = torch.Tensor.to, []
-
-    def to(*args, **more):
-        ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system
-        status = Path("/proc/self/status").read_text()
-        seen.append(1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1]))
-        return inner(*args, **more)
-
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    TOKENS.to("cpu")  # looks before the loading
-    loaded = load_llama(path)
-    TOKENS.to("cpu")
-    assert 0.95 < (max(seen) - seen[0]) / sum(p.nbytes for p in loaded.parameters()) < 1.3
-
-
-def test_a_text_comes_back_and_bos_is_only_at_its_start(tokenizer):
+def test_a_text_comes_back_and_bos_is_only_at_its_start(tmp_path, tokenizer):
     for text in ("def f(x):\n    return x\n", "  two  spaces ", "<s> a </s>", ""):
         ids = tokenizer.encode(text)
         assert ids[0] == 1 and not {1, 2} & set(ids[1:])
         assert tokenizer.sp.decode(ids) == text and tokenizer.sp.encode(text) == ids[1:]
+    for content in (b"", tokenizer.file.read_bytes()[:1000]):
+        (tmp_path / "tokenizer.model").write_bytes(content)
+        refusal(tmp_path / "7B", "no readable tokenizer.model", call=Tokenizer)
 
 
-def test_a_tokenizer_that_is_missing_or_damaged_is_named(tmp_path, tokenizer):
-    for content in (None, tokenizer.file.read_bytes()[:1000]):
-        if content:
-            (tmp_path / "tokenizer.model").write_bytes(content)
-        with pytest.raises(UserError, match="7B: no readable tokenizer.model"):
-            Tokenizer(tmp_path / "7B")
+# --- Files of our own -----------------------------------------------------------------------------
+
+TENSORS = {
+    "a.b": torch.randn(3, 5), "steps": torch.tensor(7.0), "none": torch.empty(0, 3),
+    "half": torch.randn(4, 3).bfloat16().T, "every other": torch.arange(9)[::2],
+    "ids": torch.arange(6, dtype=torch.int32),
+}  # fmt: skip
+ABOUT = {"step": 3, "words": "na\u00efve", "a": [None, 0.1]}
+LORA_A = "model.layers.0.attention.wq.lora_a"
+
+
+def same(a: dict, b: dict) -> bool:
+    alike = (t.dtype == b[name].dtype and torch.equal(t, b[name]) for name, t in a.items())
+    return a.keys() == b.keys() and all(alike)
+
+
+def test_a_changed_byte_is_noticed(tmp_path):
+    """A bit is flipped in each byte of the header, of what is said and of each tensor, and the file
+    is cut off in many places. What is read all the same is what was written."""
+    file, read = tmp_path / "file", 0
+    write_file(file, {"another": torch.ones(3)})  # is replaced
+    write_file(file, TENSORS, **ABOUT)
+    whole = file.read_bytes()
+    changed = [whole[:at] for at in range(0, len(whole), 9)]
+    for at, byte in enumerate(whole):
+        changed.append(whole[:at] + bytes([byte ^ 1 << at % 8]) + whole[at + 1 :])
+    for content in [whole, *changed]:
+        file.write_bytes(content)
+        try:
+            tensors, found = read_file(file)
+            assert same(tensors, TENSORS) and found == ABOUT
+            read += 1
+        except UserError as error:
+            assert str(error).startswith(f"{file}: ") and str(error).isprintable()
+    assert 1 <= read < 10  # the whole, and changes of its padding
+    zeros = torch.zeros(2, 3)
+    alike = (zeros, zeros.T, zeros.flatten(), zeros.int())  # the same bytes
+    assert len({checksum({"a": t}, "") for t in alike}) == 4
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"content": "{}"}])
+def test_files_of_other_programs_are_refused(tmp_path, metadata):
+    save_file({"a": torch.ones(3)}, tmp_path / "file", metadata)
+    refusal(tmp_path / "file", "cannot be read, or another version's", call=read_file)
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    folder.mkdir()
+    write_file(file, TENSORS)
+    for place in (folder, tmp_path / "gone" / "file"):
+        refusal(place, "cannot be written (", call=write_file, args=({},))
+
+    def disk_is_full(tensors, path, metadata):
+        path.write_bytes(b"the first half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(model_module, "save_file", disk_is_full)
+    refusal(file, "No space left on device", call=write_file, args=({},))
+    assert same(read_file(file)[0], TENSORS) and sorted(tmp_path.iterdir()) == [file, folder]
+
+
+def adapter(model) -> AdaptedLlama:
+    """With random weights."""
+    settings = settings_for("lococo", 8, 8, 64, kernel=3, lora_rank=2, compressor="facts")
+    adapted = AdaptedLlama(model, settings)
+    for p in adapted.trained().values():
+        p.data += 0.3 * torch.randn(p.shape)
+    return adapted
+
+
+def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
+    base, scaled, turned, rounded = (copy.deepcopy(model) for _ in range(4))
+    adapted, tokens = adapter(model), torch.arange(60)[None]
+    write_file(tmp_path / "adapter.safetensors", adapted.trained(), **described(adapted))
+    scaled.layers[1].feed_forward.w2.weight.data *= 1.1
+    turned.config.rope_theta *= 2
+    for other in (scaled, turned):
+        refusal(tmp_path, "for another base", call=load_adapter, args=(other,))
+    loaded = load_adapter(tmp_path, base)
+    assert loaded.settings == adapted.settings
+    assert torch.equal(*(prefill(m.model, tokens, m.cache(), 8) for m in (adapted, loaded)))
+    assert same(load_adapter(tmp_path, rounded.bfloat16()).trained(), adapted.trained())
+
+
+@pytest.mark.parametrize("change", [
+    lambda tensors, about: tensors.update({LORA_A: tensors[LORA_A][:1]}),  # it could broadcast
+    lambda tensors, about: tensors.update(more=tensors.pop(LORA_A)),
+    lambda tensors, about: about["settings"].update(lora_rank=4),
+    lambda tensors, about: about["settings"].pop("method"),
+    lambda tensors, about: about.pop("base")])  # fmt: skip
+def test_adapters_of_another_version_are_refused(model, tmp_path, change):
+    base, adapted = copy.deepcopy(model), adapter(model)
+    tensors, about = adapted.trained(), described(adapted)
+    change(tensors, about)
+    write_file(tmp_path / "adapter.safetensors", tensors, **about)
+    refusal(tmp_path, "its adapter is ", "another version", call=load_adapter, args=(base,))

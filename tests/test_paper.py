@@ -83,18 +83,6 @@ def test_compressor_equals_a_loop_over_the_equations(kind, kernel):
                     assert torch.allclose(new[b, head, i].double(), mixed, atol=1e-4)
 
 
-def test_how_a_softmax_starts():
-    """Each slot takes few entries, other slots other entries, whatever their neighbours are."""
-    torch.manual_seed(0)
-    compressor, order = FactCompressor(64, 16, 5), torch.randperm(99)
-    k, v = torch.randn(2, 1, 1, 99, 64)
-    for from_slot in (torch.zeros(1, 1, 99).bool(), torch.ones(1, 1, 99).bool()):
-        w = compressor(k, v, from_slot)[2][0, 0]
-        assert w.amax(dim=1).mean() > 0.5 and len(w.argmax(dim=1).unique()) > 12
-        elsewhere = compressor(k[:, :, order], v[:, :, order], from_slot)[2][0, 0]
-        assert (elsewhere - w[:, order]).abs().sum(dim=1).mean() < 0.3
-
-
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("method", METHODS)
 def test_segments_equal_the_whole_while_nothing_is_compressed(model, method, positions):

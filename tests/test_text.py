@@ -1,6 +1,8 @@
-"""eval_ppl.py's text: files into documents, documents into token streams, those into sequences."""
+"""eval_ppl.py's text: files into documents, documents into token streams, those into sequences; and
+the facts that are told in them. How these are recalled is in test_programs.py."""
 
 import gzip
+import re
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,13 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import names_in
 
 import eval_ppl
-from eval_ppl import long_documents, ranges, sequence, token_streams
+from eval_ppl import long_documents, ranges, sequence, tell, token_streams
 from model import UserError
 
 pytestmark = pytest.mark.usefixtures("own_folders")  # 60 files in text/, an empty cache/
-TEXT = Path("text")
+FOLDER = Path("text")
+CODE = "".join(f"def f{i}(x, y):\n    # one word\n\n    return {i} + x[y]\n" for i in range(200))
 
 
 def texts(paths, tokenizer) -> list[str]:
@@ -47,51 +51,44 @@ def test_text_files_folders_and_json_lines(tokenizer, capsys):
     ("a.jsonl", b'{"content": "x"}\n'), ("a.jsonl", b'{"text": "x"}\n{"text'),
     ("a.jsonl", b'{"text": 3}\n'), ("a.jsonl", b'{"text": "caf\xe9"}\n'), ("a.txt", b"caf\xe9"),
     ("a.jsonl.gz", b"not gzip"), ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n')[:-6]),
-    ("a.jsonl.gz", gzip.compress(b"x")[:10] + b"\xff" * 20), ("nowhere", b""),
-])  # fmt: skip
+    ("a.jsonl.gz", gzip.compress(b"x")[:10] + b"\xff" * 20), ("nowhere", b"")])  # fmt: skip
 def test_text_that_cannot_be_used_is_named(tokenizer, name, content):
     if content:
         Path(name).write_bytes(content)
     others = {"a.txt": "--data a.txt: there is no text", "nowhere": "--data nowhere: no such file"}
     sentence = others.get(name, rf"{name}, line \d: not as README says")
     with pytest.raises(UserError, match=sentence):
-        token_streams([Path(name)] if name == "a.txt" else [Path(name), TEXT], tokenizer)
+        token_streams([Path(name)] if name == "a.txt" else [Path(name), FOLDER], tokenizer)
 
 
 def test_parts_are_by_the_checksum_of_the_documents_name(tokenizer):
-    documents = {f.name: f.read_text() for f in sorted(TEXT.iterdir())}
+    documents = {f.name: f.read_text() for f in sorted(FOLDER.iterdir())}
     documents |= {f"z.jsonl:{n}": f"line {n}" for n in range(1, 50)}
-    (TEXT / "z.jsonl").write_text("".join(f'{{"text": "line {n}"}}\n' for n in range(1, 50)))
+    (FOLDER / "z.jsonl").write_text("".join(f'{{"text": "line {n}"}}\n' for n in range(1, 50)))
     expected = {"held-out": [], "choosing": [], "training": []}
     for name, text in documents.items():
         part = {0: "held-out", 1: "held-out", 2: "choosing"}.get(zlib.crc32(name.encode()) % 20)
         expected[part or "training"] += tokenizer.encode(text)
-    streams = token_streams([TEXT], tokenizer)
+    streams = token_streams([FOLDER], tokenizer)
     assert {part: ids.tolist() for part, ids in streams.items()} == expected
     assert all(ids.dtype == np.int32 and len(ids) for ids in streams.values())
 
 
-def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch, capsys):
+def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch):
     """Also where a part is empty. Anew if what is kept is damaged."""
-    calls, inner, one = [], eval_ppl.tokenize, TEXT / "0.py"
+    calls, inner, one = [], eval_ppl.tokenize, FOLDER / "0.py"
     monkeypatch.setattr(eval_ppl, "tokenize", lambda *args: calls.append(args) or inner(*args))
     one.write_text("a text")
-    for expected, paths in ((1, [one]), (1, [one]), (2, [TEXT]), (2, [TEXT]), (2, [one])):
+    for expected, paths in ((1, [one]), (1, [one]), (2, [FOLDER]), (2, [FOLDER]), (2, [one])):
         assert "a text" in texts(paths, tokenizer) and len(calls) == expected
     one.write_text("another")
     assert texts([one], tokenizer) == ["another"] and len(calls) == 3
     other = SimpleNamespace(encode=lambda text: [1, 69999], file=one)
     assert max(ids.max(initial=0) for ids in token_streams([one], other).values()) == 69999
-    kept = [(file, file.read_bytes()) for file in Path("cache").iterdir()]
-    for n, damaged in enumerate((b"", b"text", kept[0][1][:-1], bytes(kept[0][1][:-1] + b"x"))):
-        for file, whole in kept:
-            file.write_bytes(damaged)
-            Path(f"{file}.part").write_bytes(whole[:99])  # the writing was interrupted
-        assert texts([one], tokenizer) == ["another"] and len(calls) == 5 + n
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(eval_ppl, "CACHE", "text/2.py/below")
-    with pytest.raises(OSError, match="text/2.py/below"):
-        texts([one], tokenizer)
+    for file in Path("cache").iterdir():
+        Path(f"{file}.part").write_bytes(b"the writing was interrupted")
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert texts([one], tokenizer) == ["another"] and len(calls) == 5
 
 
 def test_sequences_are_pieces_of_the_text_shuffled_for_each_pass():
@@ -101,8 +98,6 @@ def test_sequences_are_pieces_of_the_text_shuffled_for_each_pass():
         starts = tuple(int(row[0]) for row in rows)
         assert sorted(starts) == list(range(0, 100, 10))  # each piece once
         assert all(torch.equal(row, torch.arange(row[0], row[0] + 10)) for row in rows)
-        np.random.seed(n)
-        assert torch.equal(sequence(ids, 10, seed, 10 * n + 7), rows[7])
         orders.add(starts)
     assert len(orders) == 6
     assert sequence(ids, 107, 0, 5).tolist() == list(range(107))
@@ -129,3 +124,50 @@ def test_ranges_of_distances(L, reach, edges):
     assert list(masks) == [f"what {a}-{b}" for a, b in zip(edges, edges[1:])]
     for mask, a, b in zip(masks.values(), edges, edges[1:]):
         assert n[mask].unique().tolist() == list(range(a + 1, b + 1))
+
+
+@pytest.mark.parametrize("L, facts, seed, i", [(2048, 8, 0, 0), (1500, 1, 3, 7), (700, 40, 1, 2)])
+def test_facts_are_lines_of_their_own(tokenizer, L, facts, seed, i):
+    """The tokens are those that the tokenizer has for the text that is read."""
+    text = torch.tensor(tokenizer.encode(CODE)[:L])
+    told, ago = tell(text, facts, "training", seed, i, tokenizer)
+    ids, written = told.tolist(), tokenizer.sp.decode(told.tolist())
+    assert len(ids) == len(ago) == L and tokenizer.encode(written) == ids
+    lines = written.splitlines(keepends=True)
+    assert CODE.startswith("".join(line for line in lines if line[0] != "@"))
+    found = [line for line in lines[:-1] if line[0] == "@"]
+    assert all(re.fullmatch("@( [a-z]{3,}){2} = [a-z]{3,}\n", line) for line in found)
+    assert len(found) > len(set(found)) == len(names_in(told, tokenizer)) == facts
+    for t, n in enumerate(ago.tolist()):
+        line = tokenizer.sp.id_to_piece(ids[max(0, t - 4) : t])
+        asked = len(line) == 4 and line[0] == "@"  # "@", a name of two words and "="
+        earlier = [m for m in range(4, t) if asked and ids[m - 4 : m] == ids[t - 4 : t]]
+        assert n == (t - earlier[-1] if earlier else 0)
+
+
+def test_what_is_told_depends_on_the_text_the_seed_and_the_number(tokenizer):
+    text = torch.tensor(tokenizer.encode(CODE)[:900])
+    told, ago = tell(text, 8, "training", 5, 2, tokenizer)
+    for seed, i, alike in ((5, 2, True), (5, 3, False), (6, 2, False)):
+        again, ago_again = tell(text, 8, "training", seed, i, tokenizer)
+        assert torch.equal(told, again) == torch.equal(ago, ago_again) == alike
+    for facts, unchanged in ((0, text), (40, text[text != tokenizer.encode("x\n")[-1]])):
+        told, ago = tell(unchanged, facts, "training", 5, 2, tokenizer)
+        assert torch.equal(told, unchanged) and not ago.any()
+    told, ago = tell(text[:40], 3000, "training", 5, 2, tokenizer)  # one for six tokens, once
+    assert torch.equal(told, tell(text[:40], 6, "training", 5, 2, tokenizer)[0])
+    assert len(names_in(told, tokenizer)) > 1 and len(told) == len(ago) == 40 and not ago.any()
+
+
+def test_when_facts_are_told(tokenizer):
+    """Into empty lines: first anywhere in their first half, then after gaps of 64 to L. Of those up
+    to L / 2, none of which is cut off, half are below 256."""
+    *_, line_break, at = tokenizer.encode("x\n@")
+    empty, firsts, gaps = torch.full((2048,), line_break), [], []
+    for i in range(300):
+        told, _ = tell(empty, 1, "training", 0, i, tokenizer)
+        first, *others = (told == at).nonzero()[:, 0].tolist()
+        firsts.append(first)
+        gaps += [n - first for n in others[:1] if n - first <= 1024]
+    assert max(firsts) <= 1025 and 0.4 < np.mean(np.less(firsts, 512)) < 0.6
+    assert min(gaps) >= 63 and 0.4 < np.mean(np.less(gaps, 256)) < 0.6

@@ -1,0 +1,243 @@
+"""train.py: the gradient of a step; runs that are stopped or killed and go on; two processes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+import eval_ppl
+import train
+from generate import HERE, TINY, Machine, settings_for
+from lococo import AdaptedLlama, segment_losses
+from model import read_file
+
+SMALL = "--data text --mem 16 --batch 2 --micro-batch 1 --device cpu"
+RUN = f"{SMALL} --recipe embedded --seq 64 --score-tokens 1 --steps 4 --out run --save-every"
+STATE = Path("run/state.safetensors")
+CHANGED = "--resume run: its model, text, method or version differs"
+
+
+@pytest.mark.parametrize("weight, told, bptt", [(7.5, 1, 2), (7.5, 1, 1), (1.0, 1, 2), (7.5, 0, 2)])
+def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
+    """A step's loss and gradient, in float64, are those of single nats. In the convolutions'
+    gradient those of answers count `weight` times: here a third of the passes does for all."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2)).double()
+    tokens, ago = torch.randint(3, 64, (2, 41)), torch.zeros(2, 41, dtype=torch.int64)
+    ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (2, 5))
+    args = Namespace(batch=2, micro_batch=1, seq=41, segment=6, bptt=bptt, answer_weight=weight)
+    machine = Machine("cpu", torch.float32)  # no autocast
+    rows = [(tokens[n], ago[n]) for n in (0, 0, 1, 0, 1, 1)]  # two texts, in turn, in three steps
+    losses = [train.gradients(adapted, rows.__getitem__, args, machine, step) for step in range(3)]
+    found, plain, weighted = {n: p.grad / 3 for n, p in adapted.trained().items()}, 0.0, 0.0
+    for n in range(2):
+        cache = adapted.cache()
+        for start, segment in zip(range(0, 40, 6), tokens[n : n + 1, :40].split(6, dim=1)):
+            p = model(segment, cache)[0].softmax(dim=-1)
+            for t, row in enumerate(p, start=start + 1):
+                nats = -row[tokens[n, t]].log() / 80
+                plain = plain + nats
+                weighted = weighted + (weight if ago[n, t] > 0 else 1.0) * nats
+            if start // 6 % bptt == bptt - 1:  # gradients reach back over so many segments
+                cache.detach()
+    assert sum(losses) / 3 == pytest.approx(plain.item(), rel=1e-9)
+    for parameters, total in ((adapted.compressors, weighted), (adapted.model, plain)):
+        adapted.zero_grad()
+        total.backward(retain_graph=True)
+        trained = {n: p for n, p in adapted.trained().items() if p in set(parameters.parameters())}
+        assert trained and all(torch.allclose(found[n], p.grad) for n, p in trained.items())
+
+
+@pytest.mark.parametrize("L", [3, 8, 10, 21])
+def test_which_keys_longlora_sees_while_it_trains(L):
+    """A query that weights all alike reads the mean of the keys' numbers that its head may see."""
+    q, v = torch.zeros(1, 4, L, L), torch.eye(L).expand(1, 2, L, L)
+    seen = train.shifted_groups(0, q, torch.randn(1, 2, L, L), v)[0] > 0  # head, query, key
+    quarter = -(-L // 4)
+    for head in range(4):
+        moved = quarter // 2 if head >= 2 else 0
+        for t in range(L):
+            for key in range(L):
+                together = (t - moved) // quarter == (key - moved) // quarter
+                assert seen[head, t, key] == (together and key <= t), (head, t, key)
+
+
+@pytest.fixture
+def trained(run):
+    """Run train.py by a line, as the processes below do: the order of a sum is in its last bits."""
+    torch.set_num_threads(1)
+    return partial(run, train)
+
+
+@pytest.fixture
+def ends_well(trained):
+    """Says whether an adapter has the very bytes of that of a run which nothing disturbs."""
+    assert trained(f"{RUN} 9 --out whole")[0] == 0
+    expected = Path("whole/adapter.safetensors").read_bytes()
+
+    def check(out="run"):
+        log = {json.loads(line)["step"] for line in open(f"{out}/log.jsonl")}
+        return log == {1, 2, 3, 4} and Path(out, "adapter.safetensors").read_bytes() == expected
+
+    return check
+
+
+def before_step(patch, n, then):
+    """Something happens before the gradients of step n, counted from 1."""
+    usual = train.gradients
+
+    def gradients(adapted, draw, args, machine, step, done):
+        if step + 1 == n:
+            then()
+        return usual(adapted, draw, args, machine, step, done)
+
+    patch.setattr(train, "gradients", gradients)
+
+
+@pytest.mark.parametrize("step, number", [(1, signal.SIGINT), (4, signal.SIGTERM)])
+def test_a_signal_lets_the_step_end(trained, ends_well, monkeypatch, step, number):
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    before_step(monkeypatch, step, lambda: os.kill(os.getpid(), number))
+    code, out, err = trained(f"{RUN} 9")
+    assert code == 128 + number and "python train.py --resume run\n" in out, err
+    assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    assert read_file(STATE)[1]["step"] == step == len(open("run/log.jsonl").readlines())
+    assert not Path("run/adapter.safetensors").exists()
+    assert trained("--resume run")[0] == 0 and ends_well()
+
+
+# Three runs that kill themselves: in a step, and when the third state is written, then named.
+KILLED = """
+import os, sys
+import torch, train
+torch.set_num_threads(1)
+for module, name in ((train, "gradients"), (os, "fsync"), (os, "replace")):
+    if os.fork() == 0:
+        sys.argv += ["--out", name]
+        usual, last = getattr(module, name), iter((False, False, True))
+        setattr(module, name, lambda *a: os.kill(os.getpid(), 9) if next(last) else usual(*a))
+        train.main()
+    print(os.WTERMSIG(os.wait()[1]))
+"""
+
+
+def test_a_killed_run_goes_on_from_its_last_whole_state(trained, ends_well, tokenizer):
+    eval_ppl.token_streams([Path("text")], tokenizer)  # so that the runs write no tokens
+    paths = {"PYTHONPATH": str(HERE), "LOCOCO_CACHE": eval_ppl.CACHE}
+    line = [sys.executable, "-c", KILLED, *f"{RUN} 1".split()]
+    done = subprocess.run(line, capture_output=True, text=True, env=os.environ | paths)
+    assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["9"] * 3, done.stderr
+    for out, step in (("gradients", 2), ("fsync", 1), ("replace", 1)):
+        assert Path(out, "state.safetensors.part").exists() == (out != "gradients")
+        assert read_file(Path(out, "state.safetensors"))[1]["step"] == step
+        assert trained(f"--resume {out} --save-every 3")[0] == 0 and ends_well(out)
+    assert trained("--resume replace")[0] == 0 and ends_well("replace")  # a run that has ended
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(trained, ends_well, monkeypatch):
+    def poisoned(*args):
+        return ((x * torch.nan, right) for x, right in segment_losses(*args))
+
+    with monkeypatch.context() as patch:
+        before_step(patch, 3, lambda: patch.setattr(train, "segment_losses", poisoned))
+        code, out, err = trained(f"{RUN} 1")
+    assert code == 2 and any(x.startswith("train.py: step 3: a grad") for x in err.splitlines())
+    state, about = read_file(STATE)
+    assert about["step"] == 2 and all(t.isfinite().all() for t in state.values())
+    assert trained("--resume run")[0] == 0 and ends_well()
+
+
+def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
+    """Its own arguments, where none is given; nothing that has changed or is damaged."""
+    shutil.copytree(TINY, "base", ignore=shutil.ignore_patterns("adapter*"))
+    before_step(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert trained(f"{RUN} 9 --model base")[0] == 130
+    for words, sentence in (("--save-every 0", "--save-every 0: "), ("--mem 32", CHANGED),
+                            ("--steps 1", "--steps 1: this run is at step 2"),
+                            ("--method h2o", CHANGED), ("--lora-rank 0", CHANGED)):
+        code, _, err = trained(f"--resume run {words}")
+        assert code == 2 and err.startswith(f"train.py: {sentence}"), err
+    base, text, state = Path("base/model.safetensors"), Path("text/0.py"), STATE.read_bytes()
+    other_base = save({name: w * 1.1 for name, w in load_file(base).items()}, {"format": "pt"})
+    other_text = text.read_bytes().replace(b"+ 7", b"+ 8")  # as many tokens
+    for file, content, sentence in (
+        (base, other_base, CHANGED), (text, other_text, CHANGED),
+        (STATE, state[:-5] + b"\x77" + state[-4:], "run/state.safetensors: damaged"),
+    ):
+        before = file.read_bytes()
+        file.write_bytes(content)
+        code, _, err = trained("--resume run")
+        file.write_bytes(before)
+        assert (code, err.count("\n")) == (2, 1) and sentence in err, err
+    assert trained("--resume run --micro-batch 2 --recompute --data text --steps 3")[0] == 0
+    about = read_file(STATE)[1]
+    assert about["step"] == about["args"]["steps"] == 3 and about["args"]["micro_batch"] == 2
+
+
+# train.py as each process runs it. It keeps the gradients of each step, and where STOP is set the
+# second process is asked to end in the second step.
+PROCESS = """
+import os, signal
+import torch, generate, train
+usual, steps, rank = train.gradients, [], os.environ["RANK"]
+
+def note(adapted, *rest):
+    loss = usual(adapted, *rest)
+    steps.append([p.grad.clone() for p in adapted.trained().values()])
+    torch.save(steps, f"gradients-{rank}.pt")
+    if "STOP" in os.environ and rank == "1" and len(steps) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return loss
+
+train.gradients = note
+generate.run_program(train.main)
+"""
+THREE = f"{SMALL} --seq 192 --batch 3 --bptt 2 --steps 3 --answer-weight 5 --save-every 9"
+THREE += " --score-tokens 200 --out"
+
+
+def torchrun(words, **environment):
+    environment |= {"PYTHONPATH": str(HERE), "LOCOCO_CACHE": eval_ppl.CACHE, "OMP_NUM_THREADS": "1"}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "process.py"]
+    return subprocess.run([sys.executable, *launch, *words.split()], capture_output=True, text=True,
+                          timeout=200, env=os.environ | environment)  # fmt: skip
+
+
+def test_two_processes_train_as_one(trained, monkeypatch):
+    """Stopped in the second step, they go on with --resume. Any mistake is one sentence."""
+    Path("process.py").write_text(PROCESS)
+    alone = {"RANK": "0", "PYTHONPATH": str(HERE), "LOCOCO_CACHE": eval_ppl.CACHE}
+    line = [sys.executable, "process.py", *f"{THREE} one".split()]
+    subprocess.run(line, check=True, capture_output=True, env=os.environ | alone)
+    steps = torch.load("gradients-0.pt")
+    stopped = torchrun(f"{THREE} two", STOP="1")
+    assert stopped.stdout.count("python train.py --resume two\n") == 1, stopped.stderr
+    assert read_file(Path("two/state.safetensors"))[1]["step"] == 2
+    for rank in range(2):
+        gradients = torch.load(f"gradients-{rank}.pt")
+        pairs = zip(gradients[0], steps[0], strict=True)
+        assert len(gradients) == 2
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in pairs)
+
+    done = torchrun("--resume two")
+    assert done.returncode == 0, done.stderr
+    assert [done.stdout.count(word) for word in ("recipe", "text:", "adapter: two")] == [1, 1, 1]
+    assert sorted(path.name for path in Path().glob("two/*")) == sorted(os.listdir("one"))
+    logs = [[json.loads(line)["loss"] for line in open(f"{n}/log.jsonl")] for n in ("one", "two")]
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4) and len(logs[0]) == 3
+    scores = [read_file(Path(n, "state.safetensors"))[1]["scores"] for n in ("one", "two")]
+    assert scores[0] and scores[0] == scores[1]
+    for words, sentence in ((f"{THREE} two", "--out two: it is there"),
+                            ("--resume two --mem 32", "its model, text, method")):  # fmt: skip
+        wrong = torchrun(words)
+        said = [line for line in wrong.stderr.splitlines() if "process.py: " in line]
+        assert wrong.returncode and len(said) == 1 and sentence in said[0], wrong.stderr
