@@ -69,7 +69,7 @@ def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, 
                         raise ValueError(f"{row}"[:80])
                     yield number, row
         except (*DAMAGED, zlib.error) as error:
-            raise UserError(f"{file}, line {number}: not as README says ({error!r})") from None
+            raise UserError(f"{file}, line {number}: not as --help says ({error!r})") from None
 
 
 def read_documents(file: Path) -> Iterator[tuple[str, str]]:
@@ -202,9 +202,9 @@ def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
     return torch.tensor(told[:L]), torch.tensor(ago[:L])
 
 
-def tell_all(documents: Tensor, facts: int, part: str, tokenizer) -> tuple[Tensor, Tensor]:
-    """`tell` for documents (N, L): the texts (N, L), and how long ago, (N, L - 1)."""
-    rows = [tell(text, facts, part, 0, i, tokenizer) for i, text in enumerate(documents)]
+def tell_all(documents: Tensor, part: str, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+    """8 facts in each of documents (N, L): the texts (N, L), and how long ago, (N, L - 1)."""
+    rows = [tell(text, 8, part, 0, i, tokenizer) for i, text in enumerate(documents)]
     tokens, ago = (torch.stack(row) for row in zip(*rows))
     return tokens, ago[:, 1:]
 
@@ -272,7 +272,7 @@ def parse() -> argparse.Namespace:
     add("runs", nargs="*", type=Path, metavar="RUN", help="run directories of train.py")
     add_shared_flags(parser)
     add("--lengths", type=at_least(2), nargs="+", default=[2048, 4096, 8192], help="in tokens")
-    add("--data", type=Path, nargs="+", default=[], help="as in train.py")
+    add("--data", type=Path, nargs="+", default=[], help='texts; .jsonl: {"text": ...}')
     add("--part", choices=PARTS, help="default: held-out; all of --data without a RUN")
     add("--documents", type=at_least(1), default=64, help="at most so many for each length")
     add("--micro-batch", type=at_least(1), default=4, help="documents in memory at once")
@@ -283,6 +283,24 @@ def parse() -> argparse.Namespace:
     if not args.runs and not args.method and args.model.resolve() == TINY:
         args.runs = [TINY]
     return args
+
+
+def print_means(
+    title: str, kinds: dict[str, Tensor], values: dict[str, Tensor]
+) -> dict[str, dict[str, float | None]]:
+    """A row for each mask, with the number of its tokens; a column for each method. Returns the
+    rows; a mean of no tokens is None."""
+    print(f"\n{title:30}{'tokens':>9}", *(f"{name:>5}" for name in values), sep="  ")
+    rows = {}
+    for kind, mask in kinds.items():
+        tokens, row = int(mask.sum()), ""
+        rows[kind] = {"tokens": tokens}
+        for name, value in values.items():
+            mean = value[mask].double().mean().item() if tokens else None
+            rows[kind][name] = mean
+            row += f"  {'-' if mean is None else f'{mean:.3f}':>{max(len(name), 5)}}"
+        print(f"{kind:30}{tokens:>9,}{row}")
+    return rows
 
 
 def main() -> None:
@@ -303,7 +321,7 @@ def main() -> None:
             raise UserError(f"--lengths {L}: no {' or '.join(parts)} document is so long")
     L, last = list(documents.items())[-1]
     if args.recall:
-        told, told_ago = tell_all(last, 8, args.part or "held-out", tokenizer)
+        told, told_ago = tell_all(last, args.part or "held-out", tokenizer)
 
     print(f"{'':{NAME}} {'slots':>6} {'cache bytes':>12}", *(f"{L:>8}" for L in documents))
     methods, losses, hits, reach = {}, {}, {}, 0
@@ -334,24 +352,6 @@ def main() -> None:
         report["recall"] = print_means(title, ranges("told ago ", told_ago, reach), hits)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-
-
-def print_means(
-    title: str, kinds: dict[str, Tensor], values: dict[str, Tensor]
-) -> dict[str, dict[str, float | None]]:
-    """A row for each mask, with the number of its tokens; a column for each method. Returns the
-    rows; a mean of no tokens is None."""
-    print(f"\n{title:30}{'tokens':>9}", *(f"{name:>5}" for name in values), sep="  ")
-    rows = {}
-    for kind, mask in kinds.items():
-        tokens, row = int(mask.sum()), ""
-        rows[kind] = {"tokens": tokens}
-        for name, value in values.items():
-            mean = value[mask].double().mean().item() if tokens else None
-            rows[kind][name] = mean
-            row += f"  {'-' if mean is None else f'{mean:.3f}':>{max(len(name), 5)}}"
-        print(f"{kind:30}{tokens:>9,}{row}")
-    return rows
 
 
 if __name__ == "__main__":

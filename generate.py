@@ -7,8 +7,8 @@
     python generate.py --prompt book.txt --save-memory book.safetensors       # read it once ...
     python generate.py --prompt question.txt --load-memory book.safetensors   # ... ask many times
 
-The text goes to standard output, the figures to standard error. First comes how text becomes
-tokens, and tokens text; then what all programs share: their flags, the base model, errors.
+The text goes to standard output, the figures to standard error. After the tokenizer comes how a
+text is made; the last section but one is what all programs share: flags, the base model, errors.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 from tqdm import tqdm
 
-from lococo import METHODS, AdaptedLlama, Memory, Settings, described, load_adapter
+from lococo import METHODS, AdaptedLlama, Memory, Settings, identity, load_adapter
 from model import DAMAGED, KVCache, Llama, UserError, checksum, load_llama, read_file, write_file
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "tiny"  # the embedded model and its adapter
-COUNTS = ("sinks", "heavy", "merged", "recent")  # kinds of slots, in this order
+KINDS = ("sinks", "heavy", "merged", "recent")  # kinds of slots, in this order
 POSITIONS = ("interpolated", "original", "slots")  # see lococo.interpolation
 
 # --- Tokens --------------------------------------------------------------------------------------
@@ -123,10 +123,11 @@ class TracedMemory(Memory):
 
 
 def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Lines about what the slots hold; ids are the tokens that were read. At a line's end stands
-    a bar for each compression: the largest share that its first token then had of any slot."""
+    """Lines about what the slots hold; ids are the tokens that were read. At a line's end stands a
+    bar for each compression: the part of a slot that the line's first token had then, where it had
+    the largest part of that slot."""
     yield f"layer {memory.layer}, head {memory.head}: {memory.size} entries after {len(ids)} tokens"
-    kinds = [kind for kind in COUNTS for _ in range(getattr(memory.settings, kind))]
+    kinds = [kind for kind in KINDS for _ in range(getattr(memory.settings, kind))]
     for slot, kind in enumerate(kinds if memory.compressed else []):
         line = f"{slot:>4} {kind:7}"
         top = memory.shares[slot].topk(min(3, memory.shares.shape[1]))
@@ -185,7 +186,7 @@ class Parser(argparse.ArgumentParser):
         add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
         add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU")
         add("--seed", type=at_least(0), default=0)
-        add("--mem", type=at_least(4), help="memory slots M, from 4 on (default: 512)")
+        add("--mem", type=at_least(4), help="slots M, from 4 on (default: 512, or the recipe's)")
         add("--segment", type=at_least(1), help="tokens T that enter together (default: as --mem)")
         for flag in ("--sinks", "--heavy", "--recent"):
             add(flag, type=at_least(0), help=f"{flag[2:]} slots, instead of the method's")
@@ -214,7 +215,7 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
     fills = "merged" if "merged" in row else "recent"
-    counts = {name: (row | given).get(name, 0) for name in COUNTS}
+    counts = {name: (row | given).get(name, 0) for name in KINDS}
     if row and fills not in given:
         counts[fills] += mem - sum(counts.values())
     fits = 0 < sum(counts.values()) <= mem if row else sum(counts.values()) == 0
@@ -237,7 +238,7 @@ class Machine:
 
 
 def prepare(args: argparse.Namespace) -> Machine:
-    """Also sets the random state."""
+    """The machine that the flags ask for. Sets the random state, too."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=device).item()
@@ -315,8 +316,9 @@ def parse() -> argparse.Namespace:
     one("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
     one("--show-memory", type=at_least(0), nargs=2, metavar=("LAYER", "HEAD"),
         help="print what the slots hold, and end")  # fmt: skip
-    add("--max-new-tokens", type=at_least(1), default=200)
-    add("--temperature", type=at_least(0, float), default=0.8, help="0 takes the likeliest token")
+    add("--max-new-tokens", type=at_least(1), default=200, help="default: 200")
+    add("--temperature", type=at_least(0, float), default=0.8,
+        help="default: 0.8; 0 takes the likeliest token")  # fmt: skip
     args = parser.parse_args()
     parser.refuse_counts(args)
     if args.method is None and args.adapter is None:
@@ -346,10 +348,10 @@ def main() -> None:
         if cache.layer >= model.config.n_layers or cache.head >= model.config.n_kv_heads:
             raise UserError(f"--show-memory {cache.layer} {cache.head}: no such layer or head")
     if args.save_memory or args.load_memory:
-        owner = described(adapted) | {"adapter": checksum(adapted.trained(), str(machine.dtype))}
+        owner = identity(adapted) | {"adapter": checksum(adapted.trained(), str(machine.dtype))}
     if args.load_memory:
         load_memory(args.load_memory, cache, owner, machine.device)
-        ids = ids[len(tokenizer.prefix) :]  # without the BOS: the text goes on
+        ids = ids[len(tokenizer.prefix) :]  # without the BOS; sentencepiece's blank stays
     answer = 0 if args.save_memory or args.show_memory else args.max_new_tokens
     if settings.positions != "slots" and cache.seen + len(ids) + answer > settings.length:
         print(f"warning: this may pass the {settings.length:,} tokens trained for", file=sys.stderr)

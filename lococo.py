@@ -1,7 +1,7 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a small convolution.
 
 First the paper (arXiv 2406.05317), by its equation numbers; then ours, which keeps facts. Letters
-as in model.py. (6)'s W is `logits` here, (7)'s is `w`; W is w with the copying rows.
+as in model.py. The paper's W is `logits` in (6), `w` after (7); our W is w and the rows that copy.
 """
 
 from dataclasses import asdict, dataclass
@@ -118,9 +118,9 @@ class Memory(KVCache):
         self.scores: list[Tensor | None] = [None] * config.n_layers  # attention received, (B, G, S)
 
     def enter(self, T: int) -> int:
-        """Make room for T tokens; return the position of the first one. Algorithm 2 compresses at a
-        segment's end. There `detach` would follow, and no loss would train the convolution. Here up
-        to M + T entries wait for the next segment. So decoding compresses once in T tokens."""
+        """Make room for T tokens, return the position of the first. Algorithm 2 compresses right
+        after a segment; as `detach` follows then, no loss would train the convolution. Here M slots
+        and a segment wait for the next tokens, so that decoding compresses once a segment."""
         assert T <= self.settings.segment
         if self.size + T > self.most:
             for layer in range(self.config.n_layers):
@@ -250,18 +250,18 @@ class LoRALinear(nn.Module):
 
 # --- Ours: what a memory needs to keep facts -----------------------------------------------------
 
-COMMON = 3  # the common filter learns 3 times as fast, as AdamW's steps have a size of their own
-# The (centred) cosine of a fact told twice is .995, of two facts .52; to the power of 32 it is .85
-# and 0. Times 1,000 a copy loses to all else; where logits are 16 times larger, in 299 rows of 300.
+COMMON = 3  # makes the common filter learn 3 times as fast: AdamW ignores the size of a gradient
+# The (centred) cosine of a fact told twice is .995, of two facts .52; to the power 32, .85 and 0.
+# Times 1,000 a copy loses to all else, in 299 rows of 300 even where logits are 16 times larger.
 POWER, PENALTY = 32, 1000
 
 
 class FactCompressor(Compressor):
-    """Slots are filled in turn: each takes most of the entry most worth it that is no copy of one
-    taken. A common filter learns what is worth a slot; a filter of each slot, which of these it
-    takes. What comes from a merged or heavy slot has filters of its own, of one tap, that learn to
-    keep what a slot has: without them one seed of two forgets (tests/results.md). Rows are soft to
-    learn; the recipe's `sharper` then makes them nearly one-hot, as mixed facts cannot be read."""
+    """Slots are filled in turn, each mostly with one entry: the most relevant that is no copy of an
+    earlier slot's. A common filter learns what is relevant; a filter of each slot, which of it the
+    slot takes. What comes from a merged or heavy slot has filters of its own, of one tap, that
+    learn to keep it: without them one seed of two forgets (tests/results.md). Rows are soft while
+    they learn; the recipe's `sharper` makes them nearly one-hot, as mixed facts cannot be read."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)
@@ -294,13 +294,13 @@ def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
 
 COMPRESSORS = {"paper": Compressor, "facts": FactCompressor}
 
-# --- All together --------------------------------------------------------------------------------
+# --- All together: the adapted model, and its file -----------------------------------------------
 
 
 class AdaptedLlama(nn.Module):
-    """A base with all that is dropped in. What trains (section 4.1) requires a gradient and is in
-    float32, or small steps would be rounded away: the compressors; with a rank above 0 also LoRA
-    on q, k, v, o, and the base's embeddings and norms. Rank 0 is the inference mode."""
+    """Changes a base in place; run `model` with `cache()`. What trains (section 4.1) requires a
+    gradient and is in float32, or small steps would be rounded away: the compressors; with a rank
+    above 0 LoRA on q, k, v, o, the embeddings and the norms, too. Rank 0 is the inference mode."""
 
     def __init__(self, model: Llama, settings: Settings):
         super().__init__()
@@ -331,7 +331,7 @@ class AdaptedLlama(nn.Module):
         return cache
 
 
-def described(adapted: AdaptedLlama) -> dict:
+def identity(adapted: AdaptedLlama) -> dict:
     """Identifies the base (in any --dtype) by a sample of each frozen tensor; and the settings."""
     frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
     some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
@@ -353,7 +353,7 @@ def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
     adapted = AdaptedLlama(model, settings)
     trained = adapted.trained()
     fits = {n: t.shape for n, t in tensors.items()} == {n: p.shape for n, p in trained.items()}
-    if not fits or described(adapted)["base"] != base:
+    if not fits or identity(adapted)["base"] != base:
         raise UserError(f"{run}: its adapter is for another base (--model), or by another version")
     for name, p in trained.items():
         p.data = tensors[name].to(p.device, copy=True)

@@ -7,7 +7,7 @@ M slots. Equation numbers are LoCoCo's; its matrices have a column for each toke
 
 Letters: B batch, T tokens that enter together: a segment (the paper's B), its rest or one decoded
 token; S cached entries, M slots, H query heads, G key/value heads, D head dimension, L whole
-sequence, V vocabulary. The paper's tables call our L T, and our T L.
+sequence, V vocabulary. The paper's tables swap our L and T. Text and tokenizer: generate.py.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rope_scale: float = 1.0  # positions are divided by this (position interpolation)
     tied: bool = False  # the embeddings are the output matrix, too
-    qkv_bias: bool = False
-    turned: float = 1.0  # the share of a head's channels that `rotate` turns
+    qkv_bias: bool = False  # True for ChatGLM3 (tests/chatglm3.py)
+    turned: float = 1.0  # the share of a head's channels that `rotate` turns; its is a half
 
     @property
     def head_dim(self) -> int:
@@ -54,8 +54,8 @@ class LlamaConfig:
 
 
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position * theta^(-i/D), i = 0, 2, 4 ..., each (..., D/2), for positions
-    (...). Always in float32: in bfloat16 the positions 256 and 257 are the same number."""
+    """Cosine and sine of position * theta^(-i/d), i = 0, 2, 4 ..., each (..., D/2); d channels
+    turn, the others have angle 0. In float32: in bfloat16 256 and 257 are the same number."""
     channels = config.turned * config.head_dim
     i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = (i < channels) * config.rope_theta ** (-i / channels)
@@ -115,7 +115,7 @@ class KVCache:
         self.config = config
         self.rope_scale = config.rope_scale
         self.seen = 0  # tokens that have entered
-        self.most = float("inf")  # entries that a layer holds
+        self.most = float("inf")  # entries that a layer may hold
         self.keys: list[Tensor | None] = [None] * config.n_layers  # (B, G, S, D), rotated
         self.values: list[Tensor | None] = [None] * config.n_layers
 
@@ -201,14 +201,14 @@ class Block(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.attention.project(self.attention_norm(x), cos, sin)
 
-    def add(self, x: Tensor, read: Tensor) -> Tensor:
+    def finish(self, x: Tensor, read: Tensor) -> Tensor:
         """What the heads read, (B, H, T, D), joins the stream x (B, T, dim); then feed-forward."""
         x = x + self.attention.wo(read.transpose(1, 2).flatten(2))
         return x + self.feed_forward(self.ffn_norm(x))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache) -> Tensor:
         q, k, v = self.project(x, cos, sin)
-        return self.add(x, cache.attend(self.layer, q, k, v))
+        return self.finish(x, cache.attend(self.layer, q, k, v))
 
 
 class Llama(nn.Module):
@@ -384,7 +384,7 @@ def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
         os.replace(beside, file)
     except DAMAGED as error:
         beside.unlink(missing_ok=True)
-        raise UserError(f"{file}: cannot be written ({error}); it is as it was before") from None
+        raise UserError(f"{file}: cannot be written ({error}); nothing is changed") from None
 
 
 def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
@@ -394,7 +394,7 @@ def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}
             text, written = json.loads((handle.metadata() or {})["content"])
     except DAMAGED as error:
-        raise UserError(f"{file}: cannot be read, or another version's ({error!r})") from None
+        raise UserError(f"{file}: not there, damaged or another version's ({error})") from None
     if checksum(tensors, text) != written:
         raise UserError(f"{file}: damaged, its content does not have its checksum")
     return tensors, json.loads(text)

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from eval_ppl import long_documents, ranges, sequence, tell, tell_all, token_losses, token_streams
 from generate import HERE, TINY, Machine, Parser, Tokenizer, at_least, load_base, method_flags
 from generate import prepare, run_program, settings_for, untrained
-from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, described, segment_losses
+from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, identity, segment_losses
 from model import UserError, attention, checksum, read_file, write_file
 
 # --- Recipes -------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor], dict]:
     """The arguments, and the state to resume from: its tensors (none at a start), its `about`."""
     parser = Parser(__doc__)
     add, count, whole = parser.add_argument, at_least(1), at_least(0)
-    add("--data", type=Path, nargs="+", default=[], help="texts, folders, .jsonl, .jsonl.gz")
+    add("--data", type=Path, nargs="+", default=[], help='texts; .jsonl: {"text": ...}')
     add("--out", type=Path, help="new directory of the run (default: in runs/)")
     add("--recipe", choices=RECIPES, help="default: embedded for tiny/, paper for other models")
     add("--method", choices=METHODS)
@@ -278,9 +278,9 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor], dict]:
     args.segment = args.segment or args.mem
     args.batch = args.batch or max(1, 4096 // args.seq)
     args.model, args.data = args.model.resolve(), [Path(data).resolve() for data in args.data]
-    name = f"{args.method}-mem{args.mem}-seq{args.seq}"
-    names = [HERE / "runs" / n for n in (name, *(f"{name}-{i}" for i in range(2, 1000)))]
-    args.out = args.resume or args.out or next(out for out in names if not out.exists())
+    ends = ("", *(f"-{i}" for i in range(2, 1000)))
+    names = (HERE / "runs" / f"{args.method}-mem{args.mem}-seq{args.seq}{end}" for end in ends)
+    args.out = args.resume or args.out or next(out for out in names if not any(out.glob("*")))
     about["args"] = json.loads(json.dumps(vars(args), default=str))
     return args, tensors, about
 
@@ -307,11 +307,11 @@ def texts(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[np.ndarray, T
 
 def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
           args: argparse.Namespace, machine: Machine) -> dict[str, float]:  # fmt: skip
-    """Perplexity of documents (N, L); with --facts, recall of facts told in them, by distance."""
+    """Perplexity of documents (N, L); with --facts, recall of facts told in each, by distance."""
     nats, _, _ = token_losses(adapted, documents, machine, args.micro_batch)
     row = {"perplexity": math.exp(nats.double().mean())}
     if args.facts:
-        told, ago = tell_all(documents, 8, "held-out", tokenizer)
+        told, ago = tell_all(documents, "held-out", tokenizer)
         _, hits, _ = token_losses(adapted, told, machine, args.micro_batch)
         mem = adapted.settings.mem or args.mem
         for distance, mask in ranges("recall ", ago, mem + args.segment).items():
@@ -322,14 +322,14 @@ def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
 def start_or_resume(adapted: AdaptedLlama, args: argparse.Namespace, ids: np.ndarray,
                     state: dict[str, Tensor], about: dict) -> AdamW:  # fmt: skip
     """Everything as it is at the start, or as it was in the run to resume."""
-    owner = described(adapted) | {"text": checksum({"ids": torch.from_numpy(ids)}, "")}
+    owner = identity(adapted) | {"text": checksum({"ids": torch.from_numpy(ids)}, "")}
     if about.setdefault("owner", owner) != owner:
         raise UserError(f"--resume {args.out}: its model, text, method or version differs")
     optimizer = make_optimizer(adapted, args)
     if state:
         restore_state(adapted, optimizer, state)
     if args.recompute:  # the backward pass runs these again: all but attention
-        again = [(block, name) for block in adapted.model.layers for name in ("project", "add")]
+        again = [(block, n) for block in adapted.model.layers for n in ("project", "finish")]
         for module, name in again + [(c, "forward") for c in adapted.compressors]:
             setattr(module, name, partial(checkpoint, getattr(module, name), use_reentrant=False))
     return optimizer
@@ -357,7 +357,7 @@ def run(args: argparse.Namespace, state: dict[str, Tensor], about: dict) -> None
     args.out.mkdir(parents=True, exist_ok=True)
     if not state:
         add_score("window of equal memory, base untouched", window)
-    adapted = AdaptedLlama(model, settings)
+    adapted = AdaptedLlama(model, settings)  # changes the base, so the window is scored before
     optimizer = start_or_resume(adapted, args, ids, state, about)
     print(settings)
     print(f"{sum(p.numel() for p in adapted.trained().values()):,} parameters train")
@@ -372,10 +372,10 @@ def run(args: argparse.Namespace, state: dict[str, Tensor], about: dict) -> None
     if RANK > 0:
         return
     for p in adapted.compressors.parameters():
-        p.data *= args.sharper
-    write_file(args.out / "adapter.safetensors", adapted.trained(), **described(adapted))
+        p.data *= args.sharper  # the logits of "facts" are linear in all of them
+    write_file(args.out / "adapter.safetensors", adapted.trained(), **identity(adapted))
     add_score(f"{args.method}, after training", adapted)
-    columns = next(iter(about["scores"].values()), ["perplexity"])
+    columns = next(iter(about["scores"].values()), [])
     print(f"{f'{len(documents)} held-out documents':40}", *columns, sep="  ")
     for name, row in about["scores"].items():
         print(f"{name:40}", *(f"{row.get(c, math.nan):>{len(c)}.3f}" for c in columns), sep="  ")

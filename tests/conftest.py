@@ -12,7 +12,11 @@ import torch
 
 import eval_ppl
 from generate import TINY, Tokenizer, run_program
+from lococo import Settings
 from model import Llama, LlamaConfig
+
+FULL = Settings("full", 16, 1024, lora_rank=0)
+H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from eval_ppl import (  # noqa: E402
     long_documents, ranges, tell_all, token_losses, token_streams,
 )  # fmt: skip
 from generate import (  # noqa: E402
-    COUNTS, HERE, TINY, TracedMemory, load_base, prefill, prepare, run_program, settings_for,
+    KINDS, HERE, TINY, TracedMemory, load_base, prefill, prepare, run_program, settings_for,
 )  # fmt: skip
 from lococo import AdaptedLlama, Memory, Settings, load_adapter  # noqa: E402
 
@@ -50,7 +50,7 @@ class Following(TracedMemory):
 
 
 def draw_mixing(mixing: dict[int, Tensor], settings: Settings, file: Path) -> None:
-    counts = {kind: getattr(settings, kind) for kind in COUNTS if getattr(settings, kind)}
+    counts = {kind: getattr(settings, kind) for kind in KINDS if getattr(settings, kind)}
     ends = torch.tensor(list(counts.values())).cumsum(0).tolist()
     middles = [end - n / 2 - 0.5 for n, end in zip(counts.values(), ends)]
     rows = (len(mixing) + 1) // 2
@@ -111,7 +111,7 @@ def main() -> None:
     model, tokenizer = load_base(TINY, machine)
     streams = token_streams([], tokenizer)
     documents = long_documents(streams["held-out"], tokenizer.bos, 2048, 64)
-    told, ago = tell_all(documents, 8, "held-out", tokenizer)
+    told, ago = tell_all(documents, "held-out", tokenizer)
     adapted = load_adapter(args.adapter, model)
     s = adapted.settings
     masks = ranges("", ago, s.mem + s.segment)

@@ -145,7 +145,7 @@ def score_cell(run: Path, args: argparse.Namespace, machine: Machine) -> dict:
     cell = {"documents": len(texts), "perplexity": math.exp(nats.double().mean())}
     if args.data:
         return cell | {"nats": [round(x, 5) for x in nats.double().mean(dim=1).tolist()]}
-    told, ago = tell_all(texts, 8, args.part, tokenizer)
+    told, ago = tell_all(texts, args.part, tokenizer)
     _, hits, _ = token_losses(adapted, told, machine, 8)
     for column, (start, stop) in COLUMNS.items():
         mask = (start < ago) & (ago <= stop)

@@ -1,4 +1,4 @@
-"""chatglm3.py and llama2c.py: checkpoints in their official layouts, written here, become Llamas."""
+"""chatglm3.py and llama2c.py: checkpoints in official layouts, written here, become Llamas."""
 
 import json
 import struct

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import model as model_module
 from generate import Tokenizer, prefill, settings_for
-from lococo import AdaptedLlama, described, load_adapter
+from lococo import AdaptedLlama, identity, load_adapter
 from model import KVCache, Llama, LlamaConfig, UserError, checksum, hugging_face_name, load_llama
 from model import read_file, rope, rotate, write_file
 
@@ -270,7 +270,7 @@ def test_a_changed_byte_is_noticed(tmp_path):
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"content": "{}"}])
 def test_files_of_other_programs_are_refused(tmp_path, metadata):
     save_file({"a": torch.ones(3)}, tmp_path / "file", metadata)
-    refusal(tmp_path / "file", "cannot be read, or another version's", call=read_file)
+    refusal(tmp_path / "file", "damaged or another version's", call=read_file)
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
@@ -301,7 +301,7 @@ def adapter(model) -> AdaptedLlama:
 def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     base, scaled, turned, rounded = (copy.deepcopy(model) for _ in range(4))
     adapted, tokens = adapter(model), torch.arange(60)[None]
-    write_file(tmp_path / "adapter.safetensors", adapted.trained(), **described(adapted))
+    write_file(tmp_path / "adapter.safetensors", adapted.trained(), **identity(adapted))
     scaled.layers[1].feed_forward.w2.weight.data *= 1.1
     turned.config.rope_theta *= 2
     for other in (scaled, turned):
@@ -320,7 +320,7 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     lambda tensors, about: about.pop("base")])  # fmt: skip
 def test_adapters_of_another_version_are_refused(model, tmp_path, change):
     base, adapted = copy.deepcopy(model), adapter(model)
-    tensors, about = adapted.trained(), described(adapted)
+    tensors, about = adapted.trained(), identity(adapted)
     change(tensors, about)
     write_file(tmp_path / "adapter.safetensors", tensors, **about)
     refusal(tmp_path, "its adapter is ", "another version", call=load_adapter, args=(base,))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import meta_state, reference_logits, remembered
+from conftest import meta_state, reference_logits
 
 from generate import POSITIONS, settings_for
 from lococo import COMMON, METHODS, PENALTY, POWER, AdaptedLlama, Compressor
@@ -133,13 +133,3 @@ def test_a_segments_loss_trains_the_compression_before_it(model, monkeypatch, bp
             slope = (above - loss()) / (2 * h)
             weight[n] = value
             assert gradient.view(-1)[n].item() == pytest.approx(slope, rel=1e-5)
-
-
-def test_what_backward_remembers_does_not_grow_with_the_text(model):
-    """In bytes, segment by segment; from the fourth one on each compresses M + T entries first."""
-    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 180))
-    losses, loss, saved = segment_losses(model, TOKENS, adapted.cache(), 6), [], []
-    for _ in range(30):
-        saved.append(sum(remembered(lambda: loss.append(next(losses)[0])).values()))
-        loss.pop().sum().backward()  # fails if its graph reaches back into the segment before
-    assert max(saved) == saved[3] == saved[-1]

@@ -46,7 +46,7 @@ def test_the_sizes_of_the_design_card():
     assert len(README.splitlines()) <= 220
     assert len((HERE / "tests" / "results.md").read_text().splitlines()) <= 250
     tests = [file.read_text().splitlines() for file in (HERE / "tests").glob("test_*.py")]
-    assert sum(map(len, tests)) <= 2394
+    assert sum(map(len, tests)) <= 2000
 
 
 def test_the_equations_stand_beside_lines_that_exist():

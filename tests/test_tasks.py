@@ -10,15 +10,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import tasks
-from conftest import greedy_by_hand, read_by_hand
+from conftest import FULL, H2O, greedy_by_hand, read_by_hand
 
 import eval_ppl
 from generate import HERE, TINY, prefill
-from lococo import AdaptedLlama, Settings, load_adapter
+from lococo import AdaptedLlama, load_adapter
 from model import load_llama
 
-FULL = Settings("full", 16, 1024, lora_rank=0)
-H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)
 TEXT = "\ndef add(x, y):\n    return [x, y]\n\ndef get(x, y):\n    return x[y]\n"
 TEXT += "\ndef f(x, y):\n    return x["  # three segments
 
@@ -178,7 +176,7 @@ def test_a_mistake_in_the_rows_is_one_sentence(run, line):
     Path("rows").write_text(f"{json.dumps(ANSWERS)}\n\n{line}")
     code, out, err = run(tasks, "score rows")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("tasks.py: rows, line 3: not as README says")
+    assert err.startswith("tasks.py: rows, line 3: not as --help says")
     Path("blank").write_text("\n")
     assert run(tasks, "score blank")[2] == "tasks.py: blank: there are no rows in it\n"
 
