@@ -227,8 +227,6 @@ def test_a_text_comes_back_and_bos_is_only_at_its_start(tmp_path, tokenizer):
         refusal(tmp_path / "7B", "no readable tokenizer.model", call=Tokenizer)
 
 
-# --- Files of our own -----------------------------------------------------------------------------
-
 TENSORS = {
     "a.b": torch.randn(3, 5), "steps": torch.tensor(7.0), "none": torch.empty(0, 3),
     "half": torch.randn(4, 3).bfloat16().T, "every other": torch.arange(9)[::2],
