@@ -152,7 +152,7 @@ def token_losses(
 
 def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
     """Masks by n, (N, L - 1): 1 to `reach` = M + T, then up to 512, 1024 ... L. What is further
-    back than `reach` is known from the memory or not at all."""
+    back than `reach` is no entry of its own in any window."""
     L = n.shape[1] + 1
     edges = sorted({0, min(reach, L), L} | {2**e for e in range(9, 15) if reach < 2**e < L})
     return {f"{what}{a}-{b}": (a < n) & (n <= b) for a, b in zip(edges, edges[1:])}

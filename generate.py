@@ -107,7 +107,7 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 
 class TracedMemory(Memory):
     """A memory that also follows W through all compressions, for one layer and key/value head:
-    `shares` (M, N) says how much of each of the N tokens read is in each slot; `largest`, after
+    `shares` (M, N) says how much of each of the N compressed tokens each slot has; `largest`, after
     each compression, the largest share in each slot and its token, both (M,)."""
 
     layer, head, shares, largest = 0, 0, torch.zeros(0, 0), ()
@@ -124,8 +124,8 @@ class TracedMemory(Memory):
 
 def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Lines about what the slots hold; ids are the tokens that were read. At a line's end stands a
-    bar for each compression: the part of a slot that the line's first token had then, where it had
-    the largest part of that slot."""
+    bar for each compression: the largest share that the line's first token had then, of slots
+    where it came first."""
     yield f"layer {memory.layer}, head {memory.head}: {memory.size} entries after {len(ids)} tokens"
     kinds = [kind for kind in KINDS for _ in range(getattr(memory.settings, kind))]
     for slot, kind in enumerate(kinds if memory.compressed else []):
@@ -211,7 +211,8 @@ def method_flags(args: argparse.Namespace) -> dict:
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
     """A row of METHODS at M = mem; `changes` that are not None replace fields. Slots left over are
-    merged; recent, if the row merges none. A row without slots keeps all. Raises UserError."""
+    merged, or recent if the row merges none; if that number is given, M is the sum of all. A row
+    without slots keeps all. Raises UserError."""
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
     fills = "merged" if "merged" in row else "recent"
@@ -283,7 +284,7 @@ def run_program(main: Callable[[], None]) -> None:
             sentence = f"{error.filename}: {error.strerror}"
         scarce = "allocate" in sentence or "out of memory" in sentence
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and scarce):
-            sentence = "out of memory: try a smaller --mem, --segment, --micro-batch; --recompute"
+            sentence = "out of memory: try a smaller --mem, --segment; train.py: --recompute, too"
         elif isinstance(error, RuntimeError):
             raise
         print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)

@@ -68,8 +68,8 @@ class Compressor(nn.Module):
     def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
         """Entries (N, 2D, S) of N heads -> w (N, slots, S). Only ours reads from_slot (N, S)."""
         logits = self.conv(entries).float()  # (6); autocast returns bfloat16
-        # The paper "prepends a ReLU" and does not say to what. It stands before (7) here, as in the
-        # official code, so that no weight is negative. A row of zeros becomes a plain mean.
+        # The paper "prepends a ReLU" and does not say to what. Here, as in the official code, it
+        # follows the convolution: no weight is negative. A row of zeros becomes a plain mean.
         w = logits.relu() + 1e-9
         return w / w.sum(dim=-1, keepdim=True)  # (7)
 
@@ -226,8 +226,8 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     in the cache, which never exceeds M + T. "original": the base's own positions."""
     L = settings.length
     last = min(settings.mem + settings.segment, L) if settings.mem else L
-    reach = {"interpolated": L, "slots": last, "original": 0}[settings.positions]
-    return max(config.rope_scale, reach / config.context)  # rope_scale: the checkpoint's own
+    highest = {"interpolated": L, "slots": last, "original": 0}[settings.positions]
+    return max(config.rope_scale, highest / config.context)  # rope_scale: the checkpoint's own
 
 
 # --- LoRA (arXiv 2106.09685) ---------------------------------------------------------------------
@@ -300,7 +300,7 @@ COMPRESSORS = {"paper": Compressor, "facts": FactCompressor}
 class AdaptedLlama(nn.Module):
     """Changes a base in place; run `model` with `cache()`. What trains (section 4.1) requires a
     gradient and is in float32, or small steps would be rounded away: the compressors; with a rank
-    above 0 LoRA on q, k, v, o, the embeddings and the norms, too. Rank 0 is the inference mode."""
+    above 0 also embeddings, norms and LoRA on q, k, v, o. Rank 0 is the inference mode."""
 
     def __init__(self, model: Llama, settings: Settings):
         super().__init__()
@@ -357,4 +357,4 @@ def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
         raise UserError(f"{run}: its adapter is for another base (--model), or by another version")
     for name, p in trained.items():
         p.data = tensors[name].to(p.device, copy=True)
-    return adapted.eval()
+    return adapted

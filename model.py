@@ -43,7 +43,7 @@ class LlamaConfig:
     rope_scale: float = 1.0  # positions are divided by this (position interpolation)
     tied: bool = False  # the embeddings are the output matrix, too
     qkv_bias: bool = False  # True for ChatGLM3 (tests/chatglm3.py)
-    turned: float = 1.0  # the share of a head's channels that `rotate` turns; its is a half
+    turned: float = 1.0  # the share of a head's channels that `rotate` turns; ChatGLM3: a half
 
     @property
     def head_dim(self) -> int:

@@ -54,7 +54,7 @@ class Recipe:
     conv_lr: float = 5e-2  # of the convolutions; section 4.1
     # Our choice: 99.2 steps are the 104 million tokens that section 3.3 names for inference mode.
     steps: int = 100
-    batch: int | None = 128  # sequences; section 4.1. None: 4,096 tokens, or one longer sequence
+    batch: int | None = 128  # sequences; section 4.1. None: at most 4,096 tokens, at least one
     micro_batch: int = 1  # sequences in memory at once; section 4.1
     bptt: int = 1  # segments that the gradient spans; algorithm 2
     save_every: int = 1  # steps

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 
-def official_rows(compressor, slots, k, v, mixed, scores):
+def official_rows(compressor, slots, k, v, from_slot, scores):
     """Of the official code: (1 - g) onehot + g softmax(ReLU)."""
     weight, bias, g = (p.double() for p in (*compressor.conv.parameters(), compressor.gate))
     entries = torch.cat((k, v), dim=1).T[None]
@@ -26,7 +26,7 @@ def turned(k, by, adapted):
     return torch.cat((pairs.real, pairs.imag), dim=1)
 
 
-def slow_compress(k, v, scores, mixed, adapted, rows):
+def slow_compress(k, v, scores, from_slot, adapted, rows):
     """k, v (S, D), scores (S,) and which entries have had a slot that is not a recent one -> those
     of the M slots, and W (M, S)."""
     s, S = adapted.settings, len(k)
@@ -39,15 +39,15 @@ def slow_compress(k, v, scores, mixed, adapted, rows):
     for slot, i in enumerate(kept):
         W[slot, i] = 1
     if s.merged:
-        args = adapted.compressors[0], s.merged, k[rest], v[rest], mixed[rest]
+        args = adapted.compressors[0], s.merged, k[rest], v[rest], from_slot[rest]
         W[len(kept) : len(kept) + s.merged, rest] = rows(*args, scores[rest])
     for n in range(1, s.recent + 1):
         W[s.mem - n, S - n] = 1
     k_new = W @ k
     if s.positions == "slots":
         k_new = turned(k_new, range(s.mem), adapted)
-    mixed = torch.arange(s.mem) < s.mem - s.recent
-    return k_new, W @ v, W @ scores, mixed, W
+    from_slot = torch.arange(s.mem) < s.mem - s.recent
+    return k_new, W @ v, W @ scores, from_slot, W
 
 
 def slow_memory(adapted, segments, rows):
@@ -55,14 +55,14 @@ def slow_memory(adapted, segments, rows):
     the end, attention received, the last W, and what the heads have read."""
     s, outputs, W = adapted.settings, [], None
     k, v, scores = torch.zeros(0, 8).double(), torch.zeros(0, 8).double(), torch.zeros(0).double()
-    mixed = torch.zeros(0).bool()
+    from_slot = torch.zeros(0).bool()
     for q, k_new, v_new in segments:
         if len(k) + len(k_new) > s.mem + s.segment:
-            k, v, scores, mixed, W = slow_compress(k, v, scores, mixed, adapted, rows)
+            k, v, scores, from_slot, W = slow_compress(k, v, scores, from_slot, adapted, rows)
         k, v = torch.cat((k, k_new.double())), torch.cat((v, v_new.double()))
         scores = 0 * scores if rows is official_rows else scores  # there: of the last segment
         scores = F.pad(scores, (0, len(k_new)))
-        mixed = torch.cat((mixed, torch.zeros(len(k_new)).bool()))
+        from_slot = torch.cat((from_slot, torch.zeros(len(k_new)).bool()))
         out = torch.zeros_like(q).double()
         for t in range(len(k_new)):
             n = len(k) - len(k_new) + t + 1  # entries that query t may see

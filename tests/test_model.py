@@ -126,7 +126,7 @@ def test_a_cache_grows_in_place_without_gradients(model):
                 cache.detach()  # as where a text is scored
             places.add(full.keys[0].data_ptr())
             assert memory.keys[0].untyped_storage().nbytes() <= 4 * 2 * 8 * 14
-    assert len(places) <= 6  # 1, 4, 10 .. 94
+    assert len(places) <= 5  # for 1, 4, 10, 22, 46
 
 
 def test_metas_layout_as_the_70b_has_it(tmp_path, tokenizer):

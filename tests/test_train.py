@@ -36,7 +36,7 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
     ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (2, 5))
     args = Namespace(batch=2, micro_batch=1, seq=41, segment=6, bptt=bptt, answer_weight=weight)
     machine = Machine("cpu", torch.float32)  # no autocast
-    rows = [(tokens[n], ago[n]) for n in (0, 0, 1, 0, 1, 1)]  # two texts, in turn, in three steps
+    rows = [(tokens[n], ago[n]) for n in (0, 0, 1, 0, 1, 1)]  # each text at each turn modulo 3
     losses = [train.gradients(adapted, rows.__getitem__, args, machine, step) for step in range(3)]
     found, plain, weighted = {n: p.grad / 3 for n, p in adapted.trained().items()}, 0.0, 0.0
     for n in range(2):

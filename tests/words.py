@@ -4,7 +4,7 @@
 
 Each group of runs of train.py (of several seeds) is averaged. A word's nats are those of its tokens
 together, in the documents that did not train. It is new there, or was last written up to M tokens
-ago, up to M + T, or longer ago, which no window knows. A name is written with a capital only. The
+ago, up to M + T, or longer ago, which no window holds. A name is written with a capital only. The
 picture needs `pip install matplotlib`.
 """
 
