@@ -36,7 +36,7 @@ def logits_of(model, cache, tokens=TOKENS, segment=6):
     ("lococo", 512, {}, (0, 0, 512, 0)), ("lococo+h2o", 512, {}, (0, 256, 256, 0)),
     ("lococo", 512, dict(sinks=4, heavy=8, recent=444), (4, 8, 56, 444)),
     ("lococo+sinks", 512, {}, (4, 0, 508, 0)), ("lococo+window", 128, {}, (4, 0, 24, 100)),
-])  # fmt: skip
+    ("lococo+window", 64, {}, (4, 0, 16, 44))])  # fmt: skip
 def test_a_method_is_four_counts(method, mem, changes, counts):
     s = settings(method, mem, **changes)
     assert (s.sinks, s.heavy, s.merged, s.recent) == counts

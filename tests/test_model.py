@@ -144,8 +144,7 @@ def test_metas_layout_as_the_70b_has_it(tmp_path, tokenizer):
     ({"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9.0}},
      {"rope_scale": 8.0, "rope_theta": 9.0}),
     ({"rope_scaling": {"type": "linear", "factor": 4.0}}, {"rope_scale": 4.0}),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"rope_scale": 2.0}),
-])  # fmt: skip
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"rope_scale": 2.0})])  # fmt: skip
 def test_settings_of_hugging_face(tmp_path, changes, expected):
     model = Llama(replace(SMALL, **expected))
     load(write_model(tmp_path, model, [HF], **changes), model, **expected)
@@ -166,8 +165,7 @@ def refusal(path, *parts: str, call=load_llama, args=()) -> None:
     ("attention_bias", True, "attention_bias True"),
     ("rope_scaling", {"type": "yarn"}, "yarn"), ("rope_parameters", {"rope_type": "x"}, "type x"),
     ("quantization_config", {"bits": 4}, "quantization_config"), ("hidden_size", 2**70, "Overflow"),
-    ("num_hidden_layers", None, "NoneType"),
-])  # fmt: skip
+    ("num_hidden_layers", None, "NoneType")])  # fmt: skip
 def test_what_is_not_this_llama_is_refused_by_name(tmp_path, model, key, value, sentence):
     refusal(write_model(tmp_path, model, [HF], **{key: value}), sentence)
 

@@ -268,8 +268,7 @@ def test_a_memory_is_saved_and_asked_again(run, tokenizer, words):
 
 @pytest.mark.parametrize("temperature, expected", [
     (0, [0, 1, 0, 0]), (1, [0.04, 0.64, 0.16, 0.16]),
-    (2, [1 / 9, 4 / 9, 2 / 9, 2 / 9]),  # their roots are 0.2, 0.8, 0.4 and 0.4; the sum is 1.8
-])  # fmt: skip
+    (2, [1 / 9, 4 / 9, 2 / 9, 2 / 9])])  # roots: 0.2, 0.8, 0.4, 0.4; the sum is 1.8  # fmt: skip
 def test_sampling_and_the_end_of_a_text(tokenizer, temperature, expected):
     """Of a model of 8 ids more than the tokenizer has, which it likes best: they are padding."""
     torch.manual_seed(0)
