@@ -9,7 +9,7 @@ from official_code import OfficialLoCoCo, OfficialMemory
 from slow_memory import official_rows, slow_memory
 from test_paper import by_loop
 
-from generate import TracedMemory, describe_slots, prefill, settings_for
+from generate import KINDS, TracedMemory, describe_slots, prefill, settings_for
 from lococo import METHODS, AdaptedLlama, Memory, Settings, interpolation, segment_losses
 from model import Llama
 
@@ -39,13 +39,12 @@ def logits_of(model, cache, tokens=TOKENS, segment=6):
     ("lococo+window", 64, {}, (4, 0, 16, 44))])  # fmt: skip
 def test_a_method_is_four_counts(method, mem, changes, counts):
     s = settings(method, mem, **changes)
-    assert (s.sinks, s.heavy, s.merged, s.recent) == counts
-    assert s.mem == sum(counts)
+    assert (s.sinks, s.heavy, s.merged, s.recent, s.mem) == (*counts, sum(counts))
+    row = METHODS[method](mem)
+    assert sum(row.get(kind, 0) for kind in KINDS) == mem * (method != "full")
     assert s.positions == ("slots" if method in ("streaming", "lococo+window") else "interpolated")
     assert settings(method, mem, positions="original").positions == "original"
 
-
-# --- Every method against a slow memory ----------------------------------------------------------
 
 VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
     ("streaming", dict(sinks=3, recent=0)),
@@ -178,8 +177,8 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, layer,
     adapted = AdaptedLlama(model, settings)
     cache = adapted.cache(Followed)
     cache.layer, cache.head = layer, head
-    text = TOKENS[:1]
-    assert torch.equal(prefill(model, text, cache, 8), prefill(model, text, adapted.cache(), 8))
+    logits = [prefill(model, TOKENS[:1], memory, 8) for memory in (cache, adapted.cache())]
+    assert torch.equal(*logits)
     assert cache.size == 8 + 8 and len(largest) == len(cache.largest) == 3
     assert all(map(torch.equal, sum(largest, ()), sum(cache.largest, ())))
     assert torch.allclose(cache.shares.sum(dim=1), torch.ones(8), atol=1e-5)
