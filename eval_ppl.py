@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from generate import TINY, Machine, Parser, Tokenizer, at_least, load_base, method_flags, prepare
-from generate import run_program, untrained
+from generate import TINY, Machine, Parser, Tokenizer, at_least, load_base, method_flags
+from generate import output_file, prepare, run_program, untrained
 from lococo import METHODS, AdaptedLlama, Settings, load_adapter, read_adapter, segment_losses
 from model import DAMAGED, UserError, read_file, write_file
 
@@ -249,21 +249,11 @@ def compared(
         yield os.path.relpath(run), load_adapter(run, load_base(args.model, machine)[0])
 
 
-def json_file(text: str) -> Path:
-    """An argparse type: a file that can be written when the work is done."""
-    file = Path(text)
-    if file.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: this is a folder; name a file")
-    if not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {file.parent}; make it first")
-    return file
-
-
 def add_shared_flags(parser: Parser) -> None:
     """Of eval_ppl.py and tests/tasks.py."""
     add = parser.add_argument
     add("--method", nargs="+", default=[], choices=METHODS, help="methods without training")
-    add("--json", type=json_file, metavar="FILE", help="write the tables there, too")
+    add("--json", type=output_file, metavar="FILE", help="write the tables there, too")
 
 
 def parse() -> argparse.Namespace:

@@ -176,6 +176,16 @@ def at_least(least: float, kind: type = int) -> Callable[[str], float]:
     return convert
 
 
+def output_file(text: str) -> Path:
+    """An argparse type: a file that can be written when the work is done."""
+    file = Path(text)
+    if file.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: this is a folder; name a file")
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {file.parent}; make it first")
+    return file
+
+
 class Parser(argparse.ArgumentParser):
     """The flags of all programs. A mistake is one sentence."""
 
@@ -312,7 +322,7 @@ def parse() -> argparse.Namespace:
     one = parser.add_mutually_exclusive_group().add_argument
     one("--adapter", type=Path, metavar="RUN", help="run directory of train.py")
     one("--method", choices=METHODS, help="a method without training, instead of an adapter")
-    add("--save-memory", type=Path, metavar="FILE", help="write the memory there, and end")
+    add("--save-memory", type=output_file, metavar="FILE", help="write the memory there, and end")
     one = parser.add_mutually_exclusive_group().add_argument
     one("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
     one("--show-memory", type=at_least(0), nargs=2, metavar=("LAYER", "HEAD"),

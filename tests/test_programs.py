@@ -300,7 +300,7 @@ FOLLOWING = {
         ("--show-memory 0 2", "--show-memory 0 2"), ("--method lococo", "--method lococo"),
         ("--prompt -", "--prompt -"), ("--prompt allocate", "allocate: No such file"),
         ("--prompt latin", "latin: not UTF-8 text (byte 3)"), ("--model nan-base", "finite"),
-        ("--adapter adapter", "not allowed with argument"), ("--save-memory no/m", "no/m: cannot"),
+        ("--adapter adapter", "not allowed with argument"), ("--save-memory no/m", "no/m: there"),
         ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
         ("--load-memory adapter/adapter.safetensors", "of another model"),
         ("--load-memory nowhere", "nowhere"),
