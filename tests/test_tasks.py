@@ -199,7 +199,7 @@ def test_official_files_become_rows(run, case):
     """Six shots of seven training rows, of which one asks the question: they are the others."""
     data, folder, test, train, items, row, answer = case.values()
     words, shots = f"{data} {folder}", 6 * (train != "-")
-    texts = ["\n".join(map(json.dumps, items)).replace("#", n) for n in "0123456"]
+    texts = ["\n".join(map(json.dumps, items)).replace("#", str(n)) for n in range(7)]
     files = {"config/dataset2prompt.json": [PROMPTS], train: texts}
     files |= {"config/dataset2maxlen.json": ['{"qasper": 9, "trec": 64}'], test: texts[:2]}
     for file, lines in files.items():
@@ -209,7 +209,7 @@ def test_official_files_become_rows(run, case):
         for n, line in enumerate(lines):
             Path(file.replace("#", str(n))).open("a").write(line + "\n")
     rows = convert(run, words)
-    assert rows == [json.loads(json.dumps(row).replace("#", n)) for n in "01"]
+    assert rows == [json.loads(json.dumps(row).replace("#", str(n))) for n in range(2)]
     shown = np.atleast_1d(row["prompt"])[-1] + answer + "\n\n"
     found, other = (convert(run, f"{words} --shots {shots} --seed {seed}") for seed in (3, 4))
     assert found != other or not shots
