@@ -148,11 +148,11 @@ def test_a_gradient_that_is_not_finite_ends_the_run(trained, ends_well, monkeypa
         return ((x * torch.nan, right) for x, right in segment_losses(*args))
 
     with monkeypatch.context() as patch:
-        before_step(patch, 3, lambda: patch.setattr(train, "segment_losses", poisoned))
-        code, out, err = trained(f"{RUN} 1")
-    assert code == 2 and any(x.startswith("train.py: step 3: a grad") for x in err.splitlines())
+        before_step(patch, 4, lambda: patch.setattr(train, "segment_losses", poisoned))
+        code, out, err = trained(f"{RUN} 3")
+    assert code == 2 and any(x.startswith("train.py: step 4: a grad") for x in err.splitlines())
     state, about = read_file(STATE)
-    assert about["step"] == 2 and all(t.isfinite().all() for t in state.values())
+    assert about["step"] == 3 and all(t.isfinite().all() for t in state.values())
     assert trained("--resume run")[0] == 0 and ends_well()
 
 
