@@ -116,6 +116,7 @@ def test_recipes(monkeypatch):
     paper, inference = train.RECIPES["paper"], train.RECIPES["inference"]
     assert (paper.method, paper.mem, paper.kernel, paper.batch) == ("lococo+h2o", 512, 21, 128)
     assert (paper.lr, paper.conv_lr, paper.compressor, paper.bptt) == (5e-5, 5e-2, "paper", 1)
+    assert (paper.seq, inference.seq, paper.facts) == (8192, 4096, 0)
     for recipe in (paper, inference):  # section 3.3: 104 million tokens
         assert recipe.steps * recipe.batch * recipe.seq == pytest.approx(104e6, rel=0.01)
     assert (inference.steps, inference.lora_rank, paper.lora_rank) == (200, 0, 8)  # section 4.1
