@@ -294,7 +294,7 @@ def run_program(main: Callable[[], None]) -> None:
             sentence = f"{error.filename}: {error.strerror}"
         scarce = "allocate" in sentence or "out of memory" in sentence
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and scarce):
-            sentence = "out of memory: try a smaller --mem, --segment; train.py: --recompute, too"
+            sentence = "out of memory: try a smaller --mem or --segment; README.md says what else"
         elif isinstance(error, RuntimeError):
             raise
         print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from official_code import OfficialLoCoCo, OfficialMemory
 from slow_memory import official_rows, slow_memory
 from test_paper import by_loop

@@ -11,7 +11,6 @@ from conftest import meta_state, reference_logits
 from generate import POSITIONS, settings_for
 from lococo import COMMON, METHODS, PENALTY, POWER, AdaptedLlama, Compressor
 from lococo import FactCompressor, segment_losses
-from model import KVCache, Llama, LlamaConfig
 
 TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(1))
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Iterator
 
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import long_documents, token_losses, token_streams  # noqa: E402
