@@ -22,17 +22,17 @@ import sysconfig
 import zlib
 from functools import lru_cache
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from generate import TINY, Machine, Parser, Tokenizer, at_least, load_base, method_flags
+from generate import TINY, Machine, Parser, at_least, load_base, method_flags
 from generate import output_file, prepare, run_program, untrained
 from lococo import METHODS, AdaptedLlama, Settings, load_adapter, read_adapter, segment_losses
-from model import DAMAGED, UserError, read_file, write_file
+from model import DAMAGED, Tokenizer, UserError, read_file, write_file
 
 # --- Text ----------------------------------------------------------------------------------------
 
@@ -161,12 +161,26 @@ def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
 # --- Facts: what does a memory remember? ---------------------------------------------------------
 
 
+class FactTokens(NamedTuple):
+    """The ids of which facts are made."""
+
+    words: list[int]  # a blank and at least three small letters
+    line_break: int  # ends a fact
+    at: int  # "@", which begins it
+    equals: int  # " ="
+    breaks: frozenset[int]  # all that end a line, such as a full stop with a line break
+
+
 @lru_cache
-def fact_tokens(tokenizer: Tokenizer) -> tuple[list[int], int, int, int]:
-    """The ids of all words that are one token, then those of a line break, of "@" and of "="."""
-    pieces = [tokenizer.sp.id_to_piece(i) for i in range(tokenizer.vocab_size)]
-    words = [i for i, piece in enumerate(pieces) if re.fullmatch("\u2581[a-z]{3,}", piece)]
-    return words, *tokenizer.encode("\n@ =")[-3:]
+def fact_tokens(tokenizer: Tokenizer) -> FactTokens:
+    """Raises UserError where the tokenizer has no tokens of their own for "@" and the like."""
+    pieces = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
+    words = [i for i, piece in enumerate(pieces) if re.fullmatch(" [a-z]{3,}", piece)]
+    breaks = frozenset(i for i, piece in enumerate(pieces) if piece.endswith("\n"))
+    line_break, at, equals = tokenizer.encode("x\n@ =")[-3:]
+    if [pieces[i] for i in (line_break, at, equals)] != ["\n", "@", " ="]:
+        raise UserError(f"{tokenizer.file}: facts need tokens for a line break, for @ and for =")
+    return FactTokens(words, line_break, at, equals, breaks)
 
 
 def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
@@ -175,13 +189,14 @@ def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
     word. Each is due in the first half, then after gaps of 64 to L tokens (log-uniform), and told
     at the next line break. Its name's checksum decides which of PARTS it belongs to. Returns the
     text, cut at L, and for the word of each fact how long ago it was last told, (L,), else 0."""
-    words, line_break, at, equals = fact_tokens(tokenizer)
+    words, line_break, at, equals, breaks = fact_tokens(tokenizer)
     rng, L = np.random.default_rng((seed, i)), len(tokens)
     lines, mentions = {}, []
     while len(lines) < min(facts, L // 6):
         a, b, word = rng.choice(words, 3).tolist()
-        name = "".join(tokenizer.sp.id_to_piece([a, b]))
-        if zlib.crc32(name.encode()) % 20 in PARTS[part]:
+        name = tokenizer.piece(a) + tokenizer.piece(b)
+        spelled = name.replace(" ", "\u2581")  # as sentencepiece spells it: tiny/ was trained so
+        if zlib.crc32(spelled.encode()) % 20 in PARTS[part]:
             lines[name] = [at, a, b, equals, word, line_break]
     for name in lines:
         place = rng.uniform(0, L / 2)
@@ -193,7 +208,7 @@ def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
     for token in tokens.tolist():
         told.append(token)
         ago.append(0)
-        while token == line_break and mentions and len(told) >= mentions[-1][0]:
+        while token in breaks and mentions and len(told) >= mentions[-1][0]:
             _, name = mentions.pop()
             told += lines[name]
             here = len(told) - 2  # where the word is
@@ -338,7 +353,7 @@ def main() -> None:
         kinds = ranges("position ", position, reach)
         report["nats by position"] = print_means(f"nats in {L} tokens", kinds, losses)
     if args.recall:
-        title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer)[0])}"
+        title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer).words)}"
         report["recall"] = print_means(title, ranges("told ago ", told_ago, reach), hits)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")

@@ -7,8 +7,8 @@
     python generate.py --prompt book.txt --save-memory book.safetensors       # read it once ...
     python generate.py --prompt question.txt --load-memory book.safetensors   # ... ask many times
 
-The text goes to standard output, the figures to standard error. After the tokenizer comes how a
-text is made; the last section but one is what all programs share: flags, the base model, errors.
+The text goes to standard output, the figures to standard error. The last section but one is what
+all programs share: flags, the base model, errors.
 """
 
 import argparse
@@ -20,53 +20,29 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 import torch
-from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 from tqdm import tqdm
 
 from lococo import METHODS, AdaptedLlama, Memory, Settings, identity, load_adapter
-from model import DAMAGED, KVCache, Llama, UserError, checksum, load_llama, read_file, write_file
+from model import KVCache, Llama, Tokenizer, UserError, checksum, load_llama
+from model import read_file, write_file
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "tiny"  # the embedded model and its adapter
 KINDS = ("sinks", "heavy", "merged", "recent")  # kinds of slots, in this order
 POSITIONS = ("interpolated", "original", "slots")  # see lococo.interpolation
 
-# --- Tokens --------------------------------------------------------------------------------------
-
-
-class Tokenizer:
-    """Llama's sentencepiece tokenizer: unk 0, bos 1, eos 2; "<s>" in a text is plain text."""
-
-    def __init__(self, path: Path):
-        """`path`: the model's directory; Meta keeps tokenizer.model in its parent."""
-        self.file = path / "tokenizer.model"
-        if not self.file.is_file():
-            self.file = path.parent / "tokenizer.model"
-        prefix = path / "prefix.json"  # ids that begin a prompt, where these are not the BOS alone
-        try:
-            self.sp = SentencePieceProcessor(model_file=str(self.file))
-            self.prefix = json.loads(prefix.read_text()) if prefix.is_file() else [self.sp.bos_id()]
-        except DAMAGED as error:
-            raise UserError(f"{path}: no readable tokenizer.model there ({error})") from None
-        self.bos, self.eos = self.prefix[0], self.sp.eos_id()
-        self.vocab_size = self.sp.vocab_size()
-
-    def encode(self, text: str) -> list[int]:
-        return self.prefix + self.sp.encode(text.encode("utf-8", "replace").decode())
-
-    def piece(self, i: int) -> str:
-        return self.sp.id_to_piece(i) if i < self.vocab_size else f"<{i}>"  # ids of a prefix
+# --- Text as it comes ----------------------------------------------------------------------------
 
 
 def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> Iterator[str]:
     """Text of tokens as they come. The prompt's end is decoded too, or a first space would be lost.
     Text that ends inside a character (U+FFFD) waits; it is dropped if nothing follows."""
     ids = [i for i in prompt[-8:] if i not in tokenizer.prefix]
-    shown = len(tokenizer.sp.decode(ids))
+    shown = len(tokenizer.decode(ids))
     for token in tokens:
         ids.append(token)
-        text = tokenizer.sp.decode(ids)
+        text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):
             yield text[shown:]
             shown = len(text)
@@ -96,7 +72,7 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
     """At most so many token ids that follow what the cache has read; logits (1, V) after it."""
     for _ in range(most):
         token = sample(logits[0, : tokenizer.vocab_size], temperature)  # not of the padding
-        if token == tokenizer.eos:
+        if token in tokenizer.ends:
             return
         yield token
         logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
@@ -133,7 +109,7 @@ def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -
         top = memory.shares[slot].topk(min(3, memory.shares.shape[1]))
         for share, n in zip(top.values.tolist(), top.indices.tolist()):
             if share >= 0.01:
-                piece = repr(tokenizer.piece(ids[n]).replace("\u2581", " "))
+                piece = repr(tokenizer.piece(ids[n]))
                 line += f"  {'█' * round(4 * share):·<4} {share:.2f} {piece:<10} {n:<5}"
         then = [(part * (token == top.indices[0])).max() for part, token in memory.largest]
         bars = "".join(" ▁▂▃▄▅▆▇█"[round(8 * float(part))] for part in then)

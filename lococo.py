@@ -47,6 +47,7 @@ class Settings:
     kernel: int = 21  # taps of the convolution
     lora_rank: int = 8
     lora_alpha: int = 16  # the official code's; the paper names none
+    forget: float = 1.0  # factor of earlier attention scores at each new segment; H2O's is 1
 
     @property
     def mem(self) -> int:
@@ -67,18 +68,21 @@ class Compressor(nn.Module):
 
     def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
         """Entries (N, 2D, S) of N heads -> w (N, slots, S). Only ours reads from_slot (N, S)."""
-        logits = self.conv(entries).float()  # (6); autocast returns bfloat16
+        logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official code, it
         # follows the convolution: no weight is negative. A row of zeros becomes a plain mean.
         w = logits.relu() + 1e-9
         return w / w.sum(dim=-1, keepdim=True)  # (7)
 
     def forward(self, k: Tensor, v: Tensor, from_slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S)."""
-        entries = torch.cat((k, v), dim=-1).float().flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
-        w = self.weights(entries, from_slot.flatten(0, 1))
-        w = w.unflatten(0, k.shape[:2]).type_as(k)
-        return w @ k, w @ v, w  # (4), (5)
+        """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S). W is
+        computed in float32 whatever the model's numbers: logits of 900 are 4 apart in bfloat16."""
+        with torch.autocast(k.device.type, enabled=False):
+            entries = torch.cat((k, v), dim=-1).float()
+            entries = entries.flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
+            w = self.weights(entries, from_slot.flatten(0, 1))
+            w = w.unflatten(0, k.shape[:2]).type_as(k)
+            return w @ k, w @ v, w  # (4), (5)
 
 
 @torch.no_grad()
@@ -134,7 +138,8 @@ class Memory(KVCache):
         if self.settings.heavy:
             received = attention_received(q, self.keys[layer])
             if self.scores[layer] is not None:
-                received[:, :, : -k.shape[2]] += self.scores[layer]  # of the older entries
+                earlier = self.settings.forget * self.scores[layer]
+                received[:, :, : -k.shape[2]] += earlier  # of the older entries
             self.scores[layer] = received
         return read
 
@@ -208,12 +213,13 @@ def segment_losses(
     inputs = tokens[:, :-1].split(bptt * segment, dim=1)
     targets = tokens[:, 1:].split(bptt * segment, dim=1)
     for piece, y in zip(inputs, targets):
-        logits = []
-        for x in piece.split(segment, dim=1):
-            logits.append(model(x, cache))
-        logits = torch.cat(logits, dim=1)
-        nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
-        yield nats.view_as(y), logits.argmax(dim=-1) == y
+        nats, hits = [], []
+        for x, target in zip(piece.split(segment, dim=1), y.split(segment, dim=1)):
+            logits = model(x, cache)
+            loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+            nats.append(loss.view_as(target))
+            hits.append(logits.argmax(dim=-1) == target)
+        yield torch.cat(nats, dim=1), torch.cat(hits, dim=1)
         cache.detach()
 
 
@@ -274,7 +280,7 @@ class FactCompressor(Compressor):
     def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
         new = F.conv1d(entries, self.conv.weight + COMMON * self.common, padding="same")
         old = F.conv1d(entries, self.slot_filters + COMMON * self.slot_common)
-        relevance = torch.where(from_slot[:, None], old, new).float()
+        relevance = torch.where(from_slot[:, None], old, new)
         return (relevance - PENALTY * redundancy(relevance, entries)).softmax(dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""Llama-2 in plain PyTorch: the model, the loading of official weights, and files of our own.
+"""Llama-2 in plain PyTorch: the model, official weights, the tokenizer, and files of our own.
 
 Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288). LoCoCo plugs in at one place,
 the cache: the model tells `cache.enter` how many tokens come (a Memory compresses then), and each
@@ -7,14 +7,15 @@ M slots. Equation numbers are LoCoCo's; its matrices have a column for each toke
 
 Letters: B batch, T tokens that enter together: a segment (the paper's B), its rest or one decoded
 token; S cached entries, M slots, H query heads, G key/value heads, D head dimension, L whole
-sequence, V vocabulary. The paper's tables swap our L and T. Text and tokenizer: generate.py.
+sequence, V vocabulary. The paper's tables swap our L and T.
 """
 
 import hashlib
 import json
+import math
 import os
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Iterator
 
@@ -22,11 +23,32 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 
 
 class UserError(Exception):
     """What the user can mend: the programs print its sentence and exit with code 2."""
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """How Llama 3.1 and 3.2 stretch their positions (rope_type "llama3" in config.json): slow
+    rotations are slowed down further, fast ones stay. The fields are named as in that file."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def slowed(self, frequency: Tensor) -> Tensor:
+        """A rotation that turns at least `high_freq_factor` times within the original context is
+        kept, one that turns at most `low_freq_factor` times is divided by `factor`; between the
+        two the share that is kept grows linearly."""
+        turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        return kept * frequency + (1 - kept) * frequency / self.factor
 
 
 @dataclass
@@ -44,6 +66,8 @@ class LlamaConfig:
     tied: bool = False  # the embeddings are the output matrix, too
     qkv_bias: bool = False  # True for ChatGLM3 (tests/chatglm3.py)
     turned: float = 1.0  # the share of a head's channels that `rotate` turns; ChatGLM3: a half
+    # Not in the repr, by which an adapter knows its base: adapters of other models stay valid.
+    llama3_rope: Llama3Rope | None = field(default=None, repr=False)
 
     @property
     def head_dim(self) -> int:
@@ -59,6 +83,8 @@ def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
     channels = config.turned * config.head_dim
     i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = (i < channels) * config.rope_theta ** (-i / channels)
+    if config.llama3_rope:
+        frequency = config.llama3_rope.slowed(frequency)
     angle = positions.float()[..., None] * frequency
     return angle.cos(), angle.sin()
 
@@ -241,7 +267,7 @@ class Llama(nn.Module):
         return F.linear(h, output.weight).float()
 
 
-# --- Files: official weights, then what the programs write ---------------------------------------
+# --- Official weights ----------------------------------------------------------------------------
 
 # What reading a damaged or foreign file can raise.
 DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionError, TypeError,
@@ -285,6 +311,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 def meta_config(file: Path) -> LlamaConfig:
     params = json.loads(file.read_text())
+    if params.get("use_scaled_rope"):  # Llama 3.1 and later, whose factors are not in the file
+        raise ValueError("use_scaled_rope is not implemented; take Hugging Face's layout")
     shard = read_tensors(file.parent / "consolidated.00.pth")
     shards = len(list(file.parent.glob("consolidated.*.pth")))
     return LlamaConfig(
@@ -325,8 +353,11 @@ def hugging_face_config(file: Path) -> LlamaConfig:
     for key, value in plain.items():
         if c.get(key, value) != value:
             raise ValueError(f"{key} {c[key]} is not implemented")
-    if rope_type not in ("default", "linear"):
+    if rope_type not in ("default", "linear", "llama3"):
         raise ValueError(f"rope_type {rope_type} is not implemented")
+    llama3_rope = None
+    if rope_type == "llama3":
+        llama3_rope = Llama3Rope(*(scaling[field.name] for field in fields(Llama3Rope)))
     names = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "vocab_size": "vocab_size",
              "n_heads": "num_attention_heads", "ffn_dim": "intermediate_size",
              "norm_eps": "rms_norm_eps", "context": "max_position_embeddings"}  # fmt: skip
@@ -338,6 +369,7 @@ def hugging_face_config(file: Path) -> LlamaConfig:
         tied=c.get("tie_word_embeddings", False),
         qkv_bias=c.get("qkv_bias", False),
         turned=c.get("partial_rotary_factor", 1.0),
+        llama3_rope=llama3_rope,
     )
 
 
@@ -360,6 +392,115 @@ def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str,
             stored_twice = config.tied and name == "lm_head.weight"
             if not stored_twice and not name.endswith("inv_freq"):  # `rope` has it in float32
                 yield name, tensor
+
+
+# --- Tokenizer -----------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """Text to token ids and back, by the files of a model's directory.
+
+    `tokenizer.model` (Llama 2 and its relatives) is read by sentencepiece; where there is none,
+    `tokenizer.json` (Llama 3, SmolLM2) by the package tokenizers. What looks like a special token in
+    a text, "<s>", is plain text.
+    """
+
+    def __init__(self, path: Path):
+        """`path`: the model's directory; Meta keeps tokenizer.model in its parent."""
+        self.file = tokenizer_file(path)
+        reader = JsonTokens if self.file.suffix == ".json" else SentencePieceTokens
+        prefix = path / "prefix.json"  # ids that begin a text, where these are not the BOS alone
+        try:
+            self.tokens = reader(self.file)
+            self.vocab_size = self.tokens.vocab_size
+            self.prefix = json.loads(prefix.read_text()) if prefix.is_file() else [self.tokens.bos]
+            self.bos = self.prefix[0]  # begins each text
+            self.ends = self.tokens.ends  # ids, each of which ends a text
+        except DAMAGED as error:
+            sentence = f"{self.file.name} is not a readable tokenizer ({error})"
+            raise UserError(f"{path}: {sentence}") from None
+        self.letter = self.tokens.encode("x")[-1]  # what `piece` puts in front of a token
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that begins here: the prefix, usually the BOS alone, then the text's."""
+        return self.prefix + self.tokens.encode(text.encode("utf-8", "replace").decode())
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokens.decode(ids)
+
+    def piece(self, i: int) -> str:
+        """The text that token i adds to what stands before it, so with its blank if it has one;
+        U+FFFD for a part of a character, the name of a token that has no text."""
+        if i >= self.vocab_size:
+            return f"<{i}>"
+        added = self.decode([self.letter, i]).removeprefix(self.decode([self.letter]))
+        return added or self.tokens.name(i)
+
+
+def tokenizer_file(path: Path) -> Path:
+    """The one of a model's directory, or of Meta's parent of it."""
+    places = (path / "tokenizer.model", path / "tokenizer.json", path.parent / "tokenizer.model")
+    for file in places:
+        if file.is_file():
+            return file
+    raise UserError(f"{path}: there is no tokenizer.model and no tokenizer.json in it")
+
+
+class SentencePieceTokens:
+    def __init__(self, file: Path):
+        self.sp = SentencePieceProcessor(model_file=str(file))
+        self.vocab_size = self.sp.vocab_size()
+        self.bos = self.sp.bos_id()
+        self.ends = {self.sp.eos_id()}
+        self.encode = self.sp.encode
+        self.decode = self.sp.decode
+        self.name = self.sp.id_to_piece
+
+
+class JsonTokens:
+    """A tokenizer.json. It does not say which tokens begin and end a text: the files beside it do,
+    by name (tokenizer_config.json) or by id (config.json, generation_config.json)."""
+
+    def __init__(self, file: Path):
+        try:
+            from tokenizers import Tokenizer as JsonTokenizer  # not in requirements.txt
+        except ImportError:
+            sentence = "to read this tokenizer one more package is needed: pip install tokenizers"
+            raise UserError(f"{file}: {sentence}") from None
+        try:
+            self.tokenizer = JsonTokenizer.from_file(str(file))
+        except Exception as error:  # the package raises nothing more special
+            raise ValueError(error) from None
+        self.tokenizer.encode_special_tokens = True  # as plain text
+        self.vocab_size = 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values())
+        self.name = self.tokenizer.id_to_token
+        self.ends = set(self.special_ids(file.parent, "eos"))
+        begins = self.special_ids(file.parent, "bos") or sorted(self.ends)
+        if not begins:
+            raise ValueError("no file beside it names a token that begins or ends a text")
+        self.bos = begins[0]
+
+    def special_ids(self, folder: Path, kind: str) -> list[int]:
+        """The ids of kind "bos" or "eos" that the files name, the tokenizer's own first."""
+        found = []
+        for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+            file = folder / name
+            content = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+            token = content.get(f"{kind}_token")  # "<s>", or {"content": "<s>", ...}
+            if token:
+                found.append(self.tokenizer.token_to_id(token["content"] if "content" in token else token))
+            ids = content.get(f"{kind}_token_id")  # 1, or [1, 2]
+            found += ids if isinstance(ids, list) else [ids]
+        return [i for i in dict.fromkeys(found) if i is not None]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+# --- Files that the programs write ----------------------------------------------------------------
 
 
 def checksum(tensors: dict[str, Tensor], about: str) -> str:

@@ -31,10 +31,10 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from eval_ppl import long_documents, ranges, sequence, tell, tell_all, token_losses, token_streams
-from generate import HERE, TINY, Machine, Parser, Tokenizer, at_least, load_base, method_flags
+from generate import HERE, TINY, Machine, Parser, at_least, load_base, method_flags
 from generate import prepare, run_program, settings_for, untrained
 from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, identity, segment_losses
-from model import UserError, attention, checksum, read_file, write_file
+from model import Tokenizer, UserError, attention, checksum, read_file, write_file
 
 # --- Recipes -------------------------------------------------------------------------------------
 

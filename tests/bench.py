@@ -33,10 +33,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import fact_tokens, tell  # noqa: E402
-from generate import TINY, Machine, Tokenizer, prefill, prepare, run_program  # noqa: E402
+from generate import TINY, Machine, prefill, prepare, run_program  # noqa: E402
 from generate import settings_for  # noqa: E402
 from lococo import AdaptedLlama  # noqa: E402
-from model import KVCache, Llama, LlamaConfig  # noqa: E402
+from model import KVCache, Llama, LlamaConfig, Tokenizer  # noqa: E402
 from train import gradients, make_optimizer  # noqa: E402
 
 ROWS = {  # the row's name: method and settings
@@ -84,7 +84,7 @@ def add_gradients(adapted: AdaptedLlama, L: int, args: argparse.Namespace, n: in
     """Those of step n, of sequences of L tokens: random tokens, in lines of 16."""
     ids, tokenizer = torch.from_numpy(random_ids(L, args)), Tokenizer(TINY)
     facts = 0 if adapted.settings.compressor == "paper" else args.facts  # as its recipe has it
-    ids[::16] = fact_tokens(tokenizer)[1] % args.vocab
+    ids[::16] = fact_tokens(tokenizer).line_break % args.vocab
 
     def draw(i: int) -> tuple[Tensor, Tensor]:
         told, ago = tell(ids, facts, "training", 0, i, tokenizer)

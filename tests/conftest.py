@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import eval_ppl
-from generate import TINY, Tokenizer, run_program
+from generate import TINY, run_program
 from lococo import Settings
-from model import Llama, LlamaConfig
+from model import Llama, LlamaConfig, Tokenizer
 
 FULL = Settings("full", 16, 1024, lora_rank=0)
 H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)
@@ -162,7 +162,7 @@ def greedy_by_hand(adapted, ids: list[int]) -> list[int]:
 
 def names_in(tokens: torch.Tensor, tokenizer: Tokenizer) -> set[str]:
     """The names of the facts that are told in a text."""
-    return set(re.findall(r"\n@ (\w+ \w+) = \w", tokenizer.sp.decode(tokens.tolist())))
+    return set(re.findall(r"\n@ (\w+ \w+) = \w", tokenizer.decode(tokens.tolist())))
 
 
 def remembered(forward) -> dict[int, int]:

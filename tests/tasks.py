@@ -46,11 +46,11 @@ from eval_ppl import (  # noqa: E402
     token_streams,
 )  # fmt: skip
 from generate import (  # noqa: E402
-    TINY, Machine, Parser, Tokenizer, as_text, at_least, decode, prefill, prepare, run_program,
+    TINY, Machine, Parser, as_text, at_least, decode, prefill, prepare, run_program,
 )  # fmt: skip
 from lococo import AdaptedLlama, segment_losses  # noqa: E402
 from metrics import LONGBENCH, compare  # noqa: E402
-from model import DAMAGED, KVCache, UserError  # noqa: E402
+from model import DAMAGED, KVCache, Tokenizer, UserError  # noqa: E402
 
 # --- Rows from the official files ----------------------------------------------------------------
 
@@ -178,11 +178,11 @@ def recall(shots: int, seed: int) -> Iterator[dict]:
     """32 held-out texts of 2,048 tokens with 8 facts (eval_ppl.tell), each told once in the first
     half of the lines; at the end some of the others are asked and answered, then one is asked."""
     tokenizer = Tokenizer(TINY)
-    words = [tokenizer.sp.id_to_piece(i)[1:] for i in fact_tokens(tokenizer)[0]]
+    words = [tokenizer.piece(i)[1:] for i in fact_tokens(tokenizer).words]
     length = 2048 - 6 * 8 - 6 * (shots + 1) - 16
     ids = token_streams([], tokenizer)["held-out"]
     for i, document in enumerate(long_documents(ids, tokenizer.bos, length, 32).tolist()):
-        lines = tokenizer.sp.decode(document).split("\n")
+        lines = tokenizer.decode(document).split("\n")
         rng, facts = np.random.default_rng((seed, i)), {}
         values = rng.choice(words, 8, replace=False).tolist()
         while len(facts) < 8:
@@ -224,7 +224,7 @@ def shorten(row: dict, most: int, tokenizer: Tokenizer) -> bool:
     prompts, shorter = np.atleast_1d(row["prompt"]).tolist(), []
     for prompt in prompts:
         ids, half = tokenizer.encode(prompt), most // 2
-        ends = tokenizer.sp.decode(ids[:half]) + tokenizer.sp.decode(ids[-half:])
+        ends = tokenizer.decode(ids[:half]) + tokenizer.decode(ids[-half:])
         shorter.append(prompt if len(ids) <= most else ends)
     row["prompt"] = shorter[0] if isinstance(row["prompt"], str) else shorter
     return shorter != prompts

@@ -201,6 +201,6 @@ def test_slots_are_described_by_their_largest_shares(model, tokenizer):
         first, "   0 sinks    ████ 1.00 '<s>'      0      ██",
         "   1 heavy    ████ 1.00 '('        3      ▄█",
         "   2 merged   ██·· 0.50 ' f'       2      █··· 0.25 'x'        4"
-        "      █··· 0.20 '<0x0A>'   6       ▄",
+        "      █··· 0.20 '\\n'       6       ▄",
         "   3 recent   ████ 0.99 'return'   8       █",
     ]  # fmt: skip

@@ -12,10 +12,10 @@ from conftest import meta_state, permute, reference_logits
 from safetensors.torch import save_file
 
 import model as model_module
-from generate import Tokenizer, prefill, settings_for
+from generate import prefill, settings_for
 from lococo import AdaptedLlama, identity, load_adapter
 from model import KVCache, Llama, LlamaConfig, UserError, checksum, hugging_face_name, load_llama
-from model import read_file, rope, rotate, write_file
+from model import Tokenizer, read_file, rope, rotate, write_file
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
 SMALL = LlamaConfig(32, 2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)
@@ -219,10 +219,10 @@ def test_a_text_comes_back_and_bos_is_only_at_its_start(tmp_path, tokenizer):
     for text in ("def f(x):\n    return x\n", "  two  spaces ", "<s> a </s>", ""):
         ids = tokenizer.encode(text)
         assert ids[0] == 1 and not {1, 2} & set(ids[1:])
-        assert tokenizer.sp.decode(ids) == text and tokenizer.sp.encode(text) == ids[1:]
+        assert tokenizer.decode(ids) == text and tokenizer.tokens.encode(text) == ids[1:]
     for content in (b"", tokenizer.file.read_bytes()[:1000]):
         (tmp_path / "tokenizer.model").write_bytes(content)
-        refusal(tmp_path / "7B", "no readable tokenizer.model", call=Tokenizer)
+        refusal(tmp_path / "7B", "tokenizer.model is not a readable tokenizer", call=Tokenizer)
 
 
 TENSORS = {

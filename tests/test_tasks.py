@@ -87,7 +87,7 @@ def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
     ({}, 12), ({"stop": "]", "punctuation": ""}, 12), ({"max_tokens": 1}, 1)])  # fmt: skip
 def test_a_text_is_the_likeliest_up_to_its_stop(tokenizer, monkeypatch, settings, more, kept):
     adapted, ids = AdaptedLlama(load_llama(TINY), settings), tokenizer.encode(TEXT)
-    written = tokenizer.sp.decode(greedy_by_hand(adapted, ids)[: 48 + kept])[len(TEXT) :]
+    written = tokenizer.decode(greedy_by_hand(adapted, ids)[: 48 + kept])[len(TEXT) :]
     text, stop, _ = written.partition(more.get("stop", "\n"))
     assert text and bool(stop) == (kept == 12)
     row = {"prompt": TEXT, "answers": ["other", text]} | more
@@ -154,7 +154,7 @@ def test_long_prompts_lose_their_middle(run, tokenizer):
     ids, row = tokenizer.encode(text), {"prompt": [text, "x ="]}
     assert len(ids) % 2 == 1
     assert not tasks.shorten(row, len(ids), tokenizer) and tasks.shorten(row, 11, tokenizer)
-    assert row["prompt"] == [tokenizer.sp.decode(ids[1:5]) + tokenizer.sp.decode(ids[-5:]), "x ="]
+    assert row["prompt"] == [tokenizer.decode(ids[1:5]) + tokenizer.decode(ids[-5:]), "x ="]
     Path("rows").write_text(json.dumps({"prompt": TEXT, "answers": ["x"], "max_tokens": 1}))
     code, out, err = run(tasks, "score rows --cut 9 --method full")
     assert code == 0 and "rows: 1 rows, 1 with a prompt cut to 9 tokens\n" in out, err

@@ -26,7 +26,7 @@ def texts(paths, tokenizer) -> list[str]:
     found = []
     for ids in token_streams(paths, tokenizer).values():
         documents = np.split(ids, np.flatnonzero(ids == tokenizer.bos))[1:]
-        found += [tokenizer.sp.decode(document[1:].tolist()) for document in documents]
+        found += [tokenizer.decode(document[1:].tolist()) for document in documents]
     return sorted(found)
 
 
@@ -131,7 +131,7 @@ def test_facts_are_lines_of_their_own(tokenizer, L, facts, seed, i):
     """The tokens are those that the tokenizer has for the text that is read."""
     text = torch.tensor(tokenizer.encode(CODE)[:L])
     told, ago = tell(text, facts, "training", seed, i, tokenizer)
-    ids, written = told.tolist(), tokenizer.sp.decode(told.tolist())
+    ids, written = told.tolist(), tokenizer.decode(told.tolist())
     assert len(ids) == len(ago) == L and tokenizer.encode(written) == ids
     lines = written.splitlines(keepends=True)
     assert CODE.startswith("".join(line for line in lines if line[0] != "@"))
@@ -139,7 +139,7 @@ def test_facts_are_lines_of_their_own(tokenizer, L, facts, seed, i):
     assert all(re.fullmatch("@( [a-z]{3,}){2} = [a-z]{3,}\n", line) for line in found)
     assert len(found) > len(set(found)) == len(names_in(told, tokenizer)) == facts
     for t, n in enumerate(ago.tolist()):
-        line = tokenizer.sp.id_to_piece(ids[max(0, t - 4) : t])
+        line = [tokenizer.piece(i) for i in ids[max(0, t - 4) : t]]
         asked = len(line) == 4 and line[0] == "@"  # "@", a name of two words and "="
         earlier = [m for m in range(4, t) if asked and ids[m - 4 : m] == ids[t - 4 : t]]
         assert n == (t - earlier[-1] if earlier else 0)

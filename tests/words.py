@@ -19,16 +19,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import long_documents, token_losses, token_streams  # noqa: E402
-from generate import HERE, Tokenizer, load_base, prepare, run_program  # noqa: E402
+from generate import HERE, load_base, prepare, run_program  # noqa: E402
 from lococo import load_adapter, read_adapter  # noqa: E402
+from model import Tokenizer  # noqa: E402
 
 
 def words(ids: list[int], tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
     """The words of a text that begins with a BOS, and where the tokens of each are."""
     text, places = "", []
     for place, token in enumerate(ids[1:], start=1):
-        piece = tokenizer.piece(token).replace("\u2581", " ")
-        piece = "\n" if tokenizer.sp.is_byte(token) else piece
+        piece = tokenizer.piece(token)
         text += piece
         places += [place] * len(piece)
     for found in re.finditer(r"\w+", text):

@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import (  # noqa: E402
     PARTS, find_files, long_documents, sequence, tell, token_losses, token_streams,
 )  # fmt: skip
-from generate import Machine, Tokenizer, settings_for  # noqa: E402
+from generate import Machine, settings_for  # noqa: E402
 from lococo import AdaptedLlama  # noqa: E402
-from model import Llama, LlamaConfig, hugging_face_name, rope, rotate  # noqa: E402
+from model import Llama, LlamaConfig, Tokenizer, hugging_face_name, rope, rotate  # noqa: E402
 
 CONFIG = LlamaConfig(
     dim=128, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=344, vocab_size=2048, context=1024,
