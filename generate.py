@@ -177,6 +177,8 @@ class Parser(argparse.ArgumentParser):
         for flag in ("--sinks", "--heavy", "--recent"):
             add(flag, type=at_least(0), help=f"{flag[2:]} slots, instead of the method's")
         add("--positions", choices=POSITIONS, help="of keys, instead of the method's")
+        add("--forget", type=at_least(0, float), metavar="F",
+            help="heavy slots: factor of earlier attention scores at each segment, 0 to 1")
 
     def refuse_counts(self, args: argparse.Namespace) -> None:
         given = {args.mem, args.segment, *method_flags(args).values()} - {None}
@@ -191,7 +193,7 @@ class Parser(argparse.ArgumentParser):
 
 def method_flags(args: argparse.Namespace) -> dict:
     """The flags that change a row of METHODS; train.py has three more than the others."""
-    names = ("sinks", "heavy", "recent", "positions", "compressor", "kernel", "lora_rank")
+    names = ("sinks", "heavy", "recent", "positions", "forget", "compressor", "kernel", "lora_rank")
     return {name: vars(args)[name] for name in names if name in args}
 
 

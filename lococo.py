@@ -25,6 +25,9 @@ METHODS = {
     "lococo": lambda M: dict(merged=M),
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
+    "lococo+h2o+recent": lambda M: dict(
+        heavy=M * 3 // 8, merged=M // 4, recent=M - M * 3 // 8 - M // 4, positions="slots"
+    ),
     "lococo+window": lambda M: dict(
         sinks=4, merged=min(M // 4, 24), recent=M - min(M // 4, 24) - 4, positions="slots"
     ),
@@ -66,21 +69,26 @@ class Compressor(nn.Module):
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)  # g
         nn.init.normal_(self.conv.weight)  # as the official code starts
 
-    def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
-        """Entries (N, 2D, S) of N heads -> w (N, slots, S). Only ours reads from_slot (N, S)."""
+    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
+        """Entries (N, 2D, S) of N heads -> w (N, slots, S). The paper's compressor ignores the rest:
+        from_slot (N, S) marks entries that come from an earlier compression; scores (N, S) is the
+        attention that each has received, None for a method without heavy slots."""
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official code, it
         # follows the convolution: no weight is negative. A row of zeros becomes a plain mean.
         w = logits.relu() + 1e-9
         return w / w.sum(dim=-1, keepdim=True)  # (7)
 
-    def forward(self, k: Tensor, v: Tensor, from_slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, k: Tensor, v: Tensor, from_slot: Tensor, scores: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S). W is
         computed in float32 whatever the model's numbers: logits of 900 are 4 apart in bfloat16."""
         with torch.autocast(k.device.type, enabled=False):
             entries = torch.cat((k, v), dim=-1).float()
             entries = entries.flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
-            w = self.weights(entries, from_slot.flatten(0, 1))
+            scores = None if scores is None else scores.flatten(0, 1)
+            w = self.weights(entries, from_slot.flatten(0, 1), scores)
             w = w.unflatten(0, k.shape[:2]).type_as(k)
             return w @ k, w @ v, w  # (4), (5)
 
@@ -161,7 +169,10 @@ class Memory(KVCache):
             # If compressed before, the cache is [front | merged slots | recent slots | segment].
             from_slot = (arranged[:, :, front:end] < front + s.merged) & self.compressed
             rest = k[:, :, front:end], v[:, :, front:end]
-            k_new, v_new, w = self.compressors[layer](*rest, from_slot)
+            scores = self.scores[layer]
+            if scores is not None:
+                scores = scores.gather(2, arranged)[:, :, front:end]
+            k_new, v_new, w = self.compressors[layer](*rest, from_slot, scores)
         else:
             k_new, v_new, w = k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, end - front)
         if s.positions == "slots":
@@ -277,7 +288,7 @@ class FactCompressor(Compressor):
         self.slot_filters = nn.Parameter(torch.randn(slots, 2 * head_dim, 1))
         self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
 
-    def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
+    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         new = F.conv1d(entries, self.conv.weight + COMMON * self.common, padding="same")
         old = F.conv1d(entries, self.slot_filters + COMMON * self.slot_common)
         relevance = torch.where(from_slot[:, None], old, new)

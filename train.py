@@ -235,11 +235,14 @@ def odd(text: str) -> int:
     return number
 
 
-def parse() -> tuple[argparse.Namespace, dict[str, Tensor], dict]:
-    """The arguments, and the state to resume from: its tensors (none at a start), its `about`."""
+def parse(line: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, Tensor], dict]:
+    """The arguments of a line (None: the program's own), and the state to resume from: its tensors
+    (none at a start), its `about`."""
     parser = Parser(__doc__)
     add, count, whole = parser.add_argument, at_least(1), at_least(0)
     add("--data", type=Path, nargs="+", default=[], help='texts; .jsonl: {"text": ...}')
+    add("--held-out", type=Path, nargs="+", default=[], metavar="DATA",
+        help="texts to score; all of --data trains then (default: a tenth of --data is scored)")
     add("--out", type=Path, help="new directory of the run (default: in runs/)")
     add("--recipe", choices=RECIPES, help="default: embedded for tiny/, paper for other models")
     add("--method", choices=METHODS)
@@ -260,7 +263,7 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor], dict]:
     add("--save-every", type=count, metavar="STEPS", help="of the state to resume from")
     add("--score-tokens", type=whole, metavar="N", help="of held-out documents to score")
     add("--resume", type=Path, metavar="RUN", help="go on with a run; other flags win over its own")
-    args = parser.parse_args()
+    args = parser.parse_args(line)
     if args.resume:
         tensors, about = read_file(args.resume / "state.safetensors")
         if about["args"].keys() != vars(args).keys():
@@ -272,12 +275,13 @@ def parse() -> tuple[argparse.Namespace, dict[str, Tensor], dict]:
         recipe = args.recipe or ("embedded" if args.model.resolve() == TINY else "paper")
         parser.set_defaults(recipe=recipe, **asdict(RECIPES[recipe]))
         tensors, about = {}, {"step": 0, "scores": {}}
-    args = parser.parse_args()  # again: a flag wins over the recipe or the stored run
+    args = parser.parse_args(line)  # again: a flag wins over the recipe or the stored run
     if about["step"] > args.steps:
         parser.error(f"--steps {args.steps}: this run is at step {about['step']}")
     args.segment = args.segment or args.mem
     args.batch = args.batch or max(1, 4096 // args.seq)
     args.model, args.data = args.model.resolve(), [Path(data).resolve() for data in args.data]
+    args.held_out = [Path(data).resolve() for data in args.held_out]
     ends = ("", *(f"-{i}" for i in range(2, 1000)))
     names = (HERE / "runs" / f"{args.method}-mem{args.mem}-seq{args.seq}{end}" for end in ends)
     args.out = args.resume or args.out or next(out for out in names if not any(out.glob("*")))
@@ -299,6 +303,11 @@ def texts(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[np.ndarray, T
     """Token ids to train on, and documents (N, L) to score. If no document falls into the training
     part, another part is trained on and scoring is skipped."""
     streams = token_streams(args.data, tokenizer)
+    if args.held_out:
+        held_out = np.concatenate([*token_streams(args.held_out, tokenizer).values()])
+        most = args.score_tokens // args.seq
+        documents = long_documents(held_out, tokenizer.bos, args.seq, most)
+        return np.concatenate([*streams.values()]), documents
     part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
     scored = part == "training" and args.score_tokens
     most = max(1, args.score_tokens // args.seq) if scored else 0
@@ -382,12 +391,12 @@ def run(args: argparse.Namespace, state: dict[str, Tensor], about: dict) -> None
     print(f"adapter: {os.path.relpath(args.out / 'adapter.safetensors')}")
 
 
-def main() -> None:
+def main(line: list[str] | None = None) -> None:
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")
         join()  # process 0 refuses flags and texts, and tokenizes, before it comes
     try:
-        run(*parse())
+        run(*parse(line))
         if WORLD > 1:
             dist.destroy_process_group()  # or gloo may abort a process while it ends
     except BaseException:

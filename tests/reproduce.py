@@ -33,13 +33,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import generate  # noqa: E402
-import lococo  # noqa: E402
 import train  # noqa: E402
 from eval_ppl import PARTS, long_documents, tell_all, token_losses, token_streams  # noqa: E402
 from generate import HERE, TINY, Machine, load_base, prepare  # noqa: E402
-from lococo import COMMON, COMPRESSORS, AdaptedLlama, Compressor, FactCompressor  # noqa: E402
+from lococo import COMMON, COMPRESSORS, Compressor, FactCompressor  # noqa: E402
 from lococo import load_adapter  # noqa: E402
-from official_code import OfficialH2O, OfficialLoCoCo  # noqa: E402
+import official_code  # noqa: E402, F401, it adds a compressor
 
 # --- What lies between the paper's compressor and ours -------------------------------------------
 
@@ -47,14 +46,14 @@ from official_code import OfficialH2O, OfficialLoCoCo  # noqa: E402
 class SoftmaxCompressor(Compressor):
     """A softmax instead of the ReLU and (7)."""
 
-    def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
+    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         return self.conv(entries).float().softmax(dim=-1)
 
 
 class CommonCompressor(FactCompressor):
     """Ours with rows that are made all at once."""
 
-    def weights(self, entries: Tensor, from_slot: Tensor) -> Tensor:
+    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         new = F.conv1d(entries, self.conv.weight + COMMON * self.common, padding="same")
         old = F.conv1d(entries, self.slot_filters + COMMON * self.slot_common)
         return torch.where(from_slot[:, None], old, new).float().softmax(dim=-1)
@@ -71,7 +70,7 @@ ROWS = {  # name: what README says of it, flags of train.py
     "full": ("full attention", "--method full --positions original"),
     "window": ("the window: 4 first and 124 last tokens", "--method streaming"),
     "h2o": ("H2O", "--method h2o --positions slots"),
-    "official code": ("the official code", f"--method lococo+h2o {PAPER}"),
+    "official code": ("the official code", f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
     "lococo": ("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
     "lococo+h2o": ("the paper's `lococo+h2o`: half heavy, half merged", f"--method lococo+h2o {PAPER}"),
     "recent": ("+ 100 last and 4 first tokens instead of the heavy ones, 24 merged", f"--method lococo+window {PAPER}"),
@@ -88,16 +87,15 @@ PLAIN = {  # the same for plain text
     "window": ("the window: the last M tokens", "--method streaming --sinks 0"),
     "window with sinks": ("4 first and M - 4 last tokens", "--method streaming"),
     "h2o": ("H2O: M/2 heavy, M/2 last", "--method h2o --positions slots"),
-    "official h2o": ("H2O as the official code has it: M heavy", "--method h2o --heavy {mem} --recent 0 --positions slots"),
+    "official h2o": ("H2O as the official code has it: M heavy", "--method h2o --heavy {mem} --recent 0 --forget 0 --positions slots"),
     "ours": ("**ours**: M/4 merged, 3M/4 last", OURS),
     "ours by (7)": ("the same with the paper's compressor", f"{OURS} {PAPER}"),
     "heavy": ("`lococo+h2o` with our compressor", f"--method lococo+h2o --positions slots {MIXING}"),
     "lococo+h2o": ("the paper's `lococo+h2o`: M/2 heavy, M/2 merged", f"--method lococo+h2o {PAPER}"),
     "merged": ("`lococo` with our compressor", f"--method lococo --positions slots {MIXING}"),
     "lococo": ("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
-    "official code": ("the official code", f"--method lococo+h2o {PAPER}"),
+    "official code": ("the official code", f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
 }  # fmt: skip
-KINDS = {"official code": OfficialLoCoCo, "official h2o": OfficialH2O}
 COLUMNS = {"to 256": (0, 256), "256-512": (256, 512), "512-2,048": (512, 2048)}  # told so long ago
 RESULTS = HERE / "tests" / "results.json"
 FILES = (HERE / "README.md", HERE / "tests" / "results.md")
@@ -247,7 +245,6 @@ def main() -> None:
     commit = subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip()
     for seed in args.seeds:
         for row in args.only or (rows if args.data else ()):
-            train.AdaptedLlama = lococo.AdaptedLlama = KINDS.get(row, AdaptedLlama)
             name = f"{run_directory(row, seed, args).name} {args.part}"
             if name in read() and not args.again:
                 print(f"{name}: from tests/results.json", file=sys.stderr)

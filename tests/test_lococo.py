@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from official_code import OfficialLoCoCo, OfficialMemory
+import official_code  # noqa: F401, it adds a compressor
 from slow_memory import official_rows, slow_memory
 from test_paper import by_loop
 
@@ -35,27 +35,30 @@ def logits_of(model, cache, tokens=TOKENS, segment=6):
     ("lococo", 512, {}, (0, 0, 512, 0)), ("lococo+h2o", 512, {}, (0, 256, 256, 0)),
     ("lococo", 512, dict(sinks=4, heavy=8, recent=444), (4, 8, 56, 444)),
     ("lococo+sinks", 512, {}, (4, 0, 508, 0)), ("lococo+window", 128, {}, (4, 0, 24, 100)),
-    ("lococo+window", 64, {}, (4, 0, 16, 44))])  # fmt: skip
+    ("lococo+window", 64, {}, (4, 0, 16, 44)), ("lococo+h2o+recent", 64, {}, (0, 24, 16, 24)),
+    ("lococo+h2o+recent", 66, dict(heavy=8), (0, 8, 32, 26))])  # fmt: skip
 def test_a_method_is_four_counts(method, mem, changes, counts):
     s = settings(method, mem, **changes)
     assert (s.sinks, s.heavy, s.merged, s.recent, s.mem) == (*counts, sum(counts))
     row = METHODS[method](mem)
     assert sum(row.get(kind, 0) for kind in KINDS) == mem * (method != "full")
-    assert s.positions == ("slots" if method in ("streaming", "lococo+window") else "interpolated")
+    by_slot = method in ("streaming", "lococo+window", "lococo+h2o+recent")
+    assert s.positions == ("slots" if by_slot else "interpolated")
     assert settings(method, mem, positions="original").positions == "original"
 
 
 VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
     ("streaming", dict(sinks=3, recent=0)),
     ("lococo", dict(sinks=1, heavy=2, recent=2)),
+    ("lococo", dict(heavy=2, recent=2, forget=0.3)),
     ("lococo", dict(recent=1, kernel=21, compressor="facts")),
     ("lococo", dict(sinks=1, heavy=2, recent=2, kernel=5, compressor="facts")),
 ]
 
 
 @torch.no_grad()
-def check_against_slow_memory(adapted, memory, rows):
-    class Watched(memory):
+def check_against_slow_memory(adapted, rows):
+    class Watched(Memory):
         def compress(self, layer):
             arranged, w = super().compress(layer)
             self.W = self.mixing_matrix(arranged, w)
@@ -91,7 +94,7 @@ def test_every_method_equals_a_slow_memory(config, monkeypatch, method, changes,
     adapted = AdaptedLlama(model, settings(method, positions=positions, **changes))
     for p in adapted.compressors.parameters():
         p.data += 0.3 * torch.randn(p.shape)
-    check_against_slow_memory(adapted.double(), Memory, by_loop)
+    check_against_slow_memory(adapted.double(), by_loop)
 
 
 @pytest.mark.parametrize("kernel", [3, 21])
@@ -99,13 +102,14 @@ def test_every_method_equals_a_slow_memory(config, monkeypatch, method, changes,
 def test_the_official_codes_memory_equals_its_published_formula(config, gate, kernel):
     """Memory is [heavy hitters in time order | mixed]; scores are those of the last forward."""
     model = Llama(replace(config, n_layers=1))
-    adapted = OfficialLoCoCo(model, settings("lococo+h2o", kernel=kernel, positions="original"))
+    changes = dict(compressor="official", forget=0.0, positions="original")
+    adapted = AdaptedLlama(model, settings("lococo+h2o", kernel=kernel, **changes))
     with torch.no_grad():
         assert adapted.compressors[0].gate == 0.5
         adapted.compressors[0].gate.fill_(gate)
         adapted.compressors[0].conv.bias.normal_()
         adapted.compressors[0].conv.weight *= 0.3  # else rounding decides between logits of 50
-    check_against_slow_memory(adapted, OfficialMemory, official_rows)
+    check_against_slow_memory(adapted, official_rows)
 
 
 @pytest.mark.parametrize("rope_scale, changes, factor", [  # the pretrained context is 64

@@ -70,7 +70,7 @@ def test_compressor_equals_a_loop_over_the_equations(kind, kernel):
         torch.nn.init.normal_(p, std=0.3)
     k, v = torch.randn(2, 2, 3, 12, 4)
     from_slot = torch.rand(2, 3, 12) < 0.4
-    k_new, v_new, w = compressor(k, v, from_slot)  # (B, G, slots, D)
+    k_new, v_new, w = compressor(k, v, from_slot, None)  # (B, G, slots, D)
     assert torch.allclose(w.sum(dim=-1), torch.ones(2, 3, 5)) and (w >= 0).all()
     for b in range(2):
         for head in range(3):
