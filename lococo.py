@@ -93,16 +93,15 @@ class Compressor(nn.Module):
             return w @ k, w @ v, w  # (4), (5)
 
 
-@torch.no_grad()
-def attention_received(q: Tensor, k: Tensor) -> Tensor:
-    """How much attention S entries receive from the last T queries (H2O, arXiv 2306.14048), summed
-    over queries, averaged over the query heads of a key/value head: q (B, H, T, D), k (B, G, S, D)
-    -> (B, G, S). Computed again, as fused attention does not return its weights."""
-    q = q.unflatten(1, (k.shape[1], -1))  # (B, G, H/G, T, D)
-    logits = q @ k[:, :, None].transpose(-1, -2) / q.shape[-1] ** 0.5
-    mask = causal_mask(q.shape[3], k.shape[2], q.device)
-    weights = logits.float().masked_fill(~mask, -torch.inf).softmax(dim=-1)  # (B, G, H/G, T, S)
-    return weights.sum(dim=3).mean(dim=2)
+def attention_weights(q: Tensor, k: Tensor) -> Tensor:
+    """Equation (1) up to its product with V, as H2O must see the weights and fused attention does not
+    return them. The last T of S entries ask: q (B, H, T, D), k (B, G, S, D) -> float32 weights
+    (B, G, H/G * T, S); the query heads of a key/value head stand one below the other."""
+    T, S, heads = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    q = q.unflatten(1, (-1, heads)).flatten(2, 3)  # (B, G, H/G * T, D)
+    logits = (q @ k.mT).float() / q.shape[-1] ** 0.5
+    hidden = ~causal_mask(T, S, q.device).repeat(heads, 1)
+    return logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
 
 
 # --- Memory (algorithm 2) ------------------------------------------------------------------------
@@ -142,14 +141,19 @@ class Memory(KVCache):
         return self.size if self.settings.positions == "slots" else first
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        read = super().attend(layer, q, k, v)
-        if self.settings.heavy:
-            received = attention_received(q, self.keys[layer])
-            if self.scores[layer] is not None:
-                earlier = self.settings.forget * self.scores[layer]
-                received[:, :, : -k.shape[2]] += earlier  # of the older entries
-            self.scores[layer] = received
-        return read
+        """Heavy hitters (H2O, arXiv 2306.14048) are entries that have received much attention: the
+        sum over all queries so far, the mean over the query heads of a key/value head."""
+        if not self.settings.heavy:
+            return super().attend(layer, q, k, v)
+        self.append(layer, k, v)
+        weights = attention_weights(q, self.keys[layer])
+        T, heads = q.shape[2], q.shape[1] // k.shape[1]
+        received = weights.detach().sum(dim=2) / heads  # (B, G, S)
+        if self.scores[layer] is not None:
+            received[:, :, :-T] += self.settings.forget * self.scores[layer]  # the older entries
+        self.scores[layer] = received
+        read = weights.type_as(v) @ self.values[layer]  # (B, G, H/G * T, D)
+        return read.unflatten(2, (heads, T)).flatten(1, 2)
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         """The operator C of (3), steps 4 and 5: S entries become M slots. One-hot rows of W copy;
@@ -288,10 +292,14 @@ class FactCompressor(Compressor):
         self.slot_filters = nn.Parameter(torch.randn(slots, 2 * head_dim, 1))
         self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
 
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
+    def relevance(self, entries: Tensor, from_slot: Tensor) -> Tensor:
+        """How relevant each of S entries is for each slot: (N, slots, S)."""
         new = F.conv1d(entries, self.conv.weight + COMMON * self.common, padding="same")
         old = F.conv1d(entries, self.slot_filters + COMMON * self.slot_common)
-        relevance = torch.where(from_slot[:, None], old, new)
+        return torch.where(from_slot[:, None], old, new)
+
+    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
+        relevance = self.relevance(entries, from_slot)
         return (relevance - PENALTY * redundancy(relevance, entries)).softmax(dim=-1)
 
 

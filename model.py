@@ -161,11 +161,15 @@ class KVCache:
         return self.seen - T
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A layer's new k and v (B, G, T, D) join what it holds (algorithm 1, step 4); its queries
-        q (B, H, T, D) -> what its heads read, (B, H, T, D)."""
+        """A layer's new k and v (B, G, T, D) join what it holds; its queries q (B, H, T, D) -> what
+        its heads read, (B, H, T, D)."""
+        self.append(layer, k, v)
+        return attention(q, self.keys[layer], self.values[layer])
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """New keys and values join what a layer holds (algorithm 1, step 4)."""
         self.keys[layer] = extended(self.keys[layer], k, self.most)
         self.values[layer] = extended(self.values[layer], v, self.most)
-        return attention(q, self.keys[layer], self.values[layer])
 
     def detach(self) -> None:
         """Cut the graph, so that it does not grow with the text. What has none keeps its buffer."""

@@ -1,0 +1,300 @@
+"""A real Llama with its base frozen: which memory loses least? Makes the tables of docs/real-llama.md.
+
+    python tools/real_llama.py --model SmolLM2-135M --prose prose              # every row, one seed
+    python tools/real_llama.py --model SmolLM2-135M --prose prose --rows ours --seeds 0 1 2
+    python tools/real_llama.py --model SmolLM2-135M --prose prose --rows ours --steps 40 \\
+        --part choosing --flags "--recent 16"                                 # a variation of a row
+    python tools/real_llama.py --print                                        # the tables alone
+
+A cell of a table is one row with one seed: train.py trains its convolutions on three books and on
+WikiText-2's valid part, then documents of --seq tokens are scored. Forms are chosen on the fourth
+book (--part choosing); the documents of WikiText-2's test part are scored once, when nothing is left
+to choose. A row without convolutions is not trained.
+
+Runs are in runs/real-llama/ and go on where they were stopped. The figures of a cell are one line of
+docs/real-llama.jsonl, with the nats of each document, the date and the commit. A cell is named by
+all that makes it: flags, base, texts, and a checksum of the source files that compute it. A change of
+any of these is another cell, so that a stored figure is never an answer to another question.
+"""
+
+import argparse
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE / "tests"))
+import train  # noqa: E402
+from eval_ppl import long_documents, token_losses, token_streams  # noqa: E402
+from generate import Machine, load_base, prepare, run_program, settings_for  # noqa: E402
+from lococo import COMMON, COMPRESSORS, AdaptedLlama, Compressor, FactCompressor  # noqa: E402
+from lococo import load_adapter  # noqa: E402
+from model import UserError  # noqa: E402
+from official_code import OfficialCompressor  # noqa: E402
+
+BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.jsonl")
+PARTS = {"choosing": "book_news.txt", "test": "wikitext2-test.jsonl"}
+SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "generate.py", "tools/real_llama.py",
+           "tests/official_code.py")  # fmt: skip
+RESULTS = HERE / "docs" / "real-llama.jsonl"
+
+# --- Compressors between the paper's and ours ----------------------------------------------------
+
+
+class SoftmaxCompressor(Compressor):
+    """A softmax instead of the ReLU and (7)."""
+
+    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
+        return self.conv(entries).softmax(dim=-1)
+
+
+class AtOnceCompressor(FactCompressor):
+    """Ours without turns: the rows do not know of each other."""
+
+    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
+        return self.relevance(entries, from_slot).softmax(dim=-1)
+
+
+COMPRESSORS["softmax"] = SoftmaxCompressor
+COMPRESSORS["at once"] = AtOnceCompressor
+assert COMPRESSORS["official"] is OfficialCompressor
+
+# --- Rows ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a table calls a memory, and what makes it."""
+
+    label: str
+    flags: str  # of train.py
+    trained: bool = True
+
+
+PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2 --bptt 1"
+RECIPE = "--recipe inference"
+ROWS = {
+    "full": Row("full attention", "--method full", trained=False),
+    "window": Row("window: 4 first, M - 4 last", "--method streaming", trained=False),
+    "h2o": Row("H2O: M/2 heavy, M/2 last", "--method h2o --positions slots", trained=False),
+    "h2o text": Row("H2O, positions of the text", "--method h2o", trained=False),
+    "h2o forget": Row(
+        "H2O with forgetting (0.4)", "--method h2o --positions slots --forget 0.4", trained=False
+    ),
+    "official h2o": Row(
+        "H2O of the official code: M heavy, by the last segment's attention",
+        "--method h2o --heavy {mem} --recent 0 --forget 0",
+        trained=False,
+    ),
+    "lococo": Row("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
+    "lococo+h2o": Row("the paper's `lococo+h2o`: M/2 heavy, M/2 merged", f"--method lococo+h2o {PAPER}"),
+    "official code": Row(
+        "the official code: M/2 heavy, M/2 mixed with the next heavy ones",
+        f"--method lococo+h2o {PAPER} --compressor official --forget 0",
+    ),
+    "window merged": Row("window with M/4 merged", f"{RECIPE} --method lococo+window"),
+    "ours, paper's compressor": Row("H2O with M/4 merged, by the paper's compressor", f"{RECIPE} {PAPER}"),
+    "ours, softmax": Row("H2O with M/4 merged, by a softmax alone", f"{RECIPE} --compressor softmax"),
+    "ours, no forgetting": Row("H2O with M/4 merged, our compressor", f"{RECIPE} --forget 1"),
+    "ours": Row("H2O with forgetting and M/4 merged, our compressor", RECIPE),
+}  # fmt: skip
+
+# --- A cell --------------------------------------------------------------------------------------
+
+
+def checksum_of_files(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def cell_name(row: Row, seed: int, args: argparse.Namespace) -> dict:
+    """All that makes a cell."""
+    texts = [args.prose / name for name in (*BOOKS, PARTS[args.part])]
+    flags = f"{row.flags.format(mem=args.mem)} {args.flags}".strip()
+    return {
+        "flags": flags,
+        "steps": args.steps if row.trained else 0,
+        "seed": seed if row.trained else 0,
+        "mem": args.mem,
+        "seq": args.seq,
+        "part": args.part,
+        "documents": args.documents,
+        "base": checksum_of_files(sorted(args.model.glob("*.json")) + sorted(args.model.glob("*.safetensors"))),
+        "texts": checksum_of_files(texts),
+        "sources": checksum_of_files([HERE / name for name in SOURCES]),
+    }  # fmt: skip
+
+
+def train_cell(name: dict, args: argparse.Namespace) -> Path:
+    """Run train.py, or go on with its run; returns the run's directory."""
+    digest = hashlib.sha256(json.dumps(name).encode()).hexdigest()[:12]
+    out = HERE / "runs" / "real-llama" / digest
+    if (out / "adapter.safetensors").is_file():
+        return out
+    if (out / "state.safetensors").is_file():
+        train.main(["--resume", str(out)])
+        return out
+    line = ["--model", str(args.model), "--dtype", "bfloat16", "--out", str(out)]
+    line += ["--data", *(str(args.prose / text) for text in BOOKS), "--score-tokens", "0"]
+    line += ["--recipe", "inference", *name["flags"].split()]
+    line += ["--mem", str(args.mem), "--segment", str(args.mem), "--seq", str(args.seq)]
+    line += ["--steps", str(args.steps), "--seed", str(name["seed"])]
+    line += ["--batch", str(4096 // args.seq), "--micro-batch", str(4096 // args.seq)]
+    train.main(line)
+    return out
+
+
+def untrained_model(row: Row, args: argparse.Namespace, machine: Machine) -> AdaptedLlama:
+    flags = f"{row.flags.format(mem=args.mem)} --lora-rank 0 {args.flags}".split()
+    values = dict(zip(flags[::2], flags[1::2]))
+    method = values.pop("--method")
+    changes = {flag[2:].replace("-", "_"): value for flag, value in values.items()}
+    for key in changes.keys() - {"positions"}:
+        changes[key] = float(changes[key]) if key == "forget" else int(changes[key])
+    model, _ = load_base(args.model, machine)
+    length = args.seq if method != "full" else model.config.context
+    return AdaptedLlama(model, settings_for(method, args.mem, args.mem, length, **changes))
+
+
+def make_cell(row: Row, name: dict, args: argparse.Namespace, machine: Machine) -> dict:
+    """Train if the row trains, and score: nats per token of each document."""
+    about = {}
+    begun = time.time()
+    if row.trained:
+        with redirect_stdout(sys.stderr):
+            run = train_cell(name, args)
+        about["seconds of training"] = round(time.time() - begun)
+        model, tokenizer = load_base(args.model, machine)
+        adapted = load_adapter(run, model)
+        log = [json.loads(line) for line in open(run / "log.jsonl")]
+        about["last training losses"] = [round(entry["loss"], 3) for entry in log[-3:]]
+    else:
+        adapted = untrained_model(row, args, machine)
+        _, tokenizer = load_base(args.model, machine)
+    streams = token_streams([args.prose / PARTS[args.part]], tokenizer)
+    ids = np.concatenate([*streams.values()])
+    if args.part == "choosing":  # one book: pieces of it, evenly spread
+        pieces = torch.from_numpy(ids[: len(ids) // args.seq * args.seq].astype(np.int64))
+        pieces = pieces.view(-1, args.seq)
+        documents = pieces[:: max(1, len(pieces) // args.documents)][: args.documents]
+    else:
+        documents = long_documents(ids, tokenizer.bos, args.seq, args.documents)
+    begun = time.time()
+    nats, _, held = token_losses(adapted, documents, machine, 8)
+    about["seconds of scoring"] = round(time.time() - begun)
+    about["trained parameters"] = sum(p.numel() for p in adapted.trained().values())
+    about["cache bytes"] = held
+    means = nats.double().mean(dim=1)
+    return about | {"nats": means.mean().item(), "by document": [round(x, 5) for x in means.tolist()]}
+
+
+# --- Stored cells and tables ---------------------------------------------------------------------
+
+
+def read() -> list[dict]:
+    if not RESULTS.is_file():
+        return []
+    return [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()]
+
+
+def commit() -> str:
+    """The commit of this tree, with a plus if files have changed since."""
+    git = ["git", "-C", str(HERE)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
+    changed = [line for line in changes.stdout.splitlines() if not line.endswith(RESULTS.name)]
+    return head.stdout.strip() + ("+" if changed else "")
+
+
+def mean_and_error(values: np.ndarray) -> str:
+    return f"{values.mean():+.4f} ± {values.std(ddof=1) / len(values) ** 0.5:.4f}"
+
+
+def table(cells: list[dict], **about) -> str:
+    """A line for each row that has cells like `about`: nats per token, the mean of its seeds;
+    perplexity; the paired difference from H2O with its standard error over documents; and which part
+    of H2O's gap to full attention is closed, by each seed."""
+    found = [cell for cell in cells if about.items() <= cell.items()]
+    rows = {}
+    for cell in found:
+        rows.setdefault((cell["row"], cell["steps"], cell["extra"]), []).append(cell)
+    nats = {key: np.mean([c["by document"] for c in some], axis=0) for key, some in rows.items()}
+    h2o, full = nats.get(("h2o", 0, "")), nats.get(("full", 0, ""))
+    lines = ["| memory | steps | seeds | nats per token | perplexity | from H2O | gap closed, % |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for (row, steps, extra), values in nats.items():
+        some = rows[row, steps, extra]
+        label = ROWS[row].label if row in ROWS else row
+        line = f"| {label}{' ' + extra if extra else ''} | {steps or '-'} | {len(some)} "
+        line += f"| {values.mean():.4f} | {np.exp(values.mean()):.3f} "
+        if h2o is None or full is None or len(h2o) != len(values):
+            line += "| | |"
+        else:
+            gap = (h2o - full).mean()
+            shares = [100 * (h2o.mean() - c["nats"]) / gap for c in some]
+            line += f"| {mean_and_error(values - h2o)} | {', '.join(f'{x:.0f}' for x in shares)} |"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def parse() -> argparse.Namespace:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    add = parser.add_argument
+    add("--model", type=Path, help="directory of the base model")
+    add("--prose", type=Path, help=f"folder with {', '.join((*BOOKS, *PARTS.values()))}")
+    add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW",
+        help=f"rows to make: {', '.join(ROWS)} (default: all)")  # fmt: skip
+    add("--seeds", nargs="+", type=int, default=[0])
+    add("--steps", type=int, default=60, help="training steps of 4,096 tokens (default: 60)")
+    add("--mem", type=int, default=64, help="slots M; a segment has as many tokens (default: 64)")
+    add("--seq", type=int, default=1024, help="tokens of a sequence, of a document (default: 1,024)")
+    add("--part", choices=PARTS, default="test", help="documents to score (default: test)")
+    add("--documents", type=int, default=48, help="documents to score at most (default: 48)")
+    add("--flags", default="", help="more flags of train.py, for an ablation")
+    add("--print", action="store_true", help="print the tables of stored cells; make none")
+    args = parser.parse_args()
+    if not args.print and not (args.model and args.prose):
+        parser.error("--model and --prose are needed to make a cell")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    if not args.print:
+        args.model, args.prose = args.model.resolve(), args.prose.resolve()
+        machine = prepare(argparse.Namespace(device="cpu", dtype="bfloat16", seed=0))
+        for seed in args.seeds:
+            for key in args.rows:
+                name = cell_name(ROWS[key], seed, args)
+                if any(name.items() <= cell.items() for cell in read()):
+                    continue
+                print(f"{key} {args.flags}, seed {seed}", file=sys.stderr)
+                cell = make_cell(ROWS[key], name, args, machine)
+                about = {"row": key, "extra": args.flags, "date": str(date.today()), "commit": commit(),
+                         "machine": f"{platform.processor() or platform.machine()}, "
+                                    f"{torch.get_num_threads()} threads, torch {torch.__version__}"}  # fmt: skip
+                with open(RESULTS, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(about | name | cell) + "\n")
+    kinds = dict.fromkeys((c["part"], c["mem"], c["seq"]) for c in read())
+    for part, mem, seq in kinds:
+        print(f"\n{part}, M = T = {mem}, {seq:,} tokens\n")
+        print(table(read(), part=part, mem=mem, seq=seq), end="")
+
+
+if __name__ == "__main__":
+    run_program(main)
