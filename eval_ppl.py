@@ -192,12 +192,18 @@ def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
     words, line_break, at, equals, breaks = fact_tokens(tokenizer)
     rng, L = np.random.default_rng((seed, i)), len(tokens)
     lines, mentions = {}, []
-    while len(lines) < min(facts, L // 6):
+    wanted = min(facts, L // 6)
+    for _ in range(1000 * wanted if words else 0):  # few words do not make many names
+        if len(lines) == wanted:
+            break
         a, b, word = rng.choice(words, 3).tolist()
         name = tokenizer.piece(a) + tokenizer.piece(b)
         spelled = name.replace(" ", "\u2581")  # as sentencepiece spells it: tiny/ was trained so
         if zlib.crc32(spelled.encode()) % 20 in PARTS[part]:
             lines[name] = [at, a, b, equals, word, line_break]
+    if len(lines) < wanted:
+        sentence = f"its {len(words)} words of one token do not make {wanted} names of facts"
+        raise UserError(f"{tokenizer.file}: {sentence}")
     for name in lines:
         place = rng.uniform(0, L / 2)
         while place < L:

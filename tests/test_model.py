@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from safetensors.torch import save_file
 import model as model_module
 from generate import prefill, settings_for
 from lococo import AdaptedLlama, identity, load_adapter
-from model import KVCache, Llama, LlamaConfig, UserError, checksum, hugging_face_name, load_llama
+from model import KVCache, Llama, LlamaConfig, UserError, checksum, hugging_face_config
+from model import hugging_face_name, load_llama
 from model import Tokenizer, read_file, rope, rotate, write_file
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
@@ -36,6 +38,33 @@ def test_logits_equal_a_llama_written_a_second_time(model, cuts, gradients):
     assert torch.allclose(torch.cat(pieces, dim=1).double(), expected, atol=1e-4)
     assert cache.size == cache.seen == 12
     assert cache.nbytes == 2 * 12 * 2 * 2 * model.config.n_kv_heads * 8 * 4  # k and v, D, bytes
+
+
+def test_frequencies_of_llama_3(tmp_path):
+    """Of Llama 3.2 1B, by the published rule: a wave is longer than 8,192 tokens: divided by 32;
+    shorter than a quarter of it: kept; in between: a blend."""
+    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
+    content = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+               "intermediate_size": 8, "vocab_size": 9, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+               "max_position_embeddings": 131072, "rope_scaling": scaling}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config, expected = hugging_face_config(tmp_path / "config.json"), []
+    for i in range(32):
+        frequency = 500000.0 ** (-i / 32)
+        wave = 2 * math.pi / frequency
+        if wave > 8192:
+            frequency /= 32
+        elif wave > 8192 / 4:
+            smooth = (8192 / wave - 1) / (4 - 1)
+            frequency = (1 - smooth) * frequency / 32 + smooth * frequency
+        expected.append(frequency)
+    cos, sin = rope(torch.tensor([1000.0]), config)
+    angle = 1000 * torch.tensor(expected, dtype=torch.float64)
+    assert torch.allclose(cos[0].double(), angle.cos(), atol=1e-4)
+    assert torch.allclose(sin[0].double(), angle.sin(), atol=1e-4)
+    short = torch.tensor(expected)
+    assert torch.allclose(rope(torch.tensor([1.0]), config)[1][0], short.sin(), rtol=1e-5)
 
 
 def test_angles_are_float32_far_from_the_start():

@@ -228,9 +228,12 @@ def table(cells: list[dict], **about) -> str:
     """A line for each row that has cells like `about`: nats per token, the mean of its seeds;
     perplexity; the paired difference from H2O with its standard error over documents; and which part
     of H2O's gap to full attention is closed, by each seed."""
-    found = [cell for cell in cells if about.items() <= cell.items()]
+    latest = {}
+    for cell in cells:
+        if about.items() <= cell.items():
+            latest[cell["row"], cell["steps"], cell["extra"], cell["seed"]] = cell
     rows = {}
-    for cell in found:
+    for cell in latest.values():
         rows.setdefault((cell["row"], cell["steps"], cell["extra"]), []).append(cell)
     nats = {key: np.mean([c["by document"] for c in some], axis=0) for key, some in rows.items()}
     h2o, full = nats.get(("h2o", 0, "")), nats.get(("full", 0, ""))
