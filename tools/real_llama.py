@@ -166,8 +166,8 @@ def untrained_model(row: Row, args: argparse.Namespace, machine: Machine) -> Ada
     for key in changes.keys() - {"positions"}:
         changes[key] = float(changes[key]) if key == "forget" else int(changes[key])
     model, _ = load_base(args.model, machine)
-    length = args.seq if method != "full" else model.config.context
-    return AdaptedLlama(model, settings_for(method, args.mem, args.mem, length, **changes))
+    segment = 512 if method == "full" else args.mem  # full attention does not depend on it
+    return AdaptedLlama(model, settings_for(method, args.mem, segment, args.seq, **changes))
 
 
 def make_cell(row: Row, name: dict, args: argparse.Namespace, machine: Machine) -> dict:
@@ -291,6 +291,7 @@ def main() -> None:
                 about = {"row": key, "extra": args.flags, "date": str(date.today()), "commit": commit(),
                          "machine": f"{platform.processor() or platform.machine()}, "
                                     f"{torch.get_num_threads()} threads, torch {torch.__version__}"}  # fmt: skip
+                RESULTS.parent.mkdir(exist_ok=True)
                 with open(RESULTS, "a", encoding="utf-8") as file:
                     file.write(json.dumps(about | name | cell) + "\n")
     kinds = dict.fromkeys((c["part"], c["mem"], c["seq"]) for c in read())
