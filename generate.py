@@ -121,7 +121,7 @@ def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -
 
 def save_memory(file: Path, memory: Memory, owner: dict) -> None:
     """`owner` says which base and adapter the entries belong to."""
-    kinds = ("keys", "values", "scores") if memory.settings.heavy else ("keys", "values")
+    kinds = ("keys", "values", "scores") if memory.scoring else ("keys", "values")
     tensors = {f"{kind} {n}": t for kind in kinds for n, t in enumerate(getattr(memory, kind))}
     write_file(file, tensors, seen=memory.seen, compressed=memory.compressed, owner=owner)
 

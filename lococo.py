@@ -26,7 +26,7 @@ METHODS = {
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
     "lococo+h2o+recent": lambda M: dict(
-        heavy=M * 3 // 8, merged=M // 4, recent=M - M * 3 // 8 - M // 4, positions="slots"
+        heavy=M * 3 // 8, merged=M // 4, recent=M - M * 3 // 8 - M // 4, positions="slots", forget=0.4
     ),
     "lococo+window": lambda M: dict(
         sinks=4, merged=min(M // 4, 24), recent=M - min(M // 4, 24) - 4, positions="slots"
@@ -50,7 +50,7 @@ class Settings:
     kernel: int = 21  # taps of the convolution
     lora_rank: int = 8
     lora_alpha: int = 16  # the official code's; the paper names none
-    forget: float = 1.0  # factor of earlier attention scores at each new segment; H2O's is 1
+    forget: float = 1.0  # earlier attention counts so much less with each segment; H2O: 1
 
     @property
     def mem(self) -> int:
@@ -64,6 +64,8 @@ class Settings:
 class Compressor(nn.Module):
     """A convolution says how much of S entries goes into each slot. A layer's heads share it."""
 
+    reads_scores = False  # whether `weights` needs the attention that entries have received
+
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__()
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)  # g
@@ -72,7 +74,7 @@ class Compressor(nn.Module):
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         """Entries (N, 2D, S) of N heads -> w (N, slots, S). The paper's compressor ignores the rest:
         from_slot (N, S) marks entries that come from an earlier compression; scores (N, S) is the
-        attention that each has received, None for a method without heavy slots."""
+        attention that each has received, if the memory keeps count of it."""
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official code, it
         # follows the convolution: no weight is negative. A row of zeros becomes a plain mean.
@@ -126,6 +128,7 @@ class Memory(KVCache):
         self.settings, self.compressors = settings, compressors
         self.most = settings.mem + settings.segment
         self.compressed = False  # True once the slots are filled
+        self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         self.scores: list[Tensor | None] = [None] * config.n_layers  # attention received, (B, G, S)
 
     def enter(self, T: int) -> int:
@@ -143,7 +146,7 @@ class Memory(KVCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Heavy hitters (H2O, arXiv 2306.14048) are entries that have received much attention: the
         sum over all queries so far, the mean over the query heads of a key/value head."""
-        if not self.settings.heavy:
+        if not self.scoring:
             return super().attend(layer, q, k, v)
         self.append(layer, k, v)
         weights = attention_weights(q, self.keys[layer])
@@ -183,7 +186,7 @@ class Memory(KVCache):
             k_new = self.move(k_new, torch.arange(front, front + s.merged, device=k.device))
         self.keys[layer] = torch.cat((k[:, :, :front], k_new, k[:, :, end:]), dim=2)
         self.values[layer] = torch.cat((v[:, :, :front], v_new, v[:, :, end:]), dim=2)
-        if s.heavy:  # a merged slot gets the mean, by w, of what its entries have received
+        if self.scoring:  # a merged slot gets the mean, by w, of what its entries have received
             W = self.mixing_matrix(arranged, w.detach())
             self.scores[layer] = (W * self.scores[layer][:, :, None]).sum(dim=3)
         return arranged, w
@@ -275,6 +278,7 @@ COMMON = 3  # makes the common filter learn 3 times as fast: AdamW ignores the s
 # The (centred) cosine of a fact told twice is .995, of two facts .52; to the power 32, .85 and 0.
 # Times 1,000 a copy loses to all else, in 299 rows of 300 even where logits are 16 times larger.
 POWER, PENALTY = 32, 1000
+TRUST = 4  # at the start an entry with twice the attention gets 2^4 times the weight
 
 
 class FactCompressor(Compressor):
@@ -292,14 +296,14 @@ class FactCompressor(Compressor):
         self.slot_filters = nn.Parameter(torch.randn(slots, 2 * head_dim, 1))
         self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
 
-    def relevance(self, entries: Tensor, from_slot: Tensor) -> Tensor:
+    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         """How relevant each of S entries is for each slot: (N, slots, S)."""
         new = F.conv1d(entries, self.conv.weight + COMMON * self.common, padding="same")
         old = F.conv1d(entries, self.slot_filters + COMMON * self.slot_common)
         return torch.where(from_slot[:, None], old, new)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        relevance = self.relevance(entries, from_slot)
+        relevance = self.relevance(entries, from_slot, scores)
         return (relevance - PENALTY * redundancy(relevance, entries)).softmax(dim=-1)
 
 
@@ -317,7 +321,27 @@ def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
     return torch.cat(rows, dim=1)
 
 
-COMPRESSORS = {"paper": Compressor, "facts": FactCompressor}
+class ScoredCompressor(FactCompressor):
+    """For the text of a real Llama: slots that start as H2O's. The convolution also sees how much
+    attention an entry has received; its own filters are small at the start. So before training each
+    slot takes the heaviest entry that no earlier slot has taken, and training goes on from there."""
+
+    reads_scores = True
+
+    def __init__(self, head_dim: int, slots: int, kernel: int):
+        super().__init__(head_dim, slots, kernel)
+        self.conv.weight.data *= 0.02
+        self.slot_filters.data *= 0.02
+        self.trust = nn.Parameter(torch.ones(1))
+
+    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
+        received = (scores + 1e-4).log()
+        received = received - received.mean(dim=-1, keepdim=True)  # (N, S)
+        filtered = super().relevance(entries, from_slot, scores)
+        return filtered + TRUST * self.trust * received[:, None]
+
+
+COMPRESSORS = {"paper": Compressor, "facts": FactCompressor, "scored": ScoredCompressor}
 
 # --- All together: the adapted model, and its file -----------------------------------------------
 

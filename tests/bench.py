@@ -124,7 +124,7 @@ def filled(adapted: AdaptedLlama, n: int, args: argparse.Namespace) -> KVCache:
         shape = (1, config.n_kv_heads, held, config.head_dim)
         cache.keys[layer] = torch.randn(shape, device=args.device, dtype=dtype)
         cache.values[layer] = torch.randn(shape, device=args.device, dtype=dtype)
-        if s.heavy:
+        if s.mem and cache.scoring:
             cache.scores[layer] = torch.rand(shape[:3], device=args.device)
     cache.seen, cache.compressed = n, held < n
     return cache

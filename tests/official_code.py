@@ -17,6 +17,8 @@ class OfficialCompressor(Compressor):
     """W = (1 - g) onehot + g softmax(ReLU(logits)) with a learnt g. The one-hot rows keep the heavy
     hitters that come next after those that have a slot of their own: g = 0 is plain eviction."""
 
+    reads_scores = True
+
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)  # starts as large as there
         self.conv.bias = nn.Parameter(torch.zeros(slots))

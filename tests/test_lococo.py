@@ -51,6 +51,8 @@ VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
     ("streaming", dict(sinks=3, recent=0)),
     ("lococo", dict(sinks=1, heavy=2, recent=2)),
     ("lococo", dict(heavy=2, recent=2, forget=0.3)),
+    ("lococo+h2o+recent", dict(compressor="scored")),
+    ("lococo", dict(recent=2, compressor="scored")),
     ("lococo", dict(recent=1, kernel=21, compressor="facts")),
     ("lococo", dict(sinks=1, heavy=2, recent=2, kernel=5, compressor="facts")),
 ]

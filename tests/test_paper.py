@@ -10,7 +10,7 @@ from conftest import meta_state, reference_logits
 
 from generate import POSITIONS, settings_for
 from lococo import COMMON, METHODS, PENALTY, POWER, AdaptedLlama, Compressor
-from lococo import FactCompressor, segment_losses
+from lococo import FactCompressor, ScoredCompressor, segment_losses
 
 TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(1))
 
@@ -36,9 +36,10 @@ def paper_by_loop(compressor, slots, k, v, *_):
     return w.detach()
 
 
-def facts_by_loop(compressor, slots, k, v, from_slot, *_):
-    """Ours for one head, k and v (S, D), from_slot (S,) -> w (slots, S), in float64."""
+def facts_by_loop(compressor, slots, k, v, from_slot, scores):
+    """Ours for one head, k and v (S, D), from_slot and scores (S,) -> w (slots, S), in float64."""
     entries, S = torch.cat((k, v), dim=1).double(), len(k)
+    received = (scores.double() + 1e-4).log()
     w = torch.zeros(slots, S, dtype=torch.float64)
     taken = torch.zeros(S, dtype=torch.float64)
     centred = entries - entries.mean(dim=0)
@@ -48,6 +49,8 @@ def facts_by_loop(compressor, slots, k, v, from_slot, *_):
             if from_slot[j]:
                 own, common = compressor.slot_filters, compressor.slot_common
             logit = filtered(entries, own, i, j) + COMMON * filtered(entries, common, 0, j)
+            if hasattr(compressor, "trust"):
+                logit += 4 * compressor.trust.item() * (received[j] - received.mean())
             w[i, j] = (logit - PENALTY * taken[j]).exp()
         best = max(range(S), key=lambda j: w[i, j].item())
         w[i] = w[i] / w[i].sum()
@@ -62,7 +65,7 @@ def by_loop(compressor, *args):
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 21])
-@pytest.mark.parametrize("kind", [Compressor, FactCompressor])
+@pytest.mark.parametrize("kind", [Compressor, FactCompressor, ScoredCompressor])
 def test_compressor_equals_a_loop_over_the_equations(kind, kernel):
     torch.manual_seed(0)
     compressor = kind(4, 5, kernel)
@@ -70,11 +73,13 @@ def test_compressor_equals_a_loop_over_the_equations(kind, kernel):
         torch.nn.init.normal_(p, std=0.3)
     k, v = torch.randn(2, 2, 3, 12, 4)
     from_slot = torch.rand(2, 3, 12) < 0.4
-    k_new, v_new, w = compressor(k, v, from_slot, None)  # (B, G, slots, D)
+    scores = torch.rand(2, 3, 12)
+    k_new, v_new, w = compressor(k, v, from_slot, scores)  # (B, G, slots, D)
     assert torch.allclose(w.sum(dim=-1), torch.ones(2, 3, 5)) and (w >= 0).all()
     for b in range(2):
         for head in range(3):
-            W = by_loop(compressor, 5, k[b, head], v[b, head], from_slot[b, head])
+            head_of = [t[b, head] for t in (k, v, from_slot, scores)]
+            W = by_loop(compressor, 5, *head_of)
             assert torch.allclose(w[b, head].double(), W, atol=1e-4)
             for i in range(5):
                 for new, old in ((k_new, k), (v_new, v)):  # (4) and (5)

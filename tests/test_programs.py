@@ -110,10 +110,10 @@ def test_recipes(monkeypatch):
         return vars(train.parse()[0])
 
     for words, name in (("--model other", "paper"), ("", "embedded"),
-                        ("--model other --recipe inference", "inference")):  # fmt: skip
+                        ("--model other --recipe paper-inference", "paper-inference")):  # fmt: skip
         recipe = {key: n for key, n in asdict(train.RECIPES[name]).items() if n is not None}
         assert parsed(words).items() >= (recipe | {"recipe": name}).items()
-    paper, inference = train.RECIPES["paper"], train.RECIPES["inference"]
+    paper, inference = train.RECIPES["paper"], train.RECIPES["paper-inference"]
     assert (paper.method, paper.mem, paper.kernel, paper.batch) == ("lococo+h2o", 512, 21, 128)
     assert (paper.lr, paper.conv_lr, paper.compressor, paper.bptt) == (5e-5, 5e-2, "paper", 1)
     assert (paper.seq, inference.seq, paper.facts) == (8192, 4096, 0)

@@ -64,7 +64,7 @@ class AtOnceCompressor(FactCompressor):
     """Ours without turns: the rows do not know of each other."""
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        return self.relevance(entries, from_slot).softmax(dim=-1)
+        return self.relevance(entries, from_slot, scores).softmax(dim=-1)
 
 
 COMPRESSORS["softmax"] = SoftmaxCompressor
