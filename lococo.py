@@ -278,7 +278,7 @@ COMMON = 3  # makes the common filter learn 3 times as fast: AdamW ignores the s
 # The (centred) cosine of a fact told twice is .995, of two facts .52; to the power 32, .85 and 0.
 # Times 1,000 a copy loses to all else, in 299 rows of 300 even where logits are 16 times larger.
 POWER, PENALTY = 32, 1000
-TRUST = 4  # at the start an entry with twice the attention gets 2^4 times the weight
+TRUST = 2  # at the start an entry with twice the attention gets 2^2 times the weight
 
 
 class FactCompressor(Compressor):
@@ -330,8 +330,8 @@ class ScoredCompressor(FactCompressor):
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)
-        self.conv.weight.data *= 0.02
-        self.slot_filters.data *= 0.02
+        self.conv.weight.data *= 0.1
+        self.slot_filters.data *= 0.1
         self.trust = nn.Parameter(torch.ones(1))
 
     def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:

@@ -50,7 +50,7 @@ def facts_by_loop(compressor, slots, k, v, from_slot, scores):
                 own, common = compressor.slot_filters, compressor.slot_common
             logit = filtered(entries, own, i, j) + COMMON * filtered(entries, common, 0, j)
             if hasattr(compressor, "trust"):
-                logit += 4 * compressor.trust.item() * (received[j] - received.mean())
+                logit += 2 * compressor.trust.item() * (received[j] - received.mean())
             w[i, j] = (logit - PENALTY * taken[j]).exp()
         best = max(range(S), key=lambda j: w[i, j].item())
         w[i] = w[i] / w[i].sum()
