@@ -26,7 +26,7 @@ METHODS = {
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
     "lococo+h2o+recent": lambda M: dict(
-        heavy=M * 3 // 8, merged=M // 4, recent=M - M * 3 // 8 - M // 4, positions="slots", forget=0.4
+        heavy=M * 3 // 8, merged=M // 4, recent=M - M * 3 // 8 - M // 4, forget=0.75
     ),
     "lococo+window": lambda M: dict(
         sinks=4, merged=min(M // 4, 24), recent=M - min(M // 4, 24) - 4, positions="slots"

@@ -42,7 +42,7 @@ def test_a_method_is_four_counts(method, mem, changes, counts):
     assert (s.sinks, s.heavy, s.merged, s.recent, s.mem) == (*counts, sum(counts))
     row = METHODS[method](mem)
     assert sum(row.get(kind, 0) for kind in KINDS) == mem * (method != "full")
-    by_slot = method in ("streaming", "lococo+window", "lococo+h2o+recent")
+    by_slot = method in ("streaming", "lococo+window")
     assert s.positions == ("slots" if by_slot else "interpolated")
     assert settings(method, mem, positions="original").positions == "original"
 
