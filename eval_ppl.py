@@ -32,7 +32,8 @@ from tqdm import tqdm
 from generate import TINY, Machine, Parser, at_least, load_base, method_flags
 from generate import output_file, prepare, run_program, untrained
 from lococo import METHODS, AdaptedLlama, Settings, load_adapter, read_adapter, segment_losses
-from model import DAMAGED, Tokenizer, UserError, read_file, write_file
+from model import Tokenizer
+from support.files import DAMAGED, UserError, read_file, write_file
 
 # --- Text ----------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lococo import METHODS, AdaptedLlama, Memory, Settings, identity, load_adapter
-from model import KVCache, Llama, Tokenizer, UserError, checksum, load_llama
-from model import read_file, write_file
+from model import KVCache, Llama, Tokenizer, load_llama
+from support.files import UserError, checksum, read_file, write_file
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "tiny"  # the embedded model and its adapter

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import KVCache, Llama, LlamaConfig, RMSNorm, UserError, causal_mask, checksum, read_file
-from model import rope, rotate
+from model import KVCache, Llama, LlamaConfig, RMSNorm, causal_mask, rope, rotate
+from support.files import UserError, checksum, read_file
 
 # --- Methods: what a memory of M slots holds -----------------------------------------------------
 

@@ -34,7 +34,8 @@ from eval_ppl import long_documents, ranges, sequence, tell, tell_all, token_los
 from generate import HERE, TINY, Machine, Parser, at_least, load_base, method_flags
 from generate import prepare, run_program, settings_for, untrained
 from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, identity, segment_losses
-from model import Tokenizer, UserError, attention, checksum, read_file, write_file
+from model import Tokenizer, attention
+from support.files import UserError, checksum, read_file, write_file
 
 # --- Recipes -------------------------------------------------------------------------------------
 

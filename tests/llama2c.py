@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import run_program  # noqa: E402
-from model import DAMAGED, UserError  # noqa: E402
+from support.files import DAMAGED, UserError  # noqa: E402
 
 
 def convert(file: Path, folder: Path) -> None:

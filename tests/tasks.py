@@ -50,7 +50,8 @@ from generate import (  # noqa: E402
 )  # fmt: skip
 from lococo import AdaptedLlama, segment_losses  # noqa: E402
 from metrics import LONGBENCH, compare  # noqa: E402
-from model import DAMAGED, KVCache, Tokenizer, UserError  # noqa: E402
+from model import KVCache, Tokenizer  # noqa: E402
+from support.files import DAMAGED, UserError  # noqa: E402
 
 # --- Rows from the official files ----------------------------------------------------------------
 

@@ -22,7 +22,8 @@ import generate
 import train
 from generate import TINY, as_text, decode, sample
 from lococo import METHODS, AdaptedLlama, Settings, identity, load_adapter, segment_losses
-from model import load_llama, write_file
+from model import load_llama
+from support.files import write_file
 
 LINES = {
     train: "--data text --mem 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 --out run",

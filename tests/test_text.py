@@ -14,7 +14,7 @@ from conftest import names_in
 
 import eval_ppl
 from eval_ppl import long_documents, ranges, sequence, tell, token_streams
-from model import UserError
+from support.files import UserError
 
 pytestmark = pytest.mark.usefixtures("own_folders")  # 60 files in text/, an empty cache/
 FOLDER = Path("text")

@@ -14,7 +14,8 @@ import eval_ppl
 import generate
 import train
 from generate import TINY, as_text
-from model import Tokenizer, UserError
+from model import Tokenizer
+from support.files import UserError
 
 TEXTS = ["def f(x):\n    return x\n", "  two  spaces ", "<end> is plain text", "naïve 北京 🐍\n", ""]
 

@@ -18,7 +18,7 @@ import eval_ppl
 import train
 from generate import HERE, TINY, Machine, settings_for
 from lococo import AdaptedLlama, segment_losses
-from model import read_file
+from support.files import read_file
 
 SMALL = "--data text --mem 16 --batch 2 --micro-batch 1 --device cpu"
 RUN = f"{SMALL} --recipe embedded --seq 64 --score-tokens 1 --steps 4 --out run --save-every"

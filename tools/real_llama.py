@@ -41,7 +41,6 @@ from eval_ppl import long_documents, token_losses, token_streams  # noqa: E402
 from generate import Machine, load_base, prepare, run_program, settings_for  # noqa: E402
 from lococo import COMMON, COMPRESSORS, AdaptedLlama, Compressor, FactCompressor  # noqa: E402
 from lococo import load_adapter  # noqa: E402
-from model import UserError  # noqa: E402
 from official_code import OfficialCompressor  # noqa: E402
 
 BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.jsonl")
