@@ -30,12 +30,13 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from eval_ppl import long_documents, ranges, sequence, tell, tell_all, token_losses, token_streams
+from eval_ppl import ranges, tell, tell_all, token_losses
 from generate import HERE, TINY, Machine, Parser, at_least, load_base, method_flags
 from generate import prepare, run_program, settings_for, untrained
 from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, identity, segment_losses
 from model import Tokenizer, attention
 from support.files import UserError, checksum, read_file, write_file
+from support.text import long_documents, sequence, token_streams
 
 # --- Recipes -------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import eval_ppl
 from generate import TINY, run_program
 from lococo import Settings
 from model import Llama, LlamaConfig, Tokenizer
@@ -40,7 +39,7 @@ def model(config) -> Llama:
 @pytest.fixture
 def own_folders(tmp_path, monkeypatch):
     """An empty working directory, with text in the folder text/, and a token cache of its own."""
-    monkeypatch.setattr(eval_ppl, "CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("support.text.CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "text"
     folder.mkdir()

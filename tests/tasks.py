@@ -41,10 +41,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import (  # noqa: E402
-    NAME, PARTS, add_shared_flags, compared, fact_tokens, long_documents, memory_sizes, read_rows,
-    token_streams,
-)  # fmt: skip
+from eval_ppl import NAME, add_shared_flags, compared, fact_tokens, memory_sizes  # noqa: E402
 from generate import (  # noqa: E402
     TINY, Machine, Parser, as_text, at_least, decode, prefill, prepare, run_program,
 )  # fmt: skip
@@ -52,6 +49,7 @@ from lococo import AdaptedLlama, segment_losses  # noqa: E402
 from metrics import LONGBENCH, compare  # noqa: E402
 from model import KVCache, Tokenizer  # noqa: E402
 from support.files import DAMAGED, UserError  # noqa: E402
+from support.text import PARTS, long_documents, read_rows, token_streams  # noqa: E402
 
 # --- Rows from the official files ----------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import pytest
 import tasks
 from conftest import FULL, H2O, greedy_by_hand, read_by_hand
 
-import eval_ppl
 from generate import HERE, TINY, prefill
 from lococo import AdaptedLlama, load_adapter
 from model import load_llama
@@ -226,7 +225,7 @@ def test_official_files_become_rows(run, case):
 
 def test_recall(run, tokenizer, monkeypatch):
     """8 facts of held-out names, each told once in the first half; 3 are answered, one is asked."""
-    monkeypatch.setattr(eval_ppl.sysconfig, "get_paths", lambda: {"stdlib": "text"})
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": "text"})
     for n in range(40):
         Path(f"text/{n}.py").write_text(f"def f{n}(x):\n    return x  # 北京 🐍\n" * 120)
     rows = convert(run, "recall --shots 3")
