@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import fact_tokens, tell  # noqa: E402
 from generate import TINY, Machine, prefill, prepare, run_program  # noqa: E402
 from generate import settings_for  # noqa: E402
 from lococo import AdaptedLlama  # noqa: E402
 from model import KVCache, Llama, LlamaConfig, Tokenizer  # noqa: E402
+from support.facts import fact_tokens, tell  # noqa: E402
 from train import gradients, make_optimizer  # noqa: E402
 
 ROWS = {  # the row's name: method and settings

@@ -19,11 +19,12 @@ from matplotlib import pyplot
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import ranges, tell_all, token_losses  # noqa: E402
+from eval_ppl import ranges, token_losses  # noqa: E402
 from generate import (  # noqa: E402
     KINDS, HERE, TINY, TracedMemory, load_base, prefill, prepare, run_program, settings_for,
 )  # fmt: skip
 from lococo import AdaptedLlama, Memory, Settings, load_adapter  # noqa: E402
+from support.facts import tell_all  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 
 

@@ -34,10 +34,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import generate  # noqa: E402
 import train  # noqa: E402
-from eval_ppl import tell_all, token_losses  # noqa: E402
+from eval_ppl import token_losses  # noqa: E402
 from generate import HERE, TINY, Machine, load_base, prepare  # noqa: E402
 from lococo import COMMON, COMPRESSORS, Compressor, FactCompressor  # noqa: E402
 from lococo import load_adapter  # noqa: E402
+from support.facts import tell_all  # noqa: E402
 from support.text import PARTS, long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
 

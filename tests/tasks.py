@@ -41,13 +41,14 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import NAME, add_shared_flags, compared, fact_tokens, memory_sizes  # noqa: E402
+from eval_ppl import NAME, add_shared_flags, compared, memory_sizes  # noqa: E402
 from generate import (  # noqa: E402
     TINY, Machine, Parser, as_text, at_least, decode, prefill, prepare, run_program,
 )  # fmt: skip
 from lococo import AdaptedLlama, segment_losses  # noqa: E402
 from metrics import LONGBENCH, compare  # noqa: E402
 from model import KVCache, Tokenizer  # noqa: E402
+from support.facts import fact_tokens  # noqa: E402
 from support.files import DAMAGED, UserError  # noqa: E402
 from support.text import PARTS, long_documents, read_rows, token_streams  # noqa: E402
 
@@ -174,7 +175,7 @@ def answered(row: dict) -> str:
 
 
 def recall(shots: int, seed: int) -> Iterator[dict]:
-    """32 held-out texts of 2,048 tokens with 8 facts (eval_ppl.tell), each told once in the first
+    """32 held-out texts of 2,048 tokens with 8 facts (support.facts.tell), each told once in the first
     half of the lines; at the end some of the others are asked and answered, then one is asked."""
     tokenizer = Tokenizer(TINY)
     words = [tokenizer.piece(i)[1:] for i in fact_tokens(tokenizer).words]

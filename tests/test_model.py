@@ -1,5 +1,5 @@
-"""model.py: the Llama, its cache, the loading of both layouts, tokens; support/files.py: files of our
-own."""
+"""model.py: the Llama, its cache, the loading of both layouts, tokens; support/files.py: files of
+our own."""
 
 import copy
 import json

@@ -23,6 +23,7 @@ import train
 from generate import TINY, as_text, decode, sample
 from lococo import METHODS, AdaptedLlama, Settings, identity, load_adapter, segment_losses
 from model import load_llama
+from support.facts import tell
 from support.files import write_file
 from support.text import long_documents, token_streams
 
@@ -205,7 +206,7 @@ def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
     assert table["recalled; by chance 1 in 220"] == ["tokens", *names]
     ids = token_streams([Path("text")], tokenizer)["held-out"]
     texts = long_documents(ids, tokenizer.bos, 300, 64)
-    rows = [eval_ppl.tell(text, 8, "held-out", 0, i, tokenizer) for i, text in enumerate(texts)]
+    rows = [tell(text, 8, "held-out", 0, i, tokenizer) for i, text in enumerate(texts)]
     models = {"base, full": tiny(FULL), "run": load_adapter(Path("run"), load_llama(TINY))}
     models["base, streaming M=64"] = generate.untrained(load_llama(TINY), "streaming", 64, 64)
     for name, adapted in models.items():

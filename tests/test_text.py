@@ -1,5 +1,5 @@
-"""support/text.py: files into documents, documents into token streams, those into sequences; and the
-facts that are told in them. How these are recalled is in test_programs.py."""
+"""support/text.py: files into documents, documents into token streams, those into sequences; and
+support/facts.py: the facts that are told in them. How these are recalled is in test_programs.py."""
 
 import gzip
 import re
@@ -13,7 +13,8 @@ import torch
 from conftest import names_in
 
 import support.text
-from eval_ppl import ranges, tell
+from eval_ppl import ranges
+from support.facts import tell
 from support.files import UserError
 from support.text import long_documents, sequence, token_streams
 

@@ -46,8 +46,8 @@ from support.text import long_documents, token_streams  # noqa: E402
 
 BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.jsonl")
 PARTS = {"choosing": "book_news.txt", "test": "wikitext2-test.jsonl"}
-SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "generate.py", "support/files.py",
-           "support/text.py", "tools/real_llama.py", "tests/official_code.py")  # fmt: skip
+SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "generate.py", "support/facts.py",
+           "support/files.py", "support/text.py", "tools/real_llama.py", "tests/official_code.py")  # fmt: skip
 RESULTS = HERE / "docs" / "real-llama.jsonl"
 
 # --- Compressors between the paper's and ours ----------------------------------------------------
