@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from generate import TINY, Machine, Parser, at_least, load_base, method_flags
-from generate import output_file, prepare, run_program, untrained
 from lococo import METHODS, AdaptedLlama, Settings, load_adapter, read_adapter, segment_losses
-from model import Tokenizer
+from lococo import untrained
+from model import Tokenizer, load_base
+from support.command_line import TINY, Machine, Parser, at_least, method_flags, output_file, prepare
+from support.command_line import run_program
 from support.facts import fact_tokens, tell_all
 from support.files import UserError
 from support.text import PARTS, long_documents, token_streams

@@ -17,6 +17,8 @@ from support.files import UserError, checksum, read_file
 
 # --- Methods: what a memory of M slots holds -----------------------------------------------------
 
+KINDS = ("sinks", "heavy", "merged", "recent")  # kinds of slots, in this order
+
 METHODS = {
     "full": lambda M: {},
     "longlora": lambda M: {},  # other attention while it trains: train.shifted_groups
@@ -36,7 +38,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a trained adapter depends on; `generate.settings_for` makes one."""
+    """All that a trained adapter depends on; `settings_for` makes one."""
 
     method: str
     segment: int  # T
@@ -56,6 +58,22 @@ class Settings:
     def mem(self) -> int:
         """M, slots in each layer and key/value head; 0 if all entries are kept."""
         return self.sinks + self.heavy + self.merged + self.recent
+
+
+def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
+    """A row of METHODS at M = mem; `changes` that are not None replace fields. Slots left over are
+    merged, or recent if the row merges none; if that number is given, M is the sum of all. A row
+    without slots keeps all. Raises UserError."""
+    row = METHODS[method](mem)
+    given = {name: value for name, value in changes.items() if value is not None}
+    fills = "merged" if "merged" in row else "recent"
+    counts = {name: (row | given).get(name, 0) for name in KINDS}
+    if row and fills not in given:
+        counts[fills] += mem - sum(counts.values())
+    fits = 0 < sum(counts.values()) <= mem if row else sum(counts.values()) == 0
+    if not fits or min(counts.values()) < 0 or ("merged" in row and counts["merged"] == 0):
+        raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
+    return Settings(method, segment, length, **row | given | counts)
 
 
 # --- Compressor (section 3.2.1) ------------------------------------------------------------------
@@ -378,6 +396,14 @@ class AdaptedLlama(nn.Module):
         cache = memory(config, settings, self.compressors) if settings.mem else KVCache(config)
         cache.rope_scale = interpolation(config, settings)
         return cache
+
+
+def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> AdaptedLlama:
+    """A method that needs no training, on its base model."""
+    settings = settings_for(method, mem, segment, model.config.context, **flags | {"lora_rank": 0})
+    if settings.merged:
+        raise UserError(f"--method {method}: its convolution must be trained first, by train.py")
+    return AdaptedLlama(model, settings)
 
 
 def identity(adapted: AdaptedLlama) -> dict:

@@ -14,7 +14,7 @@ import json
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Iterator
+from typing import TYPE_CHECKING, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 
 from support.files import DAMAGED, UserError, read_tensors
+
+if TYPE_CHECKING:
+    from support.command_line import Machine
 
 
 @dataclass(frozen=True)
@@ -480,3 +483,14 @@ class JsonTokens:
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+# --- A base model: weights and tokenizer ---------------------------------------------------------
+
+
+def load_base(path: Path, machine: "Machine") -> tuple[Llama, Tokenizer]:
+    model = load_llama(path, machine.dtype, machine.device)
+    tokenizer = Tokenizer(path)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(f"{tokenizer.file}: it has more tokens than the model ({path})")
+    return model, tokenizer

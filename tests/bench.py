@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from generate import TINY, Machine, prefill, prepare, run_program  # noqa: E402
-from generate import settings_for  # noqa: E402
-from lococo import AdaptedLlama  # noqa: E402
+from generate import prefill  # noqa: E402
+from lococo import AdaptedLlama, settings_for  # noqa: E402
 from model import KVCache, Llama, LlamaConfig, Tokenizer  # noqa: E402
+from support.command_line import TINY, Machine, prepare, run_program  # noqa: E402
 from support.facts import fact_tokens, tell  # noqa: E402
 from train import gradients, make_optimizer  # noqa: E402
 

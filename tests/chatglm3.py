@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from generate import run_program  # noqa: E402
 from model import Llama, Tokenizer, hugging_face_config, hugging_face_name  # noqa: E402
+from support.command_line import run_program  # noqa: E402
 from support.files import DAMAGED, UserError, read_tensors  # noqa: E402
 
 NAMES = {  # theirs, without "transformer.": ours, the rows that it is cut into

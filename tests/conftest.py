@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from generate import TINY, run_program
 from lococo import Settings
 from model import Llama, LlamaConfig, Tokenizer
+from support.command_line import TINY, run_program
 
 FULL = Settings("full", 16, 1024, lora_rank=0)
 H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from generate import run_program  # noqa: E402
+from support.command_line import run_program  # noqa: E402
 from support.files import DAMAGED, UserError  # noqa: E402
 
 

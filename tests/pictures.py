@@ -20,10 +20,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import ranges, token_losses  # noqa: E402
-from generate import (  # noqa: E402
-    KINDS, HERE, TINY, TracedMemory, load_base, prefill, prepare, run_program, settings_for,
+from generate import TracedMemory, prefill  # noqa: E402
+from lococo import (  # noqa: E402
+    KINDS, AdaptedLlama, Memory, Settings, load_adapter, settings_for,
 )  # fmt: skip
-from lococo import AdaptedLlama, Memory, Settings, load_adapter  # noqa: E402
+from model import load_base  # noqa: E402
+from support.command_line import HERE, TINY, prepare, run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 

@@ -32,12 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import generate  # noqa: E402
 import train  # noqa: E402
 from eval_ppl import token_losses  # noqa: E402
-from generate import HERE, TINY, Machine, load_base, prepare  # noqa: E402
 from lococo import COMMON, COMPRESSORS, Compressor, FactCompressor  # noqa: E402
 from lococo import load_adapter  # noqa: E402
+from model import load_base  # noqa: E402
+from support.command_line import HERE, TINY, Machine, prepare, run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
 from support.text import PARTS, long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
@@ -275,4 +275,4 @@ def write(cells: dict[str, dict]) -> None:
 
 
 if __name__ == "__main__":
-    generate.run_program(main)
+    run_program(main)

@@ -42,12 +42,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import NAME, add_shared_flags, compared, memory_sizes  # noqa: E402
-from generate import (  # noqa: E402
-    TINY, Machine, Parser, as_text, at_least, decode, prefill, prepare, run_program,
-)  # fmt: skip
+from generate import as_text, decode, prefill  # noqa: E402
 from lococo import AdaptedLlama, segment_losses  # noqa: E402
 from metrics import LONGBENCH, compare  # noqa: E402
 from model import KVCache, Tokenizer  # noqa: E402
+from support.command_line import (  # noqa: E402
+    TINY, Machine, Parser, at_least, prepare, run_program,
+)  # fmt: skip
 from support.facts import fact_tokens  # noqa: E402
 from support.files import DAMAGED, UserError  # noqa: E402
 from support.text import PARTS, long_documents, read_rows, token_streams  # noqa: E402

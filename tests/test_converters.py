@@ -11,8 +11,9 @@ import torch
 from conftest import meta_state, reference_logits
 from safetensors.torch import save_file
 
-from generate import TINY, as_text
+from generate import as_text
 from model import Llama, LlamaConfig, Tokenizer, load_llama
+from support.command_line import TINY
 from support.files import UserError
 
 CONFIG = dict(model_type="chatglm", rmsnorm=True, add_bias_linear=False, add_qkv_bias=True,

@@ -13,8 +13,8 @@ import torch
 from conftest import meta_state, permute, reference_logits
 from safetensors.torch import save_file
 
-from generate import prefill, settings_for
-from lococo import AdaptedLlama, identity, load_adapter
+from generate import prefill
+from lococo import AdaptedLlama, identity, load_adapter, settings_for
 from model import KVCache, Llama, LlamaConfig, Tokenizer, hugging_face_config, hugging_face_name
 from model import load_llama, rope, rotate
 from support.files import UserError, checksum, read_file, write_file

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from conftest import meta_state, reference_logits
 
-from generate import POSITIONS, settings_for
 from lococo import COMMON, METHODS, PENALTY, POWER, AdaptedLlama, Compressor
-from lococo import FactCompressor, ScoredCompressor, segment_losses
+from lococo import FactCompressor, ScoredCompressor, segment_losses, settings_for
+from support.command_line import POSITIONS
 
 TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(1))
 

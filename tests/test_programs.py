@@ -20,9 +20,11 @@ from safetensors.torch import load_file, save_file
 import eval_ppl
 import generate
 import train
-from generate import TINY, as_text, decode, sample
+from generate import as_text, decode, sample
 from lococo import METHODS, AdaptedLlama, Settings, identity, load_adapter, segment_losses
+from lococo import untrained
 from model import load_llama
+from support.command_line import TINY, run_program
 from support.facts import tell
 from support.files import write_file
 from support.text import long_documents, token_streams
@@ -208,7 +210,7 @@ def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
     texts = long_documents(ids, tokenizer.bos, 300, 64)
     rows = [tell(text, 8, "held-out", 0, i, tokenizer) for i, text in enumerate(texts)]
     models = {"base, full": tiny(FULL), "run": load_adapter(Path("run"), load_llama(TINY))}
-    models["base, streaming M=64"] = generate.untrained(load_llama(TINY), "streaming", 64, 64)
+    models["base, streaming M=64"] = untrained(load_llama(TINY), "streaming", 64, 64)
     for name, adapted in models.items():
         near, far = [], []
         for told, ago in rows:
@@ -362,7 +364,7 @@ def test_a_mistake_is_one_sentence(run, program, words, sentence):
     (KeyboardInterrupt(), 130, ""), (RuntimeError("x"), None, "")], ids=repr)  # fmt: skip
 def test_which_errors_are_a_sentence_and_which_a_traceback(capsys, error, code, sentence):
     with pytest.raises(type(error) if code is None else SystemExit) as raised:
-        generate.run_program(Mock(side_effect=error))
+        run_program(Mock(side_effect=error))
     err = capsys.readouterr().err
     assert raised.value is error if code is None else raised.value.code == code
     assert sentence in err and err.count("\n") == (code == 2)

@@ -16,8 +16,8 @@ import reproduce
 import torch
 import train
 from conftest import changed
-from generate import HERE
 from lococo import METHODS
+from support.command_line import HERE
 
 README = (HERE / "README.md").read_text()
 ONE_LINE = " ".join(README.split())

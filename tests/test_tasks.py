@@ -12,9 +12,10 @@ import pytest
 import tasks
 from conftest import FULL, H2O, greedy_by_hand, read_by_hand
 
-from generate import HERE, TINY, prefill
+from generate import prefill
 from lococo import AdaptedLlama, load_adapter
 from model import load_llama
+from support.command_line import HERE, TINY
 
 TEXT = "\ndef add(x, y):\n    return [x, y]\n\ndef get(x, y):\n    return x[y]\n"
 TEXT += "\ndef f(x, y):\n    return x["  # three segments

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save
 
 import support.text
 import train
-from generate import HERE, TINY, Machine, settings_for
-from lococo import AdaptedLlama, segment_losses
+from lococo import AdaptedLlama, segment_losses, settings_for
+from support.command_line import HERE, TINY, Machine
 from support.files import read_file
 from support.text import token_streams
 
@@ -188,7 +188,7 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
 # second process is asked to end in the second step.
 PROCESS = """
 import os, signal
-import torch, generate, train
+import torch, train
 usual, steps, rank = train.gradients, [], os.environ["RANK"]
 
 def note(adapted, *rest):
@@ -200,7 +200,7 @@ def note(adapted, *rest):
     return loss
 
 train.gradients = note
-generate.run_program(train.main)
+train.run_program(train.main)
 """
 THREE = f"{SMALL} --seq 192 --batch 3 --bptt 2 --steps 3 --answer-weight 5 --save-every 9"
 THREE += " --score-tokens 200 --out"

@@ -19,9 +19,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import token_losses  # noqa: E402
-from generate import HERE, load_base, prepare, run_program  # noqa: E402
 from lococo import load_adapter, read_adapter  # noqa: E402
-from model import Tokenizer  # noqa: E402
+from model import Tokenizer, load_base  # noqa: E402
+from support.command_line import HERE, prepare, run_program  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 
 

@@ -29,9 +29,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import token_losses  # noqa: E402
-from generate import Machine, settings_for  # noqa: E402
-from lococo import AdaptedLlama  # noqa: E402
+from lococo import AdaptedLlama, settings_for  # noqa: E402
 from model import Llama, LlamaConfig, Tokenizer, hugging_face_name, rope, rotate  # noqa: E402
+from support.command_line import Machine  # noqa: E402
 from support.facts import tell  # noqa: E402
 from support.text import (  # noqa: E402
     PARTS, find_files, long_documents, sequence, token_streams,
