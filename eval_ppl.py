@@ -7,7 +7,7 @@
 
 Perplexity is exp(nats / tokens) over all tokens of a document after the first. A document shorter
 than the length is left out, a longer one is cut: so compare within a column. The paper's tasks are
-scored by tests/tasks.py.
+scored by tools/tasks.py.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def compared(
 
 
 def add_shared_flags(parser: Parser) -> None:
-    """Of eval_ppl.py and tests/tasks.py."""
+    """Of eval_ppl.py and tools/tasks.py."""
     add = parser.add_argument
     add("--method", nargs="+", default=[], choices=METHODS, help="methods without training")
     add("--json", type=output_file, metavar="FILE", help="write the tables there, too")

@@ -60,7 +60,7 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rope_scale: float = 1.0  # positions are divided by this (position interpolation)
     tied: bool = False  # the embeddings are the output matrix, too
-    qkv_bias: bool = False  # True for ChatGLM3 (tests/chatglm3.py)
+    qkv_bias: bool = False  # True for ChatGLM3 (tools/chatglm3.py)
     turned: float = 1.0  # the share of a head's channels that `rotate` turns; ChatGLM3: a half
     # Not in the repr, by which an adapter knows its base: adapters of other models stay valid.
     llama3_rope: Llama3Rope | None = field(default=None, repr=False)

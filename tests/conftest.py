@@ -12,7 +12,9 @@ import torch
 
 from lococo import Settings
 from model import Llama, LlamaConfig, Tokenizer
-from support.command_line import TINY, run_program
+from support.command_line import HERE, TINY, run_program
+
+sys.path.insert(0, str(HERE / "tools"))  # tests import its programs
 
 FULL = Settings("full", 16, 1024, lora_rank=0)
 H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)

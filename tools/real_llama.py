@@ -35,7 +35,6 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
-sys.path.insert(0, str(HERE / "tests"))
 import train  # noqa: E402
 from eval_ppl import token_losses  # noqa: E402
 from lococo import COMMON, COMPRESSORS, AdaptedLlama, Compressor, FactCompressor  # noqa: E402
@@ -49,7 +48,7 @@ BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.j
 PARTS = {"choosing": "book_news.txt", "test": "wikitext2-test.jsonl"}
 SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "support/command_line.py",
            "support/facts.py", "support/files.py", "support/text.py", "tools/real_llama.py",
-           "tests/official_code.py")  # fmt: skip
+           "tools/official_code.py")  # fmt: skip
 RESULTS = HERE / "docs" / "real-llama.jsonl"
 
 # --- Compressors between the paper's and ours ----------------------------------------------------

@@ -1,15 +1,15 @@
 """The paper's tasks: rows from the files that their authors publish, and the scores of rows.
 
-    python tests/tasks.py race RACE --shots 4 --out race4.jsonl
-    python tests/tasks.py hellaswag hellaswag/data --shots 10 --out hellaswag10.jsonl
-    python tests/tasks.py winogrande winogrande_1.1 --shots 70 --out winogrande70.jsonl
-    python tests/tasks.py arc ARC-V1-Feb2018-2/ARC-Challenge --shots 40 --out arc40.jsonl
-    python tests/tasks.py triviaqa triviaqa-unfiltered --shots 50 --out triviaqa50.jsonl
-    python tests/tasks.py scrolls scrolls/qasper --out qasper.jsonl
-    python tests/tasks.py longbench LongBench/data/qasper.jsonl --out longbench-qasper.jsonl
-    python tests/tasks.py recall --shots 3 --out runs/recall       # from the embedded model's text
-    python tests/tasks.py score runs/recall/choices.jsonl runs/recall/questions.jsonl
-    python tests/tasks.py score longbench-qasper.jsonl --model Llama-2-7b-hf --run R --cut 3500
+    python tools/tasks.py race RACE --shots 4 --out race4.jsonl
+    python tools/tasks.py hellaswag hellaswag/data --shots 10 --out hellaswag10.jsonl
+    python tools/tasks.py winogrande winogrande_1.1 --shots 70 --out winogrande70.jsonl
+    python tools/tasks.py arc ARC-V1-Feb2018-2/ARC-Challenge --shots 40 --out arc40.jsonl
+    python tools/tasks.py triviaqa triviaqa-unfiltered --shots 50 --out triviaqa50.jsonl
+    python tools/tasks.py scrolls scrolls/qasper --out qasper.jsonl
+    python tools/tasks.py longbench LongBench/data/qasper.jsonl --out longbench-qasper.jsonl
+    python tools/tasks.py recall --shots 3 --out runs/recall       # from the embedded model's text
+    python tools/tasks.py score runs/recall/choices.jsonl runs/recall/questions.jsonl
+    python tools/tasks.py score longbench-qasper.jsonl --model Llama-2-7b-hf --run R --cut 3500
 
 A row is a line of JSON of one of two kinds; `score` reads each prompt once, through the memory:
 

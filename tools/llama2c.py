@@ -1,4 +1,4 @@
-"""python tests/llama2c.py FILE.bin DIR: a checkpoint of llama2.c, in Meta's layout, into DIR."""
+"""python tools/llama2c.py FILE.bin DIR: a checkpoint of llama2.c, in Meta's layout, into DIR."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
 """Which words does a memory know that a window does not? A table, and assets/words.png.
 
-    python tests/words.py --model DIR --data FILE --window RUN ... --memory RUN ... --full RUN ...
+    python tools/words.py --model DIR --data FILE --window RUN ... --memory RUN ... --full RUN ...
 
 Each group of runs of train.py (of several seeds) is averaged. A word's nats are those of its tokens
 together, in the documents that did not train. It is new there, or was last written up to M tokens

@@ -1,8 +1,8 @@
 """Draw assets/mixing.png, W in every layer, and assets/recall.png, what is remembered and where.
 
     pip install matplotlib                    # only this script needs it
-    python tests/pictures.py                  # the embedded adapter
-    python tests/pictures.py --tuned runs/window runs/h2o
+    python tools/pictures.py                  # the embedded adapter
+    python tools/pictures.py --tuned runs/window runs/h2o
 
 mixing.png: all of W at the last compression of a document. Row i says how much of each entry slot i
 takes. What is kept has a one-hot row; the rows of merged slots come from the convolution.

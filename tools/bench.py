@@ -1,7 +1,7 @@
 """What the method costs: training, prefill and decoding, each method beside the others in one run.
 
-    python tests/bench.py                                        # minutes on one core of a CPU
-    python tests/bench.py --device cuda --dtype bfloat16 --mem 512 --segment 512 --seq 8192
+    python tools/bench.py                                        # minutes on one core of a CPU
+    python tools/bench.py --device cuda --dtype bfloat16 --mem 512 --segment 512 --seq 8192
 
 The model has random weights. Methods take turns, for several rounds. The table has the medians and,
 behind each, how many times the window's that is.
