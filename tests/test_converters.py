@@ -8,7 +8,7 @@ import chatglm3
 import llama2c
 import pytest
 import torch
-from conftest import meta_state, reference_logits
+from reference import meta_state, reference_logits
 from safetensors.torch import save_file
 
 from generate import as_text

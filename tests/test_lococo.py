@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import official_code  # noqa: F401, it adds a compressor
-from slow_memory import official_rows, slow_memory
-from test_paper import by_loop
+from reference import by_loop, official_rows, slow_memory
 
 from generate import TracedMemory, describe_slots, prefill
 from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, interpolation, segment_losses

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import meta_state, permute, reference_logits
+from reference import meta_state, permute, reference_logits
 from safetensors.torch import save_file
 
 from generate import prefill

@@ -176,8 +176,9 @@ def answered(row: dict) -> str:
 
 
 def recall(shots: int, seed: int) -> Iterator[dict]:
-    """32 held-out texts of 2,048 tokens with 8 facts (support.facts.tell), each told once in the first
-    half of the lines; at the end some of the others are asked and answered, then one is asked."""
+    """32 held-out texts of 2,048 tokens with 8 facts (support.facts.tell), each told once in the
+    first half of the lines; at the end some of the others are asked and answered, then one is
+    asked."""
     tokenizer = Tokenizer(TINY)
     words = [tokenizer.piece(i)[1:] for i in fact_tokens(tokenizer).words]
     length = 2048 - 6 * 8 - 6 * (shots + 1) - 16
