@@ -7,130 +7,30 @@
 
 Perplexity is exp(nats / tokens) over all tokens of a document after the first. A document shorter
 than the length is left out, a longer one is cut: so compare within a column. The paper's tasks are
-scored by tests/tasks.py.
+scored by tools/tasks.py.
 """
 
 import argparse
-import gzip
-import hashlib
 import json
 import math
 import os
-import re
-import sys
-import sysconfig
-import zlib
-from functools import lru_cache
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from generate import TINY, Machine, Parser, at_least, load_base, method_flags
-from generate import output_file, prepare, run_program, untrained
 from lococo import METHODS, AdaptedLlama, Settings, load_adapter, read_adapter, segment_losses
-from model import DAMAGED, Tokenizer, UserError, read_file, write_file
-
-# --- Text ----------------------------------------------------------------------------------------
-
-CACHE = os.environ.get("LOCOCO_CACHE", "~/.cache/lococo")  # of tokens; safe to delete
-
-# By the checksum of a document's name, modulo 20. Tune on the choosing part, then score held-out.
-PARTS = {"held-out": range(0, 2), "choosing": range(2, 3), "training": range(3, 20)}
-
-
-def find_files(paths: list[Path]) -> list[Path]:
-    """The files, and in folders all but hidden ones; without a path Python's own standard library,
-    which is real text on every machine that runs this program."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    if not paths:
-        return sorted(f for f in library.rglob("*.py") if "site-packages" not in f.parts)
-    files = []
-    for path in paths:
-        if not path.exists():
-            raise UserError(f"--data {path}: no such file or folder")
-        inside = (f for f in sorted(path.rglob("*")) if "/." not in f"/{f.relative_to(path)}")
-        files += [f for f in inside if f.is_file()] if path.is_dir() else [path]
-    return files
-
-
-def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, dict]]:
-    """Number and object of each line of a .jsonl or .jsonl.gz file, for which `check` must hold."""
-    opener, number = gzip.open if file.suffix == ".gz" else open, 0
-    with opener(file, "rt", encoding="utf-8") as content:
-        try:
-            for number, line in enumerate(content, start=1):
-                if line.strip():
-                    row = json.loads(line)
-                    if not check(row):
-                        raise ValueError(f"{row}"[:80])
-                    yield number, row
-        except (*DAMAGED, zlib.error) as error:
-            raise UserError(f"{file}, line {number}: not as --help says ({error!r})") from None
-
-
-def read_documents(file: Path) -> Iterator[tuple[str, str]]:
-    """(name, text) of a text file, or of each line of a .jsonl or .jsonl.gz file."""
-    if file.name.endswith((".jsonl", ".jsonl.gz")):
-        for number, row in read_rows(file, lambda row: isinstance(row["text"], str)):
-            yield f"{file.name}:{number}", row["text"]
-    else:
-        yield file.name, file.read_bytes().decode()
-
-
-def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
-    """Token ids of all documents, one after the other, of each of PARTS."""
-    streams = {part: [np.empty(0, np.int32)] for part in PARTS}
-    for file in tqdm(files, "tokenizing", leave=False, disable=None):
-        try:
-            for name, text in read_documents(file):
-                number = zlib.crc32(name.encode()) % 20
-                part = next(part for part in PARTS if number in PARTS[part])
-                streams[part].append(np.array(tokenizer.encode(text), np.int32))
-        except UnicodeDecodeError:
-            tqdm.write(f"left out, as it is not in UTF-8: {file}", file=sys.stderr)
-    return {part: torch.from_numpy(np.concatenate(ids)) for part, ids in streams.items()}
-
-
-def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    """The ids of each of PARTS, mapped into memory; a BOS begins each document. Tokenized once: the
-    name of the stored file says which texts and tokenizer it is made from."""
-    files = find_files(paths)
-    key = repr([(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files])
-    digest = hashlib.sha256(f"int32 {key}".encode() + tokenizer.file.read_bytes()).hexdigest()
-    stored = Path(CACHE).expanduser() / f"{digest[:24]}.safetensors"
-    try:
-        streams, _ = read_file(stored)
-    except UserError:  # not there yet, or damaged
-        streams = tokenize(files, tokenizer)
-        stored.parent.mkdir(parents=True, exist_ok=True)
-        write_file(stored, streams)
-    if not any(len(ids) for ids in streams.values()):
-        raise UserError(f"--data {' '.join(map(str, paths))}: there is no text in it")
-    return {part: ids.numpy() for part, ids in streams.items()}
-
-
-def sequence(ids: np.ndarray, L: int, seed: int, i: int) -> Tensor:
-    """Training sequence i, (L,): the stream is cut into pieces, shuffled anew for each pass."""
-    if len(ids) < L:
-        raise UserError(f"--seq {L}: the text to train on has only {len(ids)} tokens")
-    epoch, i = divmod(i, len(ids) // L)
-    place = np.random.default_rng((seed, epoch)).permutation(len(ids) // L)[i]
-    return torch.from_numpy(ids[place * L : (place + 1) * L].astype(np.int64))
-
+from lococo import untrained
+from model import Tokenizer, load_base
+from support.command_line import TINY, Machine, Parser, at_least, method_flags, output_file, prepare
+from support.command_line import run_program
+from support.facts import fact_tokens, tell_all
+from support.files import UserError
+from support.text import PARTS, long_documents, token_streams
 
 # --- Perplexity ----------------------------------------------------------------------------------
-
-
-def long_documents(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
-    """The first L tokens of the first documents that have so many, (<= most, L)."""
-    starts = np.flatnonzero(ids == bos)
-    lengths = np.diff(starts, append=len(ids))
-    rows = [ids[start : start + L] for start in starts[lengths >= L][:most]]
-    return torch.from_numpy(np.array(rows, np.int64).reshape(len(rows), L))
 
 
 @torch.no_grad()
@@ -156,78 +56,6 @@ def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
     L = n.shape[1] + 1
     edges = sorted({0, min(reach, L), L} | {2**e for e in range(9, 15) if reach < 2**e < L})
     return {f"{what}{a}-{b}": (a < n) & (n <= b) for a, b in zip(edges, edges[1:])}
-
-
-# --- Facts: what does a memory remember? ---------------------------------------------------------
-
-
-class FactTokens(NamedTuple):
-    """The ids of which facts are made."""
-
-    words: list[int]  # a blank and at least three small letters
-    line_break: int  # ends a fact
-    at: int  # "@", which begins it
-    equals: int  # " ="
-    breaks: frozenset[int]  # all that end a line, such as a full stop with a line break
-
-
-@lru_cache
-def fact_tokens(tokenizer: Tokenizer) -> FactTokens:
-    """Raises UserError where the tokenizer has no tokens of their own for "@" and the like."""
-    pieces = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
-    words = [i for i, piece in enumerate(pieces) if re.fullmatch(" [a-z]{3,}", piece)]
-    breaks = frozenset(i for i, piece in enumerate(pieces) if piece.endswith("\n"))
-    line_break, at, equals = tokenizer.encode("x\n@ =")[-3:]
-    if [pieces[i] for i in (line_break, at, equals)] != ["\n", "@", " ="]:
-        raise UserError(f"{tokenizer.file}: facts need tokens for a line break, for @ and for =")
-    return FactTokens(words, line_break, at, equals, breaks)
-
-
-def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
-         tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write facts into a text (L,): lines `@ message number = socket`, a name of two words and a
-    word. Each is due in the first half, then after gaps of 64 to L tokens (log-uniform), and told
-    at the next line break. Its name's checksum decides which of PARTS it belongs to. Returns the
-    text, cut at L, and for the word of each fact how long ago it was last told, (L,), else 0."""
-    words, line_break, at, equals, breaks = fact_tokens(tokenizer)
-    rng, L = np.random.default_rng((seed, i)), len(tokens)
-    lines, mentions = {}, []
-    wanted = min(facts, L // 6)
-    for _ in range(1000 * wanted if words else 0):  # few words do not make many names
-        if len(lines) == wanted:
-            break
-        a, b, word = rng.choice(words, 3).tolist()
-        name = tokenizer.piece(a) + tokenizer.piece(b)
-        spelled = name.replace(" ", "\u2581")  # as sentencepiece spells it: tiny/ was trained so
-        if zlib.crc32(spelled.encode()) % 20 in PARTS[part]:
-            lines[name] = [at, a, b, equals, word, line_break]
-    if len(lines) < wanted:
-        sentence = f"its {len(words)} words of one token do not make {wanted} names of facts"
-        raise UserError(f"{tokenizer.file}: {sentence}")
-    for name in lines:
-        place = rng.uniform(0, L / 2)
-        while place < L:
-            mentions.append((place, name))
-            place += np.exp(rng.uniform(np.log(64), np.log(max(L, 64))))
-    mentions.sort(reverse=True)
-    told, ago, last = [], [], {}
-    for token in tokens.tolist():
-        told.append(token)
-        ago.append(0)
-        while token in breaks and mentions and len(told) >= mentions[-1][0]:
-            _, name = mentions.pop()
-            told += lines[name]
-            here = len(told) - 2  # where the word is
-            ago += [0, 0, 0, 0, here - last.get(name, here), 0]
-            last[name] = here
-    return torch.tensor(told[:L]), torch.tensor(ago[:L])
-
-
-def tell_all(documents: Tensor, part: str, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
-    """8 facts in each of documents (N, L): the texts (N, L), and how long ago, (N, L - 1)."""
-    rows = [tell(text, 8, part, 0, i, tokenizer) for i, text in enumerate(documents)]
-    tokens, ago = (torch.stack(row) for row in zip(*rows))
-    return tokens, ago[:, 1:]
 
 
 # --- The program ---------------------------------------------------------------------------------
@@ -271,7 +99,7 @@ def compared(
 
 
 def add_shared_flags(parser: Parser) -> None:
-    """Of eval_ppl.py and tests/tasks.py."""
+    """Of eval_ppl.py and tools/tasks.py."""
     add = parser.add_argument
     add("--method", nargs="+", default=[], choices=METHODS, help="methods without training")
     add("--json", type=output_file, metavar="FILE", help="write the tables there, too")

@@ -7,30 +7,23 @@
     python generate.py --prompt book.txt --save-memory book.safetensors       # read it once ...
     python generate.py --prompt question.txt --load-memory book.safetensors   # ... ask many times
 
-The text goes to standard output, the figures to standard error. The last section but one is what
-all programs share: flags, the base model, errors.
+The text goes to standard output, the figures to standard error.
 """
 
 import argparse
-import json
-import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Iterator
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lococo import METHODS, AdaptedLlama, Memory, Settings, identity, load_adapter
-from model import KVCache, Llama, Tokenizer, UserError, checksum, load_llama
-from model import read_file, write_file
-
-HERE = Path(__file__).resolve().parent
-TINY = HERE / "tiny"  # the embedded model and its adapter
-KINDS = ("sinks", "heavy", "merged", "recent")  # kinds of slots, in this order
-POSITIONS = ("interpolated", "original", "slots")  # see lococo.interpolation
+from lococo import KINDS, METHODS, Memory, identity, load_adapter, untrained
+from model import KVCache, Llama, Tokenizer, load_base
+from support.command_line import TINY, Parser, at_least, method_flags, output_file, prepare
+from support.command_line import run_program
+from support.files import UserError, checksum, read_file, write_file
 
 # --- Text as it comes ----------------------------------------------------------------------------
 
@@ -134,149 +127,6 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
         kind, layer = name.split()
         getattr(memory, kind)[int(layer)] = tensor.to(device)
     memory.seen, memory.compressed = about["seen"], about["compressed"]
-
-
-# --- Flags, the base model, errors ---------------------------------------------------------------
-
-
-def at_least(least: float, kind: type = int) -> Callable[[str], float]:
-    """An argparse type: a number from `least` on."""
-
-    def convert(text: str) -> float:
-        number = kind(text)
-        if not least <= number < 2**31:
-            raise argparse.ArgumentTypeError(f"{text}: it must be from {least} on, and not huge")
-        return number
-
-    convert.__name__ = kind.__name__  # for argparse's own sentence: invalid int value
-    return convert
-
-
-def output_file(text: str) -> Path:
-    """An argparse type: a file that can be written when the work is done."""
-    file = Path(text)
-    if file.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: this is a folder; name a file")
-    if not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {file.parent}; make it first")
-    return file
-
-
-class Parser(argparse.ArgumentParser):
-    """The flags of all programs. A mistake is one sentence."""
-
-    def __init__(self, doc: str):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-        add = self.add_argument
-        add("--model", type=Path, default=TINY, help="directory of the base model")
-        add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
-        add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU")
-        add("--seed", type=at_least(0), default=0)
-        add("--mem", type=at_least(4), help="slots M, from 4 on (default: 512, or the recipe's)")
-        add("--segment", type=at_least(1), help="tokens T that enter together (default: as --mem)")
-        for flag in ("--sinks", "--heavy", "--recent"):
-            add(flag, type=at_least(0), help=f"{flag[2:]} slots, instead of the method's")
-        add("--positions", choices=POSITIONS, help="of keys, instead of the method's")
-        add("--forget", type=at_least(0, float), metavar="F",
-            help="heavy slots: factor of earlier attention scores at each segment, 0 to 1")
-
-    def refuse_counts(self, args: argparse.Namespace) -> None:
-        given = {args.mem, args.segment, *method_flags(args).values()} - {None}
-        if given and not args.method:
-            self.error("--mem and the like go with --method; a trained adapter has its own")
-
-    def error(self, message: str):
-        if message.startswith("argument "):  # argparse's "argument --mem: 0: it must ..."
-            message = message.removeprefix("argument ").replace(": ", " ", 1)
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def method_flags(args: argparse.Namespace) -> dict:
-    """The flags that change a row of METHODS; train.py has three more than the others."""
-    names = ("sinks", "heavy", "recent", "positions", "forget", "compressor", "kernel", "lora_rank")
-    return {name: vars(args)[name] for name in names if name in args}
-
-
-def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
-    """A row of METHODS at M = mem; `changes` that are not None replace fields. Slots left over are
-    merged, or recent if the row merges none; if that number is given, M is the sum of all. A row
-    without slots keeps all. Raises UserError."""
-    row = METHODS[method](mem)
-    given = {name: value for name, value in changes.items() if value is not None}
-    fills = "merged" if "merged" in row else "recent"
-    counts = {name: (row | given).get(name, 0) for name in KINDS}
-    if row and fills not in given:
-        counts[fills] += mem - sum(counts.values())
-    fits = 0 < sum(counts.values()) <= mem if row else sum(counts.values()) == 0
-    if not fits or min(counts.values()) < 0 or ("merged" in row and counts["merged"] == 0):
-        raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
-    return Settings(method, segment, length, **row | given | counts)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where a program computes, and in which numbers."""
-
-    device: str
-    dtype: torch.dtype
-
-    def precision(self) -> torch.autocast:
-        """Compute in `dtype`; what trains is kept in float32."""
-        device = torch.device(self.device).type
-        return torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32)
-
-
-def prepare(args: argparse.Namespace) -> Machine:
-    """The machine that the flags ask for. Sets the random state, too."""
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError):
-        raise UserError(f"--device {device}: this torch has no such device") from None
-    usual = "float32" if torch.device(device).type == "cpu" else "bfloat16"
-    torch.manual_seed(args.seed)
-    torch.set_flush_denormal(True)  # a CPU is many times slower with a softmax's tiny weights
-    return Machine(device, getattr(torch, args.dtype or usual))
-
-
-def load_base(path: Path, machine: Machine) -> tuple[Llama, Tokenizer]:
-    model = load_llama(path, machine.dtype, machine.device)
-    tokenizer = Tokenizer(path)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise UserError(f"{tokenizer.file}: it has more tokens than the model ({path})")
-    return model, tokenizer
-
-
-def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> AdaptedLlama:
-    """A method that needs no training, on its base model."""
-    settings = settings_for(method, mem, segment, model.config.context, **flags | {"lora_rank": 0})
-    if settings.merged:
-        raise UserError(f"--method {method}: its convolution must be trained first, by train.py")
-    return AdaptedLlama(model, settings)
-
-
-def run_program(main: Callable[[], None]) -> None:
-    """What the user can mend is one sentence and exit code 2."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal may not have every character
-    try:
-        main()
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # `| head` has seen enough
-        os._exit(1)
-    except (UserError, OSError, RuntimeError, MemoryError) as error:
-        sentence = str(error)
-        if isinstance(error, OSError) and error.filename:
-            sentence = f"{error.filename}: {error.strerror}"
-        scarce = "allocate" in sentence or "out of memory" in sentence
-        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and scarce):
-            sentence = "out of memory: try a smaller --mem or --segment; README.md says what else"
-        elif isinstance(error, RuntimeError):
-            raise
-        print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
-        sys.exit(2)
 
 
 # --- The program ---------------------------------------------------------------------------------

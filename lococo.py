@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import KVCache, Llama, LlamaConfig, RMSNorm, UserError, causal_mask, checksum, read_file
-from model import rope, rotate
+from model import KVCache, Llama, LlamaConfig, RMSNorm, causal_mask, rope, rotate
+from support.files import UserError, checksum, read_file
 
 # --- Methods: what a memory of M slots holds -----------------------------------------------------
+
+KINDS = ("sinks", "heavy", "merged", "recent")  # kinds of slots, in this order
 
 METHODS = {
     "full": lambda M: {},
@@ -36,7 +38,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a trained adapter depends on; `generate.settings_for` makes one."""
+    """All that a trained adapter depends on; `settings_for` makes one."""
 
     method: str
     segment: int  # T
@@ -56,6 +58,22 @@ class Settings:
     def mem(self) -> int:
         """M, slots in each layer and key/value head; 0 if all entries are kept."""
         return self.sinks + self.heavy + self.merged + self.recent
+
+
+def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
+    """A row of METHODS at M = mem; `changes` that are not None replace fields. Slots left over are
+    merged, or recent if the row merges none; if that number is given, M is the sum of all. A row
+    without slots keeps all. Raises UserError."""
+    row = METHODS[method](mem)
+    given = {name: value for name, value in changes.items() if value is not None}
+    fills = "merged" if "merged" in row else "recent"
+    counts = {name: (row | given).get(name, 0) for name in KINDS}
+    if row and fills not in given:
+        counts[fills] += mem - sum(counts.values())
+    fits = 0 < sum(counts.values()) <= mem if row else sum(counts.values()) == 0
+    if not fits or min(counts.values()) < 0 or ("merged" in row and counts["merged"] == 0):
+        raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
+    return Settings(method, segment, length, **row | given | counts)
 
 
 # --- Compressor (section 3.2.1) ------------------------------------------------------------------
@@ -285,7 +303,7 @@ class FactCompressor(Compressor):
     """Slots are filled in turn, each mostly with one entry: the most relevant that is no copy of an
     earlier slot's. A common filter learns what is relevant; a filter of each slot, which of it the
     slot takes. What comes from a merged or heavy slot has filters of its own, of one tap, that
-    learn to keep it: without them one seed of two forgets (tests/results.md). Rows are soft while
+    learn to keep it: without them one seed of two forgets (docs/notebook.md). Rows are soft while
     they learn; the recipe's `sharper` makes them nearly one-hot, as mixed facts cannot be read."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
@@ -378,6 +396,14 @@ class AdaptedLlama(nn.Module):
         cache = memory(config, settings, self.compressors) if settings.mem else KVCache(config)
         cache.rope_scale = interpolation(config, settings)
         return cache
+
+
+def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> AdaptedLlama:
+    """A method that needs no training, on its base model."""
+    settings = settings_for(method, mem, segment, model.config.context, **flags | {"lora_rank": 0})
+    if settings.merged:
+        raise UserError(f"--method {method}: its convolution must be trained first, by train.py")
+    return AdaptedLlama(model, settings)
 
 
 def identity(adapted: AdaptedLlama) -> dict:

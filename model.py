@@ -1,4 +1,4 @@
-"""Llama-2 in plain PyTorch: the model, official weights, the tokenizer, and files of our own.
+"""Llama-2 in plain PyTorch: the model, official weights and the tokenizer.
 
 Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288). LoCoCo plugs in at one place,
 the cache: the model tells `cache.enter` how many tokens come (a Memory compresses then), and each
@@ -10,25 +10,21 @@ token; S cached entries, M slots, H query heads, G key/value heads, D head dimen
 sequence, V vocabulary. The paper's tables swap our L and T.
 """
 
-import hashlib
 import json
 import math
-import os
-import pickle
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Iterator
+from typing import TYPE_CHECKING, Iterator
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 
+from support.files import DAMAGED, UserError, read_tensors
 
-class UserError(Exception):
-    """What the user can mend: the programs print its sentence and exit with code 2."""
+if TYPE_CHECKING:
+    from support.command_line import Machine
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     rope_scale: float = 1.0  # positions are divided by this (position interpolation)
     tied: bool = False  # the embeddings are the output matrix, too
-    qkv_bias: bool = False  # True for ChatGLM3 (tests/chatglm3.py)
+    qkv_bias: bool = False  # True for ChatGLM3 (tools/chatglm3.py)
     turned: float = 1.0  # the share of a head's channels that `rotate` turns; ChatGLM3: a half
     # Not in the repr, by which an adapter knows its base: adapters of other models stay valid.
     llama3_rope: Llama3Rope | None = field(default=None, repr=False)
@@ -273,10 +269,6 @@ class Llama(nn.Module):
 
 # --- Official weights ----------------------------------------------------------------------------
 
-# What reading a damaged or foreign file can raise.
-DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionError, TypeError,
-           AttributeError, ArithmeticError, pickle.UnpicklingError, SafetensorError)  # fmt: skip
-
 
 def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
     """A model from a directory in Meta's layout (params.json) or Hugging Face's (config.json). One
@@ -300,17 +292,6 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"{file} or its weights: not a plain Llama-2: {reason:.250}") from None
     return model
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors, .bin or .pth file by name, mapped into memory."""
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        return {name: tensor.detach() for name, tensor in content.items()}
-    except DAMAGED as error:
-        raise UserError(f"{file}: cannot be read as weights ({type(error).__name__})") from None
 
 
 def meta_config(file: Path) -> LlamaConfig:
@@ -504,42 +485,12 @@ class JsonTokens:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-# --- Files that the programs write ----------------------------------------------------------------
+# --- A base model: weights and tokenizer ---------------------------------------------------------
 
 
-def checksum(tensors: dict[str, Tensor], about: str) -> str:
-    digest = hashlib.sha256(about.encode())
-    for name, t in sorted(tensors.items()):
-        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
-        column = t.detach().cpu().reshape(-1, 1).contiguous()  # so that `view` always can
-        digest.update(column.view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
-    """A safetensors file with a JSON object and a checksum. It is written under another name,
-    synced, then renamed. One key of metadata: the order of several would differ between runs."""
-    tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
-    text = json.dumps(about)
-    beside = file.with_name(file.name + ".part")
-    try:
-        save_file(tensors, beside, {"content": json.dumps([text, checksum(tensors, text)])})
-        with open(beside, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(beside, file)
-    except DAMAGED as error:
-        beside.unlink(missing_ok=True)
-        raise UserError(f"{file}: cannot be written ({error}); nothing is changed") from None
-
-
-def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
-    """The tensors of a file of `write_file` by name, mapped into memory, and its JSON object."""
-    try:
-        with safe_open(file, framework="pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}
-            text, written = json.loads((handle.metadata() or {})["content"])
-    except DAMAGED as error:
-        raise UserError(f"{file}: not there, damaged or another version's ({error})") from None
-    if checksum(tensors, text) != written:
-        raise UserError(f"{file}: damaged, its content does not have its checksum")
-    return tensors, json.loads(text)
+def load_base(path: Path, machine: "Machine") -> tuple[Llama, Tokenizer]:
+    model = load_llama(path, machine.dtype, machine.device)
+    tokenizer = Tokenizer(path)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(f"{tokenizer.file}: it has more tokens than the model ({path})")
+    return model, tokenizer

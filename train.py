@@ -30,11 +30,15 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from eval_ppl import long_documents, ranges, sequence, tell, tell_all, token_losses, token_streams
-from generate import HERE, TINY, Machine, Parser, at_least, load_base, method_flags
-from generate import prepare, run_program, settings_for, untrained
+from eval_ppl import ranges, token_losses
 from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, identity, segment_losses
-from model import Tokenizer, UserError, attention, checksum, read_file, write_file
+from lococo import settings_for, untrained
+from model import Tokenizer, attention, load_base
+from support.command_line import HERE, TINY, Machine, Parser, at_least, method_flags, prepare
+from support.command_line import run_program
+from support.facts import tell, tell_all
+from support.files import UserError, checksum, read_file, write_file
+from support.text import long_documents, sequence, token_streams
 
 # --- Recipes -------------------------------------------------------------------------------------
 
@@ -259,7 +263,8 @@ def parse(line: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, 
     add("--steps", type=count)
     add("--batch", type=count, help="sequences per step")
     add("--micro-batch", type=count, help="sequences in memory at once")
-    add("--facts", type=whole, metavar="N", help="facts to write into a sequence (eval_ppl.py)")
+    add("--facts", type=whole, metavar="N",
+        help="facts to write into a sequence (support/facts.py)")
     add("--answer-weight", type=at_least(0, float), metavar="W", help="of a fact told again")
     add("--sharper", type=at_least(0, float), metavar="N", help="logits times N after training")
     add("--bptt", type=count, help="segments that the gradient spans")

@@ -1,5 +1,5 @@
-"""Shared by the tests: a small random model, Llama-2 written a second time, in float64, what a
-model with a memory reads and writes, computed by hand, and programs that are run by a line."""
+"""Shared by the tests: a small random model, what a model with a memory reads and writes, computed
+by hand, and programs that are run by a line."""
 
 import io
 import re
@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-import eval_ppl
-from generate import TINY, run_program
 from lococo import Settings
 from model import Llama, LlamaConfig, Tokenizer
+from support.command_line import HERE, TINY, run_program
+
+sys.path.insert(0, str(HERE / "tools"))  # tests import its programs
 
 FULL = Settings("full", 16, 1024, lora_rank=0)
 H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)
@@ -40,7 +41,7 @@ def model(config) -> Llama:
 @pytest.fixture
 def own_folders(tmp_path, monkeypatch):
     """An empty working directory, with text in the folder text/, and a token cache of its own."""
-    monkeypatch.setattr(eval_ppl, "CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("support.text.CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "text"
     folder.mkdir()
@@ -69,74 +70,6 @@ def run(own_folders, monkeypatch, capsys):
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return Tokenizer(TINY)
-
-
-def permute(w: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of q or k from Meta's order (neighbours turn together) to Hugging Face's (halves), by
-    its definition: channel 2i goes to i and channel 2i + 1 to i + D/2."""
-    D = w.shape[0] // heads
-    rows = []
-    for head in range(heads):
-        rows += [head * D + 2 * i for i in range(D // 2)]
-        rows += [head * D + 2 * i + 1 for i in range(D // 2)]
-    return w[rows]
-
-
-def meta_state(model: Llama) -> dict[str, torch.Tensor]:
-    """The weights as Meta's checkpoint would have them (q and k rows in Meta's order)."""
-    state = {}
-    for name, p in model.state_dict().items():
-        heads = {"wq": model.config.n_heads, "wk": model.config.n_kv_heads}.get(name.split(".")[-2])
-        if heads:
-            order = permute(torch.arange(p.shape[0])[:, None], heads)[:, 0]
-            p = torch.empty_like(p).index_copy_(0, order, p)
-        state[name] = p.clone()
-    return state
-
-
-def reference_logits(
-    state: dict[str, torch.Tensor], c: LlamaConfig, tokens: torch.Tensor
-) -> torch.Tensor:
-    """Llama-2 on one sequence (T,) -> logits (T, V), by Meta's formulas: neighbouring channels turn
-    as complex numbers, loops over heads and queries."""
-    w = {name: tensor.double() for name, tensor in state.items()}
-    T, D = len(tokens), c.dim // c.n_heads
-    n = c.turned * D  # channels that turn
-    frequency = c.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / n)
-    frequency[int(n / 2) :] = 0
-    angle = torch.outer(torch.arange(T) / c.rope_scale, frequency)
-    turn = torch.polar(torch.ones_like(angle), angle)
-
-    def norm(x, g):
-        return torch.stack([row / (row.pow(2).mean() + c.norm_eps).sqrt() * g for row in x])
-
-    def rotated(x):  # (T, D)
-        pairs = torch.view_as_complex(x.reshape(T, D // 2, 2).contiguous())
-        return torch.view_as_real(pairs * turn).reshape(T, D)
-
-    x = w["tok_embeddings.weight"][tokens]
-    for n in range(c.n_layers):
-        p = f"layers.{n}."
-        h = norm(x, w[p + "attention_norm.weight"])
-        q, k, v = (h @ w[p + f"attention.w{s}.weight"].T for s in "qkv")
-        if c.qkv_bias:
-            q, k, v = (x + w[p + f"attention.w{s}.bias"] for s, x in zip("qkv", (q, k, v)))
-        heads = []
-        for head in range(c.n_heads):
-            g = head // (c.n_heads // c.n_kv_heads)
-            qh = rotated(q[:, head * D : (head + 1) * D])
-            kh = rotated(k[:, g * D : (g + 1) * D])
-            vh = v[:, g * D : (g + 1) * D]
-            for t in range(T):
-                weights = (kh[: t + 1] @ qh[t] / D**0.5).softmax(dim=0)
-                heads.append(weights @ vh[: t + 1])
-        read = torch.stack(heads).view(c.n_heads, T, D).transpose(0, 1).flatten(1)
-        x = x + read @ w[p + "attention.wo.weight"].T
-        h = norm(x, w[p + "ffn_norm.weight"])
-        gate = h @ w[p + "feed_forward.w1.weight"].T
-        up = h @ w[p + "feed_forward.w3.weight"].T
-        x = x + (gate * gate.sigmoid() * up) @ w[p + "feed_forward.w2.weight"].T
-    return norm(x, w["norm.weight"]) @ w["output.weight"].T
 
 
 @torch.no_grad()

@@ -8,11 +8,13 @@ import chatglm3
 import llama2c
 import pytest
 import torch
-from conftest import meta_state, reference_logits
+from reference import meta_state, reference_logits
 from safetensors.torch import save_file
 
-from generate import TINY, as_text
-from model import Llama, LlamaConfig, Tokenizer, UserError, load_llama
+from generate import as_text
+from model import Llama, LlamaConfig, Tokenizer, load_llama
+from support.command_line import TINY
+from support.files import UserError
 
 CONFIG = dict(model_type="chatglm", rmsnorm=True, add_bias_linear=False, add_qkv_bias=True,
               num_layers=2, hidden_size=64, num_attention_heads=4, multi_query_group_num=2,

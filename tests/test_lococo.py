@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 import official_code  # noqa: F401, it adds a compressor
-from slow_memory import official_rows, slow_memory
-from test_paper import by_loop
+from reference import by_loop, official_rows, slow_memory
 
-from generate import KINDS, TracedMemory, describe_slots, prefill, settings_for
-from lococo import METHODS, AdaptedLlama, Memory, Settings, interpolation, segment_losses
+from generate import TracedMemory, describe_slots, prefill
+from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, interpolation, segment_losses
+from lococo import settings_for
 from model import Llama
 
 TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))

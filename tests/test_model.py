@@ -1,4 +1,5 @@
-"""model.py: the Llama, its cache, the loading of both layouts, files of our own; and tokens."""
+"""model.py: the Llama, its cache, the loading of both layouts, tokens; support/files.py: files of
+our own."""
 
 import copy
 import json
@@ -9,15 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import meta_state, permute, reference_logits
+from reference import meta_state, permute, reference_logits
 from safetensors.torch import save_file
 
-import model as model_module
-from generate import prefill, settings_for
-from lococo import AdaptedLlama, identity, load_adapter
-from model import KVCache, Llama, LlamaConfig, UserError, checksum, hugging_face_config
-from model import hugging_face_name, load_llama
-from model import Tokenizer, read_file, rope, rotate, write_file
+from generate import prefill
+from lococo import AdaptedLlama, identity, load_adapter, settings_for
+from model import KVCache, Llama, LlamaConfig, Tokenizer, hugging_face_config, hugging_face_name
+from model import load_llama, rope, rotate
+from support.files import UserError, checksum, read_file, write_file
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
 SMALL = LlamaConfig(32, 2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)
@@ -309,7 +309,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
         path.write_bytes(b"the first half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(model_module, "save_file", disk_is_full)
+    monkeypatch.setattr("support.files.save_file", disk_is_full)
     refusal(file, "No space left on device", call=write_file, args=({},))
     assert same(read_file(file)[0], TENSORS) and sorted(tmp_path.iterdir()) == [file, folder]
 

@@ -1,67 +1,17 @@
-"""Tests that teach: what the paper says, computed a second time in the plainest way. Equations and
-algorithms have the paper's numbers, letters are those of model.py."""
+"""Tests that teach: what the paper says, computed a second time in the plainest way (in
+reference.py). Equations and algorithms have the paper's numbers, letters are those of model.py."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import meta_state, reference_logits
+from reference import by_loop, meta_state, reference_logits
 
-from generate import POSITIONS, settings_for
-from lococo import COMMON, METHODS, PENALTY, POWER, AdaptedLlama, Compressor
-from lococo import FactCompressor, ScoredCompressor, segment_losses
+from lococo import METHODS, AdaptedLlama, Compressor, FactCompressor, ScoredCompressor
+from lococo import segment_losses, settings_for
+from support.command_line import POSITIONS
 
 TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(1))
-
-
-def filtered(entries, g, i, j):
-    """(6): what filter i of g (slots, 2D, taps) gives at entry j of entries (S, 2D)."""
-    total = torch.zeros((), dtype=torch.float64)
-    for tap in range(g.shape[2]):
-        neighbour = j + tap - g.shape[2] // 2
-        if 0 <= neighbour < len(entries):  # beyond the ends are zeros
-            total = total + g[i, :, tap].double() @ entries[neighbour]
-    return total
-
-
-def paper_by_loop(compressor, slots, k, v, *_):
-    """(6), the ReLU and (7) for one head, k and v (S, D) -> w (slots, S), in float64."""
-    entries, S = torch.cat((k, v), dim=1).double(), len(k)
-    w = torch.zeros(slots, S, dtype=torch.float64)
-    for i in range(slots):
-        for j in range(S):
-            w[i, j] = filtered(entries, compressor.conv.weight, i, j).clamp(min=0)
-        w[i] = w[i] / w[i].sum() if w[i].any() else 1 / S  # (7)
-    return w.detach()
-
-
-def facts_by_loop(compressor, slots, k, v, from_slot, scores):
-    """Ours for one head, k and v (S, D), from_slot and scores (S,) -> w (slots, S), in float64."""
-    entries, S = torch.cat((k, v), dim=1).double(), len(k)
-    received = (scores.double() + 1e-4).log()
-    w = torch.zeros(slots, S, dtype=torch.float64)
-    taken = torch.zeros(S, dtype=torch.float64)
-    centred = entries - entries.mean(dim=0)
-    for i in range(slots):
-        for j in range(S):
-            own, common = compressor.conv.weight, compressor.common
-            if from_slot[j]:
-                own, common = compressor.slot_filters, compressor.slot_common
-            logit = filtered(entries, own, i, j) + COMMON * filtered(entries, common, 0, j)
-            if hasattr(compressor, "trust"):
-                logit += 2 * compressor.trust.item() * (received[j] - received.mean())
-            w[i, j] = (logit - PENALTY * taken[j]).exp()
-        best = max(range(S), key=lambda j: w[i, j].item())
-        w[i] = w[i] / w[i].sum()
-        for j in range(S):  # the rows after it avoid copies of what it likes best
-            cosine = F.cosine_similarity(centred[best], centred[j], dim=0)
-            taken[j] += cosine.clamp(min=0).detach() ** POWER
-    return w.detach()
-
-
-def by_loop(compressor, *args):
-    return (facts_by_loop if hasattr(compressor, "common") else paper_by_loop)(compressor, *args)
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 21])

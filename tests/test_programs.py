@@ -20,9 +20,14 @@ from safetensors.torch import load_file, save_file
 import eval_ppl
 import generate
 import train
-from generate import TINY, as_text, decode, sample
+from generate import as_text, decode, sample
 from lococo import METHODS, AdaptedLlama, Settings, identity, load_adapter, segment_losses
-from model import load_llama, write_file
+from lococo import untrained
+from model import load_llama
+from support.command_line import TINY, run_program
+from support.facts import tell
+from support.files import write_file
+from support.text import long_documents, token_streams
 
 LINES = {
     train: "--data text --mem 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 --out run",
@@ -94,8 +99,8 @@ def test_every_method_trains_and_is_read_back(run, tokenizer, words):
     assert found == dict.fromkeys(found, "rank" not in words) | {"compr": "lococo" in method}
     code, _, err = run(generate, f"--prompt text/0.py --adapter run --max-new-tokens 3 {half}")
     assert code == 0 and f"{0 if method in ('full', 'longlora') else 16} slots" in err
-    streams = eval_ppl.token_streams([Path("text")], tokenizer)
-    rows = eval_ppl.long_documents(streams["held-out"], tokenizer.bos, 96, 2)
+    streams = token_streams([Path("text")], tokenizer)
+    rows = long_documents(streams["held-out"], tokenizer.bos, 96, 2)
     after = load_adapter(Path("run"), load_llama(TINY))
     for name, adapted in ((WINDOW_ROW, tiny(WINDOW)), (f"{method}, after training", after)):
         expected = math.exp(nats_by_hand(adapted, rows).mean())
@@ -148,8 +153,8 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     figures = json.loads(Path("figures.json").read_text())
     assert code == 0 and "documents (training): 3 of 64 tokens, 3 of 300 tokens" in out, err
     settings = {"base, full": FULL, "base, streaming M=16": WINDOW, "base, h2o M=16": H2O}
-    ids = eval_ppl.token_streams([Path("text")], tokenizer)["training"]
-    texts = [eval_ppl.long_documents(ids, tokenizer.bos, L, 3) for L in (64, 300)]
+    ids = token_streams([Path("text")], tokenizer)["training"]
+    texts = [long_documents(ids, tokenizer.bos, L, 3) for L in (64, 300)]
     table, near, far = cells(out), [], []
     for name in (*settings, "adapter"):
         short, long = [nats_by_hand(tiny(settings.get(name)), rows) for rows in texts]
@@ -201,11 +206,11 @@ def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
              "base, h2o M=16", "run", "adapter"]  # fmt: skip
     assert list(table)[1:8] == names
     assert table["recalled; by chance 1 in 220"] == ["tokens", *names]
-    ids = eval_ppl.token_streams([Path("text")], tokenizer)["held-out"]
-    texts = eval_ppl.long_documents(ids, tokenizer.bos, 300, 64)
-    rows = [eval_ppl.tell(text, 8, "held-out", 0, i, tokenizer) for i, text in enumerate(texts)]
+    ids = token_streams([Path("text")], tokenizer)["held-out"]
+    texts = long_documents(ids, tokenizer.bos, 300, 64)
+    rows = [tell(text, 8, "held-out", 0, i, tokenizer) for i, text in enumerate(texts)]
     models = {"base, full": tiny(FULL), "run": load_adapter(Path("run"), load_llama(TINY))}
-    models["base, streaming M=64"] = generate.untrained(load_llama(TINY), "streaming", 64, 64)
+    models["base, streaming M=64"] = untrained(load_llama(TINY), "streaming", 64, 64)
     for name, adapted in models.items():
         near, far = [], []
         for told, ago in rows:
@@ -359,7 +364,7 @@ def test_a_mistake_is_one_sentence(run, program, words, sentence):
     (KeyboardInterrupt(), 130, ""), (RuntimeError("x"), None, "")], ids=repr)  # fmt: skip
 def test_which_errors_are_a_sentence_and_which_a_traceback(capsys, error, code, sentence):
     with pytest.raises(type(error) if code is None else SystemExit) as raised:
-        generate.run_program(Mock(side_effect=error))
+        run_program(Mock(side_effect=error))
     err = capsys.readouterr().err
     assert raised.value is error if code is None else raised.value.code == code
     assert sentence in err and err.count("\n") == (code == 2)

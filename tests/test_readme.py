@@ -16,8 +16,8 @@ import reproduce
 import torch
 import train
 from conftest import changed
-from generate import HERE
 from lococo import METHODS
+from support.command_line import HERE
 
 README = (HERE / "README.md").read_text()
 ONE_LINE = " ".join(README.split())
@@ -62,12 +62,12 @@ def test_the_table_of_results_is_made_of_the_figures():
     for file in reproduce.FILES:
         text = file.read_text("utf-8")
         assert reproduce.with_tables(text, cells) == text
-        assert text.count("<!-- tests/reproduce.py: ") == text.count("<!-- end -->")
+        assert text.count("<!-- tools/reproduce.py: ") == text.count("<!-- end -->")
     assert all(re.fullmatch(r"[0-9a-f]{7,}", cell["commit"]) for cell in cells.values())
 
 
 def test_links_lead_somewhere():
-    for file in ("README.md", "tests/results.md"):
+    for file in ("README.md", "docs/notebook.md"):
         text, place = (HERE / file).read_text(), (HERE / file).parent
         for target in re.findall(r"\]\(([^)]+)\)", text):
             assert target.startswith("http") or (place / target).is_file(), target
@@ -77,7 +77,7 @@ def test_links_lead_somewhere():
 def test_commands_are_understood(command, monkeypatch):
     """By the program's own parser; what they do is tested where the programs are."""
     words = shlex.split(command.split("  #")[0].split(" < ")[0])[1:]
-    if words[0] == "-m" or words[0].startswith("tests/"):
+    if words[0] == "-m" or words[0].startswith("tools/"):
         assert words[0] == "-m" or Path(HERE / words[0]).is_file()
         return
     if "both" in words:  # the method that an exercise adds

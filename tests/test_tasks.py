@@ -12,10 +12,10 @@ import pytest
 import tasks
 from conftest import FULL, H2O, greedy_by_hand, read_by_hand
 
-import eval_ppl
-from generate import HERE, TINY, prefill
+from generate import prefill
 from lococo import AdaptedLlama, load_adapter
 from model import load_llama
+from support.command_line import HERE, TINY
 
 TEXT = "\ndef add(x, y):\n    return [x, y]\n\ndef get(x, y):\n    return x[y]\n"
 TEXT += "\ndef f(x, y):\n    return x["  # three segments
@@ -226,7 +226,7 @@ def test_official_files_become_rows(run, case):
 
 def test_recall(run, tokenizer, monkeypatch):
     """8 facts of held-out names, each told once in the first half; 3 are answered, one is asked."""
-    monkeypatch.setattr(eval_ppl.sysconfig, "get_paths", lambda: {"stdlib": "text"})
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": "text"})
     for n in range(40):
         Path(f"text/{n}.py").write_text(f"def f{n}(x):\n    return x  # 北京 🐍\n" * 120)
     rows = convert(run, "recall --shots 3")

@@ -1,5 +1,5 @@
-"""eval_ppl.py's text: files into documents, documents into token streams, those into sequences; and
-the facts that are told in them. How these are recalled is in test_programs.py."""
+"""support/text.py: files into documents, documents into token streams, those into sequences; and
+support/facts.py: the facts that are told in them. How these are recalled is in test_programs.py."""
 
 import gzip
 import re
@@ -12,9 +12,11 @@ import pytest
 import torch
 from conftest import names_in
 
-import eval_ppl
-from eval_ppl import long_documents, ranges, sequence, tell, token_streams
-from model import UserError
+import support.text
+from eval_ppl import ranges
+from support.facts import tell
+from support.files import UserError
+from support.text import long_documents, sequence, token_streams
 
 pytestmark = pytest.mark.usefixtures("own_folders")  # 60 files in text/, an empty cache/
 FOLDER = Path("text")
@@ -76,8 +78,8 @@ def test_parts_are_by_the_checksum_of_the_documents_name(tokenizer):
 
 def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch):
     """Also where a part is empty. Anew if what is kept is damaged."""
-    calls, inner, one = [], eval_ppl.tokenize, FOLDER / "0.py"
-    monkeypatch.setattr(eval_ppl, "tokenize", lambda *args: calls.append(args) or inner(*args))
+    calls, inner, one = [], support.text.tokenize, FOLDER / "0.py"
+    monkeypatch.setattr(support.text, "tokenize", lambda *args: calls.append(args) or inner(*args))
     one.write_text("a text")
     for expected, paths in ((1, [one]), (1, [one]), (2, [FOLDER]), (2, [FOLDER]), (2, [one])):
         assert "a text" in texts(paths, tokenizer) and len(calls) == expected

@@ -13,8 +13,10 @@ import pytest
 import eval_ppl
 import generate
 import train
-from generate import TINY, as_text
-from model import Tokenizer, UserError
+from generate import as_text
+from model import Tokenizer
+from support.command_line import TINY
+from support.files import UserError
 
 TEXTS = ["def f(x):\n    return x\n", "  two  spaces ", "<end> is plain text", "naïve 北京 🐍\n", ""]
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-import eval_ppl
+import support.text
 import train
-from generate import HERE, TINY, Machine, settings_for
-from lococo import AdaptedLlama, segment_losses
-from model import read_file
+from lococo import AdaptedLlama, segment_losses, settings_for
+from support.command_line import HERE, TINY, Machine
+from support.files import read_file
+from support.text import token_streams
 
 SMALL = "--data text --mem 16 --batch 2 --micro-batch 1 --device cpu"
 RUN = f"{SMALL} --recipe embedded --seq 64 --score-tokens 1 --steps 4 --out run --save-every"
@@ -131,8 +132,8 @@ for module, name in ((train, "gradients"), (os, "fsync"), (os, "replace")):
 
 
 def test_a_killed_run_goes_on_from_its_last_whole_state(trained, ends_well, tokenizer):
-    eval_ppl.token_streams([Path("text")], tokenizer)  # so that the runs write no tokens
-    paths = {"PYTHONPATH": str(HERE), "LOCOCO_CACHE": eval_ppl.CACHE}
+    token_streams([Path("text")], tokenizer)  # so that the runs write no tokens
+    paths = {"PYTHONPATH": str(HERE), "LOCOCO_CACHE": support.text.CACHE}
     line = [sys.executable, "-c", KILLED, *f"{RUN} 1".split()]
     done = subprocess.run(line, capture_output=True, text=True, env=os.environ | paths)
     assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["9"] * 3, done.stderr
@@ -187,7 +188,7 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
 # second process is asked to end in the second step.
 PROCESS = """
 import os, signal
-import torch, generate, train
+import torch, train
 usual, steps, rank = train.gradients, [], os.environ["RANK"]
 
 def note(adapted, *rest):
@@ -199,14 +200,15 @@ def note(adapted, *rest):
     return loss
 
 train.gradients = note
-generate.run_program(train.main)
+train.run_program(train.main)
 """
 THREE = f"{SMALL} --seq 192 --batch 3 --bptt 2 --steps 3 --answer-weight 5 --save-every 9"
 THREE += " --score-tokens 200 --out"
 
 
 def torchrun(words, **environment):
-    environment |= {"PYTHONPATH": str(HERE), "LOCOCO_CACHE": eval_ppl.CACHE, "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(HERE), "LOCOCO_CACHE": support.text.CACHE}
+    environment |= {"OMP_NUM_THREADS": "1"}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "process.py"]
     return subprocess.run([sys.executable, *launch, *words.split()], capture_output=True, text=True,
                           timeout=200, env=os.environ | environment)  # fmt: skip
@@ -215,7 +217,7 @@ def torchrun(words, **environment):
 def test_two_processes_train_as_one(trained, monkeypatch):
     """Stopped in the second step, they go on with --resume. Any mistake is one sentence."""
     Path("process.py").write_text(PROCESS)
-    alone = {"RANK": "0", "PYTHONPATH": str(HERE), "LOCOCO_CACHE": eval_ppl.CACHE}
+    alone = {"RANK": "0", "PYTHONPATH": str(HERE), "LOCOCO_CACHE": support.text.CACHE}
     line = [sys.executable, "process.py", *f"{THREE} one".split()]
     subprocess.run(line, check=True, capture_output=True, env=os.environ | alone)
     steps = torch.load("gradients-0.pt")

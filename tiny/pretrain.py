@@ -5,7 +5,7 @@
 A plain language model of this size makes little use of distant context, and without that no memory
 can be told from another. So its start contains a recall head (`init`), and five of eight sequences
 that it reads ask for one: facts, repeated passages, repeated random tokens (`recall_mixture`).
-Held-out and choosing documents and names of facts (eval_ppl.py, PARTS) are never seen.
+Held-out and choosing documents and names of facts (support/text.py, PARTS) are never seen.
 
 Writes Hugging Face's layout. A new base needs a new adapter, as one belongs to its base:
 `python train.py --model runs/tiny --recipe embedded --steps 1200`.
@@ -28,12 +28,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import (  # noqa: E402
-    PARTS, find_files, long_documents, sequence, tell, token_losses, token_streams,
-)  # fmt: skip
-from generate import Machine, settings_for  # noqa: E402
-from lococo import AdaptedLlama  # noqa: E402
+from eval_ppl import token_losses  # noqa: E402
+from lococo import AdaptedLlama, settings_for  # noqa: E402
 from model import Llama, LlamaConfig, Tokenizer, hugging_face_name, rope, rotate  # noqa: E402
+from support.command_line import Machine  # noqa: E402
+from support.facts import tell  # noqa: E402
+from support.text import (  # noqa: E402
+    PARTS, find_files, long_documents, sequence, token_streams,
+)  # fmt: skip
 
 CONFIG = LlamaConfig(
     dim=128, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=344, vocab_size=2048, context=1024,

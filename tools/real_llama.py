@@ -35,19 +35,20 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
-sys.path.insert(0, str(HERE / "tests"))
 import train  # noqa: E402
-from eval_ppl import long_documents, token_losses, token_streams  # noqa: E402
-from generate import Machine, load_base, prepare, run_program, settings_for  # noqa: E402
+from eval_ppl import token_losses  # noqa: E402
 from lococo import COMMON, COMPRESSORS, AdaptedLlama, Compressor, FactCompressor  # noqa: E402
-from lococo import load_adapter  # noqa: E402
-from model import UserError  # noqa: E402
+from lococo import load_adapter, settings_for  # noqa: E402
+from model import load_base  # noqa: E402
 from official_code import OfficialCompressor  # noqa: E402
+from support.command_line import Machine, prepare, run_program  # noqa: E402
+from support.text import long_documents, token_streams  # noqa: E402
 
 BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.jsonl")
 PARTS = {"choosing": "book_news.txt", "test": "wikitext2-test.jsonl"}
-SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "generate.py", "tools/real_llama.py",
-           "tests/official_code.py")  # fmt: skip
+SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "support/command_line.py",
+           "support/facts.py", "support/files.py", "support/text.py", "tools/real_llama.py",
+           "tools/official_code.py")  # fmt: skip
 RESULTS = HERE / "docs" / "real-llama.jsonl"
 
 # --- Compressors between the paper's and ours ----------------------------------------------------

@@ -1,4 +1,4 @@
-"""python tests/llama2c.py FILE.bin DIR: a checkpoint of llama2.c, in Meta's layout, into DIR."""
+"""python tools/llama2c.py FILE.bin DIR: a checkpoint of llama2.c, in Meta's layout, into DIR."""
 
 import json
 import sys
@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from generate import run_program  # noqa: E402
-from model import DAMAGED, UserError  # noqa: E402
+from support.command_line import run_program  # noqa: E402
+from support.files import DAMAGED, UserError  # noqa: E402
 
 
 def convert(file: Path, folder: Path) -> None:

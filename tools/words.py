@@ -1,6 +1,6 @@
 """Which words does a memory know that a window does not? A table, and assets/words.png.
 
-    python tests/words.py --model DIR --data FILE --window RUN ... --memory RUN ... --full RUN ...
+    python tools/words.py --model DIR --data FILE --window RUN ... --memory RUN ... --full RUN ...
 
 Each group of runs of train.py (of several seeds) is averaged. A word's nats are those of its tokens
 together, in the documents that did not train. It is new there, or was last written up to M tokens
@@ -18,10 +18,11 @@ from typing import Iterator
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import long_documents, token_losses, token_streams  # noqa: E402
-from generate import HERE, load_base, prepare, run_program  # noqa: E402
+from eval_ppl import token_losses  # noqa: E402
 from lococo import load_adapter, read_adapter  # noqa: E402
-from model import Tokenizer  # noqa: E402
+from model import Tokenizer, load_base  # noqa: E402
+from support.command_line import HERE, prepare, run_program  # noqa: E402
+from support.text import long_documents, token_streams  # noqa: E402
 
 
 def words(ids: list[int], tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:

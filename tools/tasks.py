@@ -1,15 +1,15 @@
 """The paper's tasks: rows from the files that their authors publish, and the scores of rows.
 
-    python tests/tasks.py race RACE --shots 4 --out race4.jsonl
-    python tests/tasks.py hellaswag hellaswag/data --shots 10 --out hellaswag10.jsonl
-    python tests/tasks.py winogrande winogrande_1.1 --shots 70 --out winogrande70.jsonl
-    python tests/tasks.py arc ARC-V1-Feb2018-2/ARC-Challenge --shots 40 --out arc40.jsonl
-    python tests/tasks.py triviaqa triviaqa-unfiltered --shots 50 --out triviaqa50.jsonl
-    python tests/tasks.py scrolls scrolls/qasper --out qasper.jsonl
-    python tests/tasks.py longbench LongBench/data/qasper.jsonl --out longbench-qasper.jsonl
-    python tests/tasks.py recall --shots 3 --out runs/recall       # from the embedded model's text
-    python tests/tasks.py score runs/recall/choices.jsonl runs/recall/questions.jsonl
-    python tests/tasks.py score longbench-qasper.jsonl --model Llama-2-7b-hf --run R --cut 3500
+    python tools/tasks.py race RACE --shots 4 --out race4.jsonl
+    python tools/tasks.py hellaswag hellaswag/data --shots 10 --out hellaswag10.jsonl
+    python tools/tasks.py winogrande winogrande_1.1 --shots 70 --out winogrande70.jsonl
+    python tools/tasks.py arc ARC-V1-Feb2018-2/ARC-Challenge --shots 40 --out arc40.jsonl
+    python tools/tasks.py triviaqa triviaqa-unfiltered --shots 50 --out triviaqa50.jsonl
+    python tools/tasks.py scrolls scrolls/qasper --out qasper.jsonl
+    python tools/tasks.py longbench LongBench/data/qasper.jsonl --out longbench-qasper.jsonl
+    python tools/tasks.py recall --shots 3 --out runs/recall       # from the embedded model's text
+    python tools/tasks.py score runs/recall/choices.jsonl runs/recall/questions.jsonl
+    python tools/tasks.py score longbench-qasper.jsonl --model Llama-2-7b-hf --run R --cut 3500
 
 A row is a line of JSON of one of two kinds; `score` reads each prompt once, through the memory:
 
@@ -41,16 +41,17 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import (  # noqa: E402
-    NAME, PARTS, add_shared_flags, compared, fact_tokens, long_documents, memory_sizes, read_rows,
-    token_streams,
-)  # fmt: skip
-from generate import (  # noqa: E402
-    TINY, Machine, Parser, as_text, at_least, decode, prefill, prepare, run_program,
-)  # fmt: skip
+from eval_ppl import NAME, add_shared_flags, compared, memory_sizes  # noqa: E402
+from generate import as_text, decode, prefill  # noqa: E402
 from lococo import AdaptedLlama, segment_losses  # noqa: E402
 from metrics import LONGBENCH, compare  # noqa: E402
-from model import DAMAGED, KVCache, Tokenizer, UserError  # noqa: E402
+from model import KVCache, Tokenizer  # noqa: E402
+from support.command_line import (  # noqa: E402
+    TINY, Machine, Parser, at_least, prepare, run_program,
+)  # fmt: skip
+from support.facts import fact_tokens  # noqa: E402
+from support.files import DAMAGED, UserError  # noqa: E402
+from support.text import PARTS, long_documents, read_rows, token_streams  # noqa: E402
 
 # --- Rows from the official files ----------------------------------------------------------------
 
@@ -175,8 +176,9 @@ def answered(row: dict) -> str:
 
 
 def recall(shots: int, seed: int) -> Iterator[dict]:
-    """32 held-out texts of 2,048 tokens with 8 facts (eval_ppl.tell), each told once in the first
-    half of the lines; at the end some of the others are asked and answered, then one is asked."""
+    """32 held-out texts of 2,048 tokens with 8 facts (support.facts.tell), each told once in the
+    first half of the lines; at the end some of the others are asked and answered, then one is
+    asked."""
     tokenizer = Tokenizer(TINY)
     words = [tokenizer.piece(i)[1:] for i in fact_tokens(tokenizer).words]
     length = 2048 - 6 * 8 - 6 * (shots + 1) - 16

@@ -1,8 +1,8 @@
 """Draw assets/mixing.png, W in every layer, and assets/recall.png, what is remembered and where.
 
     pip install matplotlib                    # only this script needs it
-    python tests/pictures.py                  # the embedded adapter
-    python tests/pictures.py --tuned runs/window runs/h2o
+    python tools/pictures.py                  # the embedded adapter
+    python tools/pictures.py --tuned runs/window runs/h2o
 
 mixing.png: all of W at the last compression of a document. Row i says how much of each entry slot i
 takes. What is kept has a one-hot row; the rows of merged slots come from the convolution.
@@ -19,13 +19,15 @@ from matplotlib import pyplot
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import (  # noqa: E402
-    long_documents, ranges, tell_all, token_losses, token_streams,
+from eval_ppl import ranges, token_losses  # noqa: E402
+from generate import TracedMemory, prefill  # noqa: E402
+from lococo import (  # noqa: E402
+    KINDS, AdaptedLlama, Memory, Settings, load_adapter, settings_for,
 )  # fmt: skip
-from generate import (  # noqa: E402
-    KINDS, HERE, TINY, TracedMemory, load_base, prefill, prepare, run_program, settings_for,
-)  # fmt: skip
-from lococo import AdaptedLlama, Memory, Settings, load_adapter  # noqa: E402
+from model import load_base  # noqa: E402
+from support.command_line import HERE, TINY, prepare, run_program  # noqa: E402
+from support.facts import tell_all  # noqa: E402
+from support.text import long_documents, token_streams  # noqa: E402
 
 
 class Watched(Memory):

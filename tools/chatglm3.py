@@ -1,6 +1,6 @@
 """ChatGLM3-6B-32k, the other model of the paper (its table 1), in Llama's Hugging Face layout.
 
-    python tests/chatglm3.py CHATGLM3_DIR OUT
+    python tools/chatglm3.py CHATGLM3_DIR OUT
     python train.py --model OUT --data RedPajama/ --mem 512 --seq 32768
 
 It is a Llama with a bias on q, k and v, and half of a head's channels turned. One shard after the
@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from generate import run_program  # noqa: E402
-from model import DAMAGED, Llama, Tokenizer, UserError, hugging_face_config  # noqa: E402
-from model import hugging_face_name, read_tensors  # noqa: E402
+from model import Llama, Tokenizer, hugging_face_config, hugging_face_name  # noqa: E402
+from support.command_line import run_program  # noqa: E402
+from support.files import DAMAGED, UserError, read_tensors  # noqa: E402
 
 NAMES = {  # theirs, without "transformer.": ours, the rows that it is cut into
     "embedding.word_embeddings": ["model.embed_tokens"],

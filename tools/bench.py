@@ -1,7 +1,7 @@
 """What the method costs: training, prefill and decoding, each method beside the others in one run.
 
-    python tests/bench.py                                        # minutes on one core of a CPU
-    python tests/bench.py --device cuda --dtype bfloat16 --mem 512 --segment 512 --seq 8192
+    python tools/bench.py                                        # minutes on one core of a CPU
+    python tools/bench.py --device cuda --dtype bfloat16 --mem 512 --segment 512 --seq 8192
 
 The model has random weights. Methods take turns, for several rounds. The table has the medians and,
 behind each, how many times the window's that is.
@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import fact_tokens, tell  # noqa: E402
-from generate import TINY, Machine, prefill, prepare, run_program  # noqa: E402
-from generate import settings_for  # noqa: E402
-from lococo import AdaptedLlama  # noqa: E402
+from generate import prefill  # noqa: E402
+from lococo import AdaptedLlama, settings_for  # noqa: E402
 from model import KVCache, Llama, LlamaConfig, Tokenizer  # noqa: E402
+from support.command_line import TINY, Machine, prepare, run_program  # noqa: E402
+from support.facts import fact_tokens, tell  # noqa: E402
 from train import gradients, make_optimizer  # noqa: E402
 
 ROWS = {  # the row's name: method and settings

@@ -1,15 +1,15 @@
 """The tables of README.md: what facts need, and what merging gains on prose.
 
-    python tests/reproduce.py --only window ours --seeds 0 1 2   # train, score, print the table
-    python tests/reproduce.py --only window --steps 100 --mem 64
-    python tests/reproduce.py --model DIR --data FILE --seeds 0 1 2     # the table of plain text
-    python tests/reproduce.py --write                            # all tables into the files
+    python tools/reproduce.py --only window ours --seeds 0 1 2   # train, score, print the table
+    python tools/reproduce.py --only window --steps 100 --mem 64
+    python tools/reproduce.py --model DIR --data FILE --seeds 0 1 2     # the table of plain text
+    python tools/reproduce.py --write                            # all tables into the files
 
 A cell is one run of train.py: the embedded recipe and the row's flags. With facts (the embedded
 model, T = 128) it is scored on 64 held-out documents of 2,048 tokens, or on all of --part choosing.
 On plain text of a --model of your own (T = M, without facts) it is scored on all documents that do
 not train; where none is so long as --seq, on so many tokens of consecutive ones. Adapters are in
-runs/reproduce/, the figures in tests/results.json, written after every cell with the commit. What
+runs/reproduce/, the figures in docs/results.json, written after every cell with the commit. What
 is in either is not made again, but with --again, which needs an empty runs/reproduce/.
 """
 
@@ -32,12 +32,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import generate  # noqa: E402
 import train  # noqa: E402
-from eval_ppl import PARTS, long_documents, tell_all, token_losses, token_streams  # noqa: E402
-from generate import HERE, TINY, Machine, load_base, prepare  # noqa: E402
+from eval_ppl import token_losses  # noqa: E402
 from lococo import COMMON, COMPRESSORS, Compressor, FactCompressor  # noqa: E402
 from lococo import load_adapter  # noqa: E402
+from model import load_base  # noqa: E402
+from support.command_line import HERE, TINY, Machine, prepare, run_program  # noqa: E402
+from support.facts import tell_all  # noqa: E402
+from support.text import PARTS, long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
 
 # --- What lies between the paper's compressor and ours -------------------------------------------
@@ -97,8 +99,8 @@ PLAIN = {  # the same for plain text
     "official code": ("the official code", f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
 }  # fmt: skip
 COLUMNS = {"to 256": (0, 256), "256-512": (256, 512), "512-2,048": (512, 2048)}  # told so long ago
-RESULTS = HERE / "tests" / "results.json"
-FILES = (HERE / "README.md", HERE / "tests" / "results.md")
+RESULTS = HERE / "docs" / "results.json"
+FILES = (HERE / "README.md", HERE / "docs" / "notebook.md")
 
 
 def run_directory(row: str, seed: int, args: argparse.Namespace) -> Path:
@@ -211,7 +213,7 @@ TABLES = {
 def with_tables(text: str, cells: dict[str, dict]) -> str:
     """A text whose tables, each between two comments, are made anew."""
     for name, table in TABLES.items():
-        start, end = f"<!-- tests/reproduce.py: {name} -->\n", "<!-- end -->\n"
+        start, end = f"<!-- tools/reproduce.py: {name} -->\n", "<!-- end -->\n"
         if start in text:
             before, rest = text.split(start)
             text = before + start + table(cells) + end + rest.split(end, 1)[1]
@@ -231,8 +233,8 @@ def main() -> None:
     add("--steps", type=int, default=400)
     add("--facts", type=int, default=8)
     add("--part", choices=PARTS, default="held-out")
-    add("--again", action="store_true", help="also what tests/results.json has already")
-    add("--write", action="store_true", help="all tables into README.md and results.md")
+    add("--again", action="store_true", help="also what docs/results.json has already")
+    add("--write", action="store_true", help="all tables into README.md and notebook.md")
     args = parser.parse_args()
     rows = PLAIN if args.data else ROWS
     if not rows.keys() >= set(args.only):
@@ -247,7 +249,7 @@ def main() -> None:
         for row in args.only or (rows if args.data else ()):
             name = f"{run_directory(row, seed, args).name} {args.part}"
             if name in read() and not args.again:
-                print(f"{name}: from tests/results.json", file=sys.stderr)
+                print(f"{name}: from docs/results.json", file=sys.stderr)
             else:
                 print(name, file=sys.stderr)
                 about = {"model": args.model.name, "row": row, "seed": seed}
@@ -273,4 +275,4 @@ def write(cells: dict[str, dict]) -> None:
 
 
 if __name__ == "__main__":
-    generate.run_program(main)
+    run_program(main)

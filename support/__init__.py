@@ -1,0 +1,1 @@
+"""What every program needs and nobody must read to understand the method."""

@@ -1,0 +1,70 @@
+"""Files: the error that a user sees, weights of any kind, and files that the programs write."""
+
+import hashlib
+import json
+import os
+import pickle
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+class UserError(Exception):
+    """What the user can mend: the programs print its sentence and exit with code 2."""
+
+
+# What reading a damaged or foreign file can raise.
+DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionError, TypeError,
+           AttributeError, ArithmeticError, pickle.UnpicklingError, SafetensorError)  # fmt: skip
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors, .bin or .pth file by name, mapped into memory."""
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        return {name: tensor.detach() for name, tensor in content.items()}
+    except DAMAGED as error:
+        raise UserError(f"{file}: cannot be read as weights ({type(error).__name__})") from None
+
+
+def checksum(tensors: dict[str, Tensor], about: str) -> str:
+    digest = hashlib.sha256(about.encode())
+    for name, t in sorted(tensors.items()):
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
+        column = t.detach().cpu().reshape(-1, 1).contiguous()  # so that `view` always can
+        digest.update(column.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
+    """A safetensors file with a JSON object and a checksum. It is written under another name,
+    synced, then renamed. One key of metadata: the order of several would differ between runs."""
+    tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
+    text = json.dumps(about)
+    beside = file.with_name(file.name + ".part")
+    try:
+        save_file(tensors, beside, {"content": json.dumps([text, checksum(tensors, text)])})
+        with open(beside, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(beside, file)
+    except DAMAGED as error:
+        beside.unlink(missing_ok=True)
+        raise UserError(f"{file}: cannot be written ({error}); nothing is changed") from None
+
+
+def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
+    """The tensors of a file of `write_file` by name, mapped into memory, and its JSON object."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}
+            text, written = json.loads((handle.metadata() or {})["content"])
+    except DAMAGED as error:
+        raise UserError(f"{file}: not there, damaged or another version's ({error})") from None
+    if checksum(tensors, text) != written:
+        raise UserError(f"{file}: damaged, its content does not have its checksum")
+    return tensors, json.loads(text)

@@ -1,0 +1,116 @@
+"""Text: files into documents, documents into tokens, tokens into sequences and rows to score."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from support.files import DAMAGED, UserError, read_file, write_file
+
+if TYPE_CHECKING:
+    from model import Tokenizer
+
+CACHE = os.environ.get("LOCOCO_CACHE", "~/.cache/lococo")  # of tokens; safe to delete
+
+# By the checksum of a document's name, modulo 20. Tune on the choosing part, then score held-out.
+PARTS = {"held-out": range(0, 2), "choosing": range(2, 3), "training": range(3, 20)}
+
+
+def find_files(paths: list[Path]) -> list[Path]:
+    """The files, and in folders all but hidden ones; without a path Python's own standard library,
+    which is real text on every machine that runs this program."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    if not paths:
+        return sorted(f for f in library.rglob("*.py") if "site-packages" not in f.parts)
+    files = []
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"--data {path}: no such file or folder")
+        inside = (f for f in sorted(path.rglob("*")) if "/." not in f"/{f.relative_to(path)}")
+        files += [f for f in inside if f.is_file()] if path.is_dir() else [path]
+    return files
+
+
+def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, dict]]:
+    """Number and object of each line of a .jsonl or .jsonl.gz file, for which `check` must hold."""
+    opener, number = gzip.open if file.suffix == ".gz" else open, 0
+    with opener(file, "rt", encoding="utf-8") as content:
+        try:
+            for number, line in enumerate(content, start=1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not check(row):
+                        raise ValueError(f"{row}"[:80])
+                    yield number, row
+        except (*DAMAGED, zlib.error) as error:
+            raise UserError(f"{file}, line {number}: not as --help says ({error!r})") from None
+
+
+def read_documents(file: Path) -> Iterator[tuple[str, str]]:
+    """(name, text) of a text file, or of each line of a .jsonl or .jsonl.gz file."""
+    if file.name.endswith((".jsonl", ".jsonl.gz")):
+        for number, row in read_rows(file, lambda row: isinstance(row["text"], str)):
+            yield f"{file.name}:{number}", row["text"]
+    else:
+        yield file.name, file.read_bytes().decode()
+
+
+def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
+    """Token ids of all documents, one after the other, of each of PARTS."""
+    streams = {part: [np.empty(0, np.int32)] for part in PARTS}
+    for file in tqdm(files, "tokenizing", leave=False, disable=None):
+        try:
+            for name, text in read_documents(file):
+                number = zlib.crc32(name.encode()) % 20
+                part = next(part for part in PARTS if number in PARTS[part])
+                streams[part].append(np.array(tokenizer.encode(text), np.int32))
+        except UnicodeDecodeError:
+            tqdm.write(f"left out, as it is not in UTF-8: {file}", file=sys.stderr)
+    return {part: torch.from_numpy(np.concatenate(ids)) for part, ids in streams.items()}
+
+
+def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+    """The ids of each of PARTS, mapped into memory; a BOS begins each document. Tokenized once: the
+    name of the stored file says which texts and tokenizer it is made from."""
+    files = find_files(paths)
+    key = repr([(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files])
+    digest = hashlib.sha256(f"int32 {key}".encode() + tokenizer.file.read_bytes()).hexdigest()
+    stored = Path(CACHE).expanduser() / f"{digest[:24]}.safetensors"
+    try:
+        streams, _ = read_file(stored)
+    except UserError:  # not there yet, or damaged
+        streams = tokenize(files, tokenizer)
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        write_file(stored, streams)
+    if not any(len(ids) for ids in streams.values()):
+        raise UserError(f"--data {' '.join(map(str, paths))}: there is no text in it")
+    return {part: ids.numpy() for part, ids in streams.items()}
+
+
+def sequence(ids: np.ndarray, L: int, seed: int, i: int) -> Tensor:
+    """Training sequence i, (L,): the stream is cut into pieces, shuffled anew for each pass."""
+    if len(ids) < L:
+        raise UserError(f"--seq {L}: the text to train on has only {len(ids)} tokens")
+    epoch, i = divmod(i, len(ids) // L)
+    place = np.random.default_rng((seed, epoch)).permutation(len(ids) // L)[i]
+    return torch.from_numpy(ids[place * L : (place + 1) * L].astype(np.int64))
+
+
+def long_documents(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
+    """The first L tokens of the first documents that have so many, (<= most, L)."""
+    starts = np.flatnonzero(ids == bos)
+    lengths = np.diff(starts, append=len(ids))
+    rows = [ids[start : start + L] for start in starts[lengths >= L][:most]]
+    return torch.from_numpy(np.array(rows, np.int64).reshape(len(rows), L))

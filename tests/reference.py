@@ -1,0 +1,204 @@
+"""What the tests compare with: the model and the method, written a second time in the plainest way,
+in float64. A Llama-2 by Meta's formulas, the equations of the compressors by loops, and a slow
+memory. Equations have the paper's numbers, letters are those of model.py."""
+
+import torch
+import torch.nn.functional as F
+
+from lococo import COMMON, PENALTY, POWER
+from model import Llama, LlamaConfig
+
+# --- The second Llama ----------------------------------------------------------------------------
+
+
+def permute(w: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of q or k from Meta's order (neighbours turn together) to Hugging Face's (halves), by
+    its definition: channel 2i goes to i and channel 2i + 1 to i + D/2."""
+    D = w.shape[0] // heads
+    rows = []
+    for head in range(heads):
+        rows += [head * D + 2 * i for i in range(D // 2)]
+        rows += [head * D + 2 * i + 1 for i in range(D // 2)]
+    return w[rows]
+
+
+def meta_state(model: Llama) -> dict[str, torch.Tensor]:
+    """The weights as Meta's checkpoint would have them (q and k rows in Meta's order)."""
+    state = {}
+    for name, p in model.state_dict().items():
+        heads = {"wq": model.config.n_heads, "wk": model.config.n_kv_heads}.get(name.split(".")[-2])
+        if heads:
+            order = permute(torch.arange(p.shape[0])[:, None], heads)[:, 0]
+            p = torch.empty_like(p).index_copy_(0, order, p)
+        state[name] = p.clone()
+    return state
+
+
+def reference_logits(
+    state: dict[str, torch.Tensor], c: LlamaConfig, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Llama-2 on one sequence (T,) -> logits (T, V), by Meta's formulas: neighbouring channels turn
+    as complex numbers, loops over heads and queries."""
+    w = {name: tensor.double() for name, tensor in state.items()}
+    T, D = len(tokens), c.dim // c.n_heads
+    n = c.turned * D  # channels that turn
+    frequency = c.rope_theta ** (-torch.arange(0, D, 2, dtype=torch.float64) / n)
+    frequency[int(n / 2) :] = 0
+    angle = torch.outer(torch.arange(T) / c.rope_scale, frequency)
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def norm(x, g):
+        return torch.stack([row / (row.pow(2).mean() + c.norm_eps).sqrt() * g for row in x])
+
+    def rotated(x):  # (T, D)
+        pairs = torch.view_as_complex(x.reshape(T, D // 2, 2).contiguous())
+        return torch.view_as_real(pairs * turn).reshape(T, D)
+
+    x = w["tok_embeddings.weight"][tokens]
+    for n in range(c.n_layers):
+        p = f"layers.{n}."
+        h = norm(x, w[p + "attention_norm.weight"])
+        q, k, v = (h @ w[p + f"attention.w{s}.weight"].T for s in "qkv")
+        if c.qkv_bias:
+            q, k, v = (x + w[p + f"attention.w{s}.bias"] for s, x in zip("qkv", (q, k, v)))
+        heads = []
+        for head in range(c.n_heads):
+            g = head // (c.n_heads // c.n_kv_heads)
+            qh = rotated(q[:, head * D : (head + 1) * D])
+            kh = rotated(k[:, g * D : (g + 1) * D])
+            vh = v[:, g * D : (g + 1) * D]
+            for t in range(T):
+                weights = (kh[: t + 1] @ qh[t] / D**0.5).softmax(dim=0)
+                heads.append(weights @ vh[: t + 1])
+        read = torch.stack(heads).view(c.n_heads, T, D).transpose(0, 1).flatten(1)
+        x = x + read @ w[p + "attention.wo.weight"].T
+        h = norm(x, w[p + "ffn_norm.weight"])
+        gate = h @ w[p + "feed_forward.w1.weight"].T
+        up = h @ w[p + "feed_forward.w3.weight"].T
+        x = x + (gate * gate.sigmoid() * up) @ w[p + "feed_forward.w2.weight"].T
+    return norm(x, w["norm.weight"]) @ w["output.weight"].T
+
+
+# --- The equations by loops ----------------------------------------------------------------------
+
+
+def filtered(entries, g, i, j):
+    """(6): what filter i of g (slots, 2D, taps) gives at entry j of entries (S, 2D)."""
+    total = torch.zeros((), dtype=torch.float64)
+    for tap in range(g.shape[2]):
+        neighbour = j + tap - g.shape[2] // 2
+        if 0 <= neighbour < len(entries):  # beyond the ends are zeros
+            total = total + g[i, :, tap].double() @ entries[neighbour]
+    return total
+
+
+def paper_by_loop(compressor, slots, k, v, *_):
+    """(6), the ReLU and (7) for one head, k and v (S, D) -> w (slots, S), in float64."""
+    entries, S = torch.cat((k, v), dim=1).double(), len(k)
+    w = torch.zeros(slots, S, dtype=torch.float64)
+    for i in range(slots):
+        for j in range(S):
+            w[i, j] = filtered(entries, compressor.conv.weight, i, j).clamp(min=0)
+        w[i] = w[i] / w[i].sum() if w[i].any() else 1 / S  # (7)
+    return w.detach()
+
+
+def facts_by_loop(compressor, slots, k, v, from_slot, scores):
+    """Ours for one head, k and v (S, D), from_slot and scores (S,) -> w (slots, S), in float64."""
+    entries, S = torch.cat((k, v), dim=1).double(), len(k)
+    received = (scores.double() + 1e-4).log()
+    w = torch.zeros(slots, S, dtype=torch.float64)
+    taken = torch.zeros(S, dtype=torch.float64)
+    centred = entries - entries.mean(dim=0)
+    for i in range(slots):
+        for j in range(S):
+            own, common = compressor.conv.weight, compressor.common
+            if from_slot[j]:
+                own, common = compressor.slot_filters, compressor.slot_common
+            logit = filtered(entries, own, i, j) + COMMON * filtered(entries, common, 0, j)
+            if hasattr(compressor, "trust"):
+                logit += 2 * compressor.trust.item() * (received[j] - received.mean())
+            w[i, j] = (logit - PENALTY * taken[j]).exp()
+        best = max(range(S), key=lambda j: w[i, j].item())
+        w[i] = w[i] / w[i].sum()
+        for j in range(S):  # the rows after it avoid copies of what it likes best
+            cosine = F.cosine_similarity(centred[best], centred[j], dim=0)
+            taken[j] += cosine.clamp(min=0).detach() ** POWER
+    return w.detach()
+
+
+def by_loop(compressor, *args):
+    return (facts_by_loop if hasattr(compressor, "common") else paper_by_loop)(compressor, *args)
+
+
+def official_rows(compressor, slots, k, v, from_slot, scores):
+    """Of the official code: (1 - g) onehot + g softmax(ReLU)."""
+    weight, bias, g = (p.double() for p in (*compressor.conv.parameters(), compressor.gate))
+    entries = torch.cat((k, v), dim=1).T[None]
+    logits = F.conv1d(entries, weight, bias, padding=weight.shape[2] // 2)[0]  # (6)
+    w = g * logits.clamp(min=0).softmax(dim=1)
+    next_best = sorted(range(len(scores)), key=lambda i: -scores[i])[: len(logits)]
+    for row, i in enumerate(sorted(next_best)):
+        w[row, i] += 1 - g
+    return w
+
+
+# --- The slow memory -----------------------------------------------------------------------------
+
+# Algorithm 2 for one key/value head, by loops. Its argument `rows` makes those rows of W that the
+# convolution fills: `by_loop` or `official_rows`.
+
+def turned(k, by, adapted):
+    """Keys (S, D), each turned on by so many positions, as complex numbers."""
+    half = k.shape[1] // 2
+    scale = (adapted.settings.mem + adapted.settings.segment) / adapted.model.config.context
+    angle = torch.tensor(by).double()[:, None] / scale * 10000 ** (-torch.arange(half) / half)
+    pairs = torch.complex(k[:, :half], k[:, half:]) * torch.exp(1j * angle)
+    return torch.cat((pairs.real, pairs.imag), dim=1)
+
+
+def slow_compress(k, v, scores, from_slot, adapted, rows):
+    """k, v (S, D), scores (S,) and which entries have had a slot that is not a recent one -> those
+    of the M slots, and W (M, S)."""
+    s, S = adapted.settings, len(k)
+    by_score = sorted(range(s.sinks, S - s.recent), key=lambda i: -scores[i])
+    kept = [*range(s.sinks), *sorted(by_score[: s.heavy])]
+    rest = sorted(by_score[s.heavy :])
+    if s.positions == "slots":
+        k = turned(k, range(0, -S, -1), adapted)
+    W = torch.zeros(s.mem, S, dtype=torch.float64)
+    for slot, i in enumerate(kept):
+        W[slot, i] = 1
+    if s.merged:
+        args = adapted.compressors[0], s.merged, k[rest], v[rest], from_slot[rest]
+        W[len(kept) : len(kept) + s.merged, rest] = rows(*args, scores[rest])
+    for n in range(1, s.recent + 1):
+        W[s.mem - n, S - n] = 1
+    k_new = W @ k
+    if s.positions == "slots":
+        k_new = turned(k_new, range(s.mem), adapted)
+    from_slot = torch.arange(s.mem) < s.mem - s.recent
+    return k_new, W @ v, W @ scores, from_slot, W
+
+
+def slow_memory(adapted, segments, rows):
+    """Segments of q (heads that share the key/value head, T, D), k and v (T, D) -> what is held at
+    the end, attention received, the last W, and what the heads have read."""
+    s, outputs, W = adapted.settings, [], None
+    k, v, scores = torch.zeros(0, 8).double(), torch.zeros(0, 8).double(), torch.zeros(0).double()
+    from_slot = torch.zeros(0).bool()
+    for q, k_new, v_new in segments:
+        if len(k) + len(k_new) > s.mem + s.segment:
+            k, v, scores, from_slot, W = slow_compress(k, v, scores, from_slot, adapted, rows)
+        k, v = torch.cat((k, k_new.double())), torch.cat((v, v_new.double()))
+        scores = F.pad(s.forget * scores, (0, len(k_new)))
+        from_slot = torch.cat((from_slot, torch.zeros(len(k_new)).bool()))
+        out = torch.zeros_like(q).double()
+        for t in range(len(k_new)):
+            n = len(k) - len(k_new) + t + 1  # entries that query t may see
+            for head in range(len(q)):
+                p = (k[:n] @ q[head, t].double() / 8**0.5).softmax(dim=0)  # (1)
+                scores[:n] += p / len(q)
+                out[head, t] = p @ v[:n]
+        outputs.append(out)
+    return k, v, W, scores, torch.cat(outputs, dim=1)
