@@ -26,7 +26,7 @@ from lococo import untrained
 from model import Tokenizer, load_base
 from support.command_line import TINY, Machine, Parser, at_least, method_flags, output_file, prepare
 from support.command_line import run_program
-from support.facts import fact_tokens, tell_all
+from support.facts import FORMS, fact_tokens, tell_all
 from support.files import UserError
 from support.text import PARTS, long_documents, token_streams
 
@@ -117,6 +117,8 @@ def parse() -> argparse.Namespace:
     add("--micro-batch", type=at_least(1), default=4, help="documents in memory at once")
     add("--by-position", action="store_true", help="also where the loss is, at the last length")
     add("--recall", action="store_true", help="also what is remembered; adds window and H2O to RUN")
+    add("--fact-form", choices=FORMS, default="line",
+        help="with --recall: lines `@ name name = word` (default), or sentences as RULER's needles")
     args = parser.parse_args()
     parser.refuse_counts(args)
     if not args.runs and not args.method and args.model.resolve() == TINY:
@@ -160,7 +162,7 @@ def main() -> None:
             raise UserError(f"--lengths {L}: no {' or '.join(parts)} document is so long")
     L, last = list(documents.items())[-1]
     if args.recall:
-        told, told_ago = tell_all(last, args.part or "held-out", tokenizer)
+        told, told_ago = tell_all(last, args.part or "held-out", tokenizer, args.fact_form)
 
     print(f"{'':{NAME}} {'slots':>6} {'cache bytes':>12}", *(f"{L:>8}" for L in documents))
     methods, losses, hits, reach = {}, {}, {}, 0

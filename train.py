@@ -36,7 +36,7 @@ from lococo import settings_for, untrained
 from model import Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, method_flags, prepare
 from support.command_line import run_program
-from support.facts import tell, tell_all
+from support.facts import FORMS, tell, tell_all
 from support.files import UserError, checksum, read_file, write_file
 from support.text import long_documents, sequence, token_streams
 
@@ -265,6 +265,7 @@ def parse(line: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, 
     add("--micro-batch", type=count, help="sequences in memory at once")
     add("--facts", type=whole, metavar="N",
         help="facts to write into a sequence (support/facts.py)")
+    add("--fact-form", choices=FORMS, default="line", help="default: line; as in eval_ppl.py")
     add("--answer-weight", type=at_least(0, float), metavar="W", help="of a fact told again")
     add("--sharper", type=at_least(0, float), metavar="N", help="logits times N after training")
     add("--bptt", type=count, help="segments that the gradient spans")
@@ -329,7 +330,7 @@ def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
     nats, _, _ = token_losses(adapted, documents, machine, args.micro_batch)
     row = {"perplexity": math.exp(nats.double().mean())}
     if args.facts:
-        told, ago = tell_all(documents, "held-out", tokenizer)
+        told, ago = tell_all(documents, "held-out", tokenizer, args.fact_form)
         _, hits, _ = token_losses(adapted, told, machine, args.micro_batch)
         mem = adapted.settings.mem or args.mem
         for distance, mask in ranges("recall ", ago, mem + args.segment).items():
@@ -360,7 +361,7 @@ def run(args: argparse.Namespace, state: dict[str, Tensor], about: dict) -> None
 
     def draw(i: int) -> tuple[Tensor, Tensor]:
         text = sequence(ids, args.seq, args.seed, i)
-        return tell(text, args.facts, "training", args.seed, i, tokenizer)
+        return tell(text, args.facts, "training", args.seed, i, tokenizer, args.fact_form)
 
     def add_score(name: str, adapted: AdaptedLlama) -> None:
         if RANK == 0 and len(documents):

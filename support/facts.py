@@ -18,38 +18,53 @@ if TYPE_CHECKING:
     from model import Tokenizer
 
 
+FORMS = {  # what stands before a fact's name, between the name and its word, and after the word
+    "line": ("@", " =", "\n"),
+    # The needle of RULER (Hsieh and others 2024), with a word where it usually has a number.
+    "sentence": ("One of the special magic words for", " is:", ".\n"),
+}
+
+
 class FactTokens(NamedTuple):
     """The ids of which facts are made."""
 
     words: list[int]  # a blank and at least three small letters
-    line_break: int  # ends a fact
-    at: int  # "@", which begins it
-    equals: int  # " ="
     breaks: frozenset[int]  # all that end a line, such as a full stop with a line break
+    before: list[int]  # the name
+    between: list[int]  # the name and the word
+    after: list[int]  # the word
 
 
 @lru_cache
-def fact_tokens(tokenizer: Tokenizer) -> FactTokens:
-    """Raises UserError where the tokenizer has no tokens of their own for "@" and the like."""
+def fact_tokens(tokenizer: Tokenizer, form: str = "line") -> FactTokens:
+    """Raises UserError where the tokenizer joins the parts of a fact."""
+
+    def ids_behind(front: str, text: str) -> list[int]:
+        return tokenizer.encode(front + text)[len(tokenizer.encode(front)) :]
+
     pieces = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
     words = [i for i, piece in enumerate(pieces) if re.fullmatch(" [a-z]{3,}", piece)]
     breaks = frozenset(i for i, piece in enumerate(pieces) if piece.endswith("\n"))
-    line_break, at, equals = tokenizer.encode("x\n@ =")[-3:]
-    if [pieces[i] for i in (line_break, at, equals)] != ["\n", "@", " ="]:
-        raise UserError(f"{tokenizer.file}: facts need tokens for a line break, for @ and for =")
-    return FactTokens(words, line_break, at, equals, breaks)
+    start, middle, end = FORMS[form]
+    parts = ids_behind("x\n", start), ids_behind("x", middle), ids_behind("x", end)
+    if [tokenizer.decode(tokenizer.encode("x")[1:] + ids) for ids in parts] != [
+        f"x{text}" for text in FORMS[form]
+    ]:
+        raise UserError(f"{tokenizer.file}: it has no tokens of their own for the parts of a fact")
+    return FactTokens(words, breaks, *parts)
 
 
-def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
-         tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:  # fmt: skip
+def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int, tokenizer: Tokenizer,
+         form: str = "line") -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write facts into a text (L,): lines `@ message number = socket`, a name of two words and a
-    word. Each is due in the first half, then after gaps of 64 to L tokens (log-uniform), and told
+    word, or another of FORMS. Each is due in the first half, then after gaps of 64 to L tokens (log-uniform), and told
     at the next line break. Its name's checksum decides which of PARTS it belongs to. Returns the
     text, cut at L, and for the word of each fact how long ago it was last told, (L,), else 0."""
-    words, line_break, at, equals, breaks = fact_tokens(tokenizer)
+    words, breaks, before, between, after = fact_tokens(tokenizer, form)
     rng, L = np.random.default_rng((seed, i)), len(tokens)
     lines, mentions = {}, []
-    wanted = min(facts, L // 6)
+    length = len(before) + len(between) + len(after) + 3
+    wanted = min(facts, L // length)
     for _ in range(1000 * wanted if words else 0):  # few words do not make many names
         if len(lines) == wanted:
             break
@@ -57,7 +72,7 @@ def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
         name = tokenizer.piece(a) + tokenizer.piece(b)
         spelled = name.replace(" ", "\u2581")  # as sentencepiece spells it: tiny/ was trained so
         if zlib.crc32(spelled.encode()) % 20 in PARTS[part]:
-            lines[name] = [at, a, b, equals, word, line_break]
+            lines[name] = [*before, a, b, *between, word, *after]
     if len(lines) < wanted:
         sentence = f"its {len(words)} words of one token do not make {wanted} names of facts"
         raise UserError(f"{tokenizer.file}: {sentence}")
@@ -74,14 +89,17 @@ def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int,
         while token in breaks and mentions and len(told) >= mentions[-1][0]:
             _, name = mentions.pop()
             told += lines[name]
-            here = len(told) - 2  # where the word is
-            ago += [0, 0, 0, 0, here - last.get(name, here), 0]
+            here = len(told) - 1 - len(after)  # where the word is
+            ago += [0] * length
+            ago[here] = here - last.get(name, here)
             last[name] = here
     return torch.tensor(told[:L]), torch.tensor(ago[:L])
 
 
-def tell_all(documents: Tensor, part: str, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+def tell_all(
+    documents: Tensor, part: str, tokenizer: Tokenizer, form: str = "line"
+) -> tuple[Tensor, Tensor]:
     """8 facts in each of documents (N, L): the texts (N, L), and how long ago, (N, L - 1)."""
-    rows = [tell(text, 8, part, 0, i, tokenizer) for i, text in enumerate(documents)]
+    rows = [tell(text, 8, part, 0, i, tokenizer, form) for i, text in enumerate(documents)]
     tokens, ago = (torch.stack(row) for row in zip(*rows))
     return tokens, ago[:, 1:]

@@ -173,3 +173,17 @@ def test_when_facts_are_told(tokenizer):
         gaps += [n - first for n in others[:1] if n - first <= 1024]
     assert max(firsts) <= 1025 and 0.4 < np.mean(np.less(firsts, 512)) < 0.6
     assert min(gaps) >= 63 and 0.4 < np.mean(np.less(gaps, 256)) < 0.6
+
+
+def test_facts_in_rulers_sentences(tokenizer):
+    """The word asked for is the last of a sentence; it was told `ago` tokens before."""
+    text = torch.tensor(tokenizer.encode(CODE)[:1500])
+    told, ago = tell(text, 3, "training", 0, 0, tokenizer, "sentence")
+    lines = tokenizer.decode(told.tolist()).splitlines()[:-1]
+    found = [line for line in lines if line.startswith("One of")]
+    words = r"One of the special magic words for [a-z]{3,} [a-z]{3,} is: [a-z]{3,}\."
+    assert all(re.fullmatch(words, line) for line in found) and len(set(found)) == 3
+    assert (ago > 0).sum() == len(found) - 3 > 0
+    for t in ago.nonzero()[:, 0].tolist():
+        assert told[t] == told[t - int(ago[t])]
+        assert tokenizer.decode(told[:t].tolist()).endswith(" is:")

@@ -84,7 +84,7 @@ def add_gradients(adapted: AdaptedLlama, L: int, args: argparse.Namespace, n: in
     """Those of step n, of sequences of L tokens: random tokens, in lines of 16."""
     ids, tokenizer = torch.from_numpy(random_ids(L, args)), Tokenizer(TINY)
     facts = 0 if adapted.settings.compressor == "paper" else args.facts  # as its recipe has it
-    ids[::16] = fact_tokens(tokenizer).line_break % args.vocab
+    ids[::16] = min(fact_tokens(tokenizer).breaks) % args.vocab
 
     def draw(i: int) -> tuple[Tensor, Tensor]:
         told, ago = tell(ids, facts, "training", 0, i, tokenizer)
