@@ -112,6 +112,9 @@ ROWS = {
     "ours": Row("H2O with forgetting and M/4 merged, our compressor", RECIPE),
 }  # fmt: skip
 
+SHORT = ("full", "window", "h2o", "h2o text", "lococo+h2o", "ours")  # README.md's rows
+PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
+
 # --- A cell --------------------------------------------------------------------------------------
 
 
@@ -122,11 +125,14 @@ def checksum_of_files(files: list[Path]) -> str:
     return digest.hexdigest()[:12]
 
 
+def all_flags(row: Row, mem: int, more: str) -> str:
+    return f"{row.flags.format(mem=mem)} {more}".strip()
+
+
 def cell_name(row: Row, seed: int, args: argparse.Namespace) -> dict:
     """All that makes a cell."""
-    flags = f"{row.flags.format(mem=args.mem)} {args.flags}".strip()
     return {
-        "flags": flags,
+        "flags": all_flags(row, args.mem, args.flags),
         "steps": args.steps if row.trained else 0,
         "seed": seed if row.trained else 0,
         "mem": args.mem,
@@ -236,20 +242,23 @@ def table(cells: list[dict], **about) -> str:
     """A line for each row that has cells like `about`: nats per token, the mean of its seeds;
     perplexity; the paired difference from the better H2O with its standard error over documents; and
     which part of that H2O's gap to full attention is closed, by each seed."""
-    latest = {}
+    latest = {}  # of cells that are made by today's flags
     for cell in cells:
-        if about.items() <= cell.items():
+        flags = all_flags(ROWS[cell["row"]], cell["mem"], cell["extra"])
+        if cell["flags"] == flags and about.items() <= cell.items():
             latest[cell["row"], cell["steps"], cell["extra"], cell["seed"]] = cell
     rows = {}
     for cell in latest.values():
         rows.setdefault((cell["row"], cell["steps"], cell["extra"]), []).append(cell)
+    order = list(ROWS)
+    rows = dict(sorted(rows.items(), key=lambda item: (order.index(item[0][0]), item[0][1:])))
     nats = {key: np.mean([c["by document"] for c in some], axis=0) for key, some in rows.items()}
     h2o, full = best_h2o(nats), nats.get(("full", 0, ""))
     lines = ["| memory | steps | seeds | nats per token | perplexity | from H2O | gap closed, % |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     for (row, steps, extra), values in nats.items():
         some = rows[row, steps, extra]
-        label = ROWS[row].label if row in ROWS else row
+        label = ROWS[row].label
         line = f"| {label}{' ' + extra if extra else ''} | {steps or '-'} | {len(some)} "
         line += f"| {values.mean():.4f} | {np.exp(values.mean()):.3f} "
         if h2o is None or full is None or len(h2o) != len(values):
@@ -260,6 +269,21 @@ def table(cells: list[dict], **about) -> str:
             line += f"| {mean_and_error(values - h2o)} | {', '.join(f'{x:.0f}' for x in shares)} |"
         lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+def with_tables(text: str, cells: list[dict]) -> str:
+    """A text in which each table, between two comments, is made anew."""
+    end = "<!-- end -->\n"
+    for part, mem, seq in dict.fromkeys((c["part"], c["mem"], c["seq"]) for c in cells):
+        for start, rows in ((f"{part}, M = {mem}, {seq:,} tokens", list(ROWS)),
+                            (f"{part}, M = {mem}, {seq:,} tokens, in short", SHORT)):  # fmt: skip
+            start = f"<!-- tools/real_llama.py: {start} -->\n"
+            if start in text:
+                before, rest = text.split(start)
+                chosen = [cell for cell in cells if cell["row"] in rows]
+                made = table(chosen, part=part, mem=mem, seq=seq)
+                text = before + start + made + end + rest.split(end, 1)[1]
+    return text
 
 
 def parse() -> argparse.Namespace:
@@ -278,7 +302,9 @@ def parse() -> argparse.Namespace:
     add("--documents", type=int, default=48, help="documents to score at most (default: 48)")
     add("--flags", default="", help="more flags of train.py, for an ablation")
     add("--print", action="store_true", help="print the tables of stored cells; make none")
+    add("--write", action="store_true", help="write them into README.md and docs/real-llama.md, too")
     args = parser.parse_args()
+    args.print = args.print or args.write
     if not args.print and not (args.model and args.prose):
         parser.error("--model and --prose are needed to make a cell")
     return args
@@ -302,6 +328,8 @@ def main() -> None:
                 RESULTS.parent.mkdir(exist_ok=True)
                 with open(RESULTS, "a", encoding="utf-8") as file:
                     file.write(json.dumps(about | name | cell) + "\n")
+    for page in PAGES if args.write else ():
+        page.write_text(with_tables(page.read_text("utf-8"), read()), "utf-8")
     kinds = dict.fromkeys((c["part"], c["mem"], c["seq"]) for c in read())
     for part, mem, seq in kinds:
         print(f"\n{part}, M = T = {mem}, {seq:,} tokens\n")
