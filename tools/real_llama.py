@@ -50,6 +50,7 @@ SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "support/command_
            "support/facts.py", "support/files.py", "support/text.py", "tools/real_llama.py",
            "tools/official_code.py")  # fmt: skip
 RESULTS = HERE / "docs" / "real-llama.jsonl"
+RUNS = HERE / "runs" / "real-llama"
 
 # --- Compressors between the paper's and ours ----------------------------------------------------
 
@@ -150,7 +151,7 @@ def train_cell(name: dict, args: argparse.Namespace) -> Path:
     """Run train.py, or go on with its run; returns the run's directory."""
     trained_by = {key: name[key] for key in name if key not in ("part", "documents", "scored")}
     digest = hashlib.sha256(json.dumps(trained_by).encode()).hexdigest()[:12]
-    out = HERE / "runs" / "real-llama" / digest
+    out = RUNS / digest
     if (out / "adapter.safetensors").is_file():
         return out
     if (out / "state.safetensors").is_file():
