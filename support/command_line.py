@@ -117,7 +117,7 @@ def run_program(main: Callable[[], None]) -> None:
             sentence = f"{error.filename}: {error.strerror}"
         scarce = "allocate" in sentence or "out of memory" in sentence
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and scarce):
-            sentence = "out of memory: try a smaller --mem or --segment; README.md says what else"
+            sentence = "out of memory: try a smaller --mem or --segment; docs/training.md says what else"
         elif isinstance(error, RuntimeError):
             raise
         print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)

@@ -1,5 +1,8 @@
-"""What the README says exists: sizes, names, equations beside their lines, commands, exercises."""
+"""What README.md and docs/ say exists: equations beside their lines, names, links, commands, code.
 
+docs/notebook.md is a log: of it only tables and links are tested."""
+
+import argparse
 import re
 import shlex
 import sys
@@ -16,16 +19,34 @@ import reproduce
 import torch
 import train
 from conftest import changed
-from lococo import METHODS
+from lococo import METHODS, Compressor
 from support.command_line import HERE
+from support.facts import fact_tokens
 
-README = (HERE / "README.md").read_text()
-ONE_LINE = " ".join(README.split())
-BLOCKS = re.findall(r"^```\n(.*?)^```", README, re.M | re.S)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if "python " in line[:7]]
-COMMANDS += re.findall(r"`(python [^`]+\.py[^`]*)`", ONE_LINE)
-PROGRAMS = {"train.py": train, "generate.py": generate, "eval_ppl.py": eval_ppl}
+README = HERE / "README.md"
+DOCS = HERE / "docs"
+PAGES = [README, *sorted(page for page in DOCS.glob("*.md") if page.name != "notebook.md")]
 FIVE = {"model.py", "lococo.py", "generate.py", "eval_ppl.py", "train.py"}
+
+
+def blocks(page: Path, language: str = "") -> list[str]:
+    """The fenced blocks of a page that are in this language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+    return [text for name, text in found if name == language]
+
+
+def commands(page: Path) -> list[str]:
+    """Commands that run a program: lines of blocks without a language, and `python ...` in a text."""
+    lines = "".join(blocks(page)).replace("\\\n", " ").splitlines()
+    found = [line for line in lines if line.startswith(("python ", "torchrun "))]
+    prose = " ".join(re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S).split())
+    found += re.findall(r"`(python [^`]+\.py[^`]*)`", prose)
+    return [" ".join(line.split("  #")[0].split()) for line in found]
+
+
+COMMANDS = sorted({command for page in PAGES for command in commands(page)})
+
+# --- Equations and methods -----------------------------------------------------------------------
 
 
 def resolve(name: str):
@@ -41,7 +62,7 @@ def test_the_five_files_stand_alone_at_the_top_level():
 
 
 def test_the_equations_stand_beside_lines_that_exist():
-    table = README.split("| paper | code |")[1].split("\n\n")[0]
+    table = (DOCS / "paper-to-code.md").read_text().split("| paper | code |")[1].split("\n\n")[0]
     for number in range(1, 8):
         assert f"({number})" in table, number
     sources = [(HERE / file).read_text() for file in FIVE]
@@ -52,73 +73,169 @@ def test_the_equations_stand_beside_lines_that_exist():
             assert sum(text.count(code) for text in sources) == 1, code
 
 
-def test_the_table_of_methods_is_that_of_the_code():
-    table = README.split("| `--method` |")[1].split("\n\n")[0]
-    assert set(re.findall(r"^\| `([\w+]+)`", table, re.M)) == set(METHODS)
+def test_the_table_of_methods_names_methods():
+    table = (DOCS / "paper-to-code.md").read_text().split("| `--method` |")[1].split("\n\n")[0]
+    named = set(re.findall(r"^\| `([\w+]+)`", table, re.M))
+    assert {"full", "streaming", "h2o", "lococo"} <= named <= set(METHODS)
 
 
-def test_the_table_of_results_is_made_of_the_figures():
+def test_the_ten_lines_are_the_papers_compressor():
+    """The code in README.md computes what lococo.Compressor computes with the same filters."""
+    code = next(block for block in blocks(README, "python") if "Conv1d" in block)
+    names = {}
+    exec(code, names)
+    compressor = Compressor(names["D"], names["M"], kernel=21)
+    compressor.conv.load_state_dict(names["conv"].state_dict())
+    k, v = names["K"][None, None], names["V"][None, None]
+    k_new, v_new, w = compressor(k, v, torch.zeros(1, 1, names["S"], dtype=torch.bool), None)
+    torch.testing.assert_close(names["K_new"], k_new[0, 0])
+    torch.testing.assert_close(names["V_new"], v_new[0, 0])
+    torch.testing.assert_close(names["W"], w[0, 0])
+
+
+# --- Tables --------------------------------------------------------------------------------------
+
+
+def test_the_tables_are_made_of_the_figures():
     cells = reproduce.read()
     for file in reproduce.FILES:
         text = file.read_text("utf-8")
+        assert "<!-- tools/reproduce.py: " in text
         assert reproduce.with_tables(text, cells) == text
         assert text.count("<!-- tools/reproduce.py: ") == text.count("<!-- end -->")
+    for page in {*PAGES} - {*reproduce.FILES}:  # a table there would never be made anew
+        assert "<!-- tools/reproduce.py: " not in page.read_text("utf-8"), page
     assert all(re.fullmatch(r"[0-9a-f]{7,}", cell["commit"]) for cell in cells.values())
 
 
-def test_links_lead_somewhere():
-    for file in ("README.md", "docs/notebook.md"):
-        text, place = (HERE / file).read_text(), (HERE / file).parent
-        for target in re.findall(r"\]\(([^)]+)\)", text):
-            assert target.startswith("http") or (place / target).is_file(), target
+def test_the_words_of_facts_are_those_of_the_tokenizer(tokenizer):
+    words = sorted(tokenizer.piece(i)[1:] for i in fact_tokens(tokenizer).words)
+    page = " ".join((DOCS / "facts.md").read_text().split())
+    assert f" {', '.join(words)}. " in page and f"has {len(words)} such words" in page
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS)))
+# --- Links and lines -----------------------------------------------------------------------------
+
+
+def headings(page: Path) -> set[str]:
+    """As GitHub names them in a link."""
+    found = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", [*PAGES, DOCS / "notebook.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
+        if target.startswith("http"):
+            continue
+        name, _, heading = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.is_file(), target
+        assert not heading or heading in headings(file), target
+
+
+def test_every_page_is_linked_and_the_readme_fits_a_terminal():
+    text = README.read_text("utf-8")
+    for page in DOCS.glob("*.md"):
+        assert f"(docs/{page.name})" in text, page
+    lines = [line for line in text.splitlines() if not line.startswith("|")]  # tables may be wide
+    assert max(map(len, lines)) <= 100
+
+
+# --- Commands and code ---------------------------------------------------------------------------
+
+
+class Understood(Exception):
+    pass
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_understood(command, monkeypatch):
     """By the program's own parser; what they do is tested where the programs are."""
-    words = shlex.split(command.split("  #")[0].split(" < ")[0])[1:]
-    if words[0] == "-m" or words[0].startswith("tools/"):
-        assert words[0] == "-m" or Path(HERE / words[0]).is_file()
+    words = shlex.split(command)
+    if words[1] == "-m":
         return
-    if "both" in words:  # the method that an exercise adds
-        words[words.index("both")] = "h2o"
-    if "--resume" in words:
-        monkeypatch.setattr(sys, "argv", ["train.py"])
-        stored = train.parse()[2]
-        monkeypatch.setattr(train, "read_file", lambda file: ({}, stored))
+    while not words[0].endswith(".py"):  # python, torchrun and its flags
+        del words[0]
+    # A method and a compressor that a reader adds.
+    words = [{"both": "h2o", "mine": "facts"}.get(word, word) for word in words]
+    program = HERE / words[0]
+    assert program.is_file()
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    stored = train.parse()[2]
+    monkeypatch.setattr(train, "read_file", lambda file: ({}, stored))  # for --resume
     monkeypatch.setattr(sys, "argv", words)
-    PROGRAMS[words[0]].parse()
+    module = import_module(program.stem)
+    if hasattr(module, "parse"):
+        module.parse()
+    elif "argparse" in program.read_text():  # the parser is in `main`: end there
+        parse_args = argparse.ArgumentParser.parse_args
+
+        def parse_and_stop(parser: argparse.ArgumentParser):
+            parse_args(parser)
+            raise Understood
+
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        with pytest.raises(Understood):
+            module.main()
 
 
 @pytest.mark.parametrize("flags", ["", "--method streaming --mem 128",
                                    "--method h2o --mem 128 --positions slots"])  # fmt: skip
 def test_the_first_commands(run, flags):
-    """A trained memory recalls the three facts of assets/prompt.txt; a window and H2O none."""
+    """A trained memory recalls the three facts of assets/prompt.txt; a window and H2O none. What
+    README.md says that a command prints, it prints."""
     text = (HERE / "assets" / "prompt.txt").read_text()
     facts = re.findall(r"^@ (\w+ \w+) = (\w+)$", text, re.M)
     assert len(facts) == 3 and text.endswith(f"\n@ {facts[0][0]} =")
-    assert f"--prompt assets/prompt.txt {flags}" in ONE_LINE
-    for name, word in facts:
+    line = f"--prompt assets/prompt.txt {flags} --temperature 0 --max-new-tokens 1"
+    assert f"python generate.py {' '.join(line.split())}" in commands(README)
+    block = next(block for block in blocks(README) if "assets/prompt.txt" in block)
+    shown = re.findall(r"^ \w+$", block, re.M)
+    for number, (name, word) in enumerate(facts):
         Path("ask.txt").write_text(f"{text.removesuffix(facts[0][0] + ' =')}{name} =")
         _, out, err = run(generate, f"--prompt ask.txt --temperature 0 --max-new-tokens 1 {flags}")
         assert " 128 slots; " in err and (out.strip() == word) == (flags == "")
+        if number == 0:
+            assert out.removesuffix("\n") in shown
+            assert all(f"{n} bytes" in err for n in re.findall(r"cache has ([\d,]+)", README.read_text()))
+
+
+def test_a_fact_of_your_own(run):
+    """README.md puts one in front of the prompt and asks for it."""
+    block = next(block for block in blocks(README) if "own.txt" in block)
+    first, between, last = re.search(r"echo '(.*)'; cat (\S+); printf '(.*)'\)", block).groups()
+    middle = (HERE / between).read_text()
+    Path("own.txt").write_text(f"{first}\n{middle}" + last.replace("\\n", "\n"))
+    line = next(line for line in block.splitlines() if line.startswith("python generate.py"))
+    _, out, _ = run(generate, line.removeprefix("python generate.py"))
+    assert out.removesuffix("\n") == block.splitlines()[-1]
+
+
+def test_the_python_example_runs(capsys, monkeypatch):
+    monkeypatch.chdir(HERE)
+    code = next(block for block in blocks(README, "python") if "load_adapter" in block)
+    exec(code, {})
+    expected = code.rstrip().rsplit("# ", 1)[1]
+    assert capsys.readouterr().out.strip() == expected
+
+
+# --- Exercises -----------------------------------------------------------------------------------
 
 
 def test_the_changes_of_the_exercises_run():
-    """Each line that "becomes" another is there once; with the other in its place, a small model
+    """The lines that a change removes are there once; with the others in their place, a small model
     has finite losses and gradients, other than before."""
-    text = ONE_LINE.split("## Exercises")[1].split(" ## ")[0]
-    changes = re.findall(r"\((\w+)\.[\w.]+\): `([^`]+)` becomes `([^`]+)`", text)
-    module, line, row = re.search(
-        r"\((\w+)\.METHODS\): `([^`]+)` gets a line above it, `([^`]+)`", text
-    ).groups()
-    changes.append((module, line, f"{row}\n    {line}"))
-    assert len(changes) == 1 + text.count("becomes") > 2
     sources = {name: (HERE / f"{name}.py").read_text() for name in ("model", "lococo")}
     before = losses_of(changed(sources))
-    for module, old, new in changes:
-        assert sources[module].count(old) == 1, old
-        after = losses_of(changed(sources | {module: sources[module].replace(old, new)}))
+    changes = blocks(DOCS / "exercises.md", "diff")
+    assert len(changes) == 3
+    for change in changes:
+        lines = change.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        assert sources["lococo"].count(old) == 1, old
+        after = losses_of(changed(sources | {"lococo": sources["lococo"].replace(old, new)}))
         assert after.isfinite().all() and not torch.equal(before, after), new
 
 

@@ -1,4 +1,5 @@
 """Draw assets/mixing.png, W in every layer, and assets/recall.png, what is remembered and where.
+Both show our memory for facts (docs/facts.md), not the paper's.
 
     pip install matplotlib                    # only this script needs it
     python tools/pictures.py                  # the embedded adapter
@@ -64,7 +65,8 @@ def draw_mixing(mixing: dict[int, Tensor], settings: Settings, file: Path) -> No
             axes.axhline(end - 0.5, color="#999999", linewidth=0.5)
         axes.axvline(settings.mem - 0.5, color="#d55e00", linewidth=1)
         axes.set_title(f"layer {layer}, head 0", loc="left", fontsize=10)
-    figure.supxlabel(f"{settings.mem} slots, then {settings.segment} new entries", fontsize=10)
+    about = f"ours ({settings.method}): {settings.mem} slots, then {settings.segment} new entries"
+    figure.supxlabel(about, fontsize=10)
     figure.colorbar(picture, ax=panels, shrink=0.5, label="weight in W")
     figure.savefig(file, dpi=100, facecolor="white")
 
@@ -78,12 +80,12 @@ def draw_recall(lines: dict[str, list[float]], kinds: list[str], path: Tensor, l
     left.set_ylim(-0.03, 1.03)
     left.set_xlabel("tokens since the fact was last told")
     left.set_ylabel("share recalled exactly")
-    left.legend(fontsize=9, loc=(0.55, 0.12))
+    left.legend(fontsize=9, loc=(0.45, 0.2))
     picture = right.imshow(path.T, cmap="Blues", vmin=0, vmax=1, aspect="auto",
                            interpolation="nearest")  # fmt: skip
     right.set_xlabel("compression")
     right.set_ylabel("slot")
-    title = f"share of the fact's word, layer {layer}, head {head}"
+    title = f"ours: share of the fact's word, layer {layer}, head {head}"
     right.set_title(title, loc="left", fontsize=10)
     figure.colorbar(picture, ax=right)
     figure.savefig(file, dpi=100, facecolor="white")
@@ -129,15 +131,15 @@ def main() -> None:
     path, layer, head = follow(adapted, ids, word)
 
     full = Settings("full", segment=512, length=0, positions="original", lora_rank=0)
-    rows = {"full cache": full}
+    rows = {"full cache, untuned": full}
     for name, method in (("window", "streaming"), ("H2O", "h2o")):
-        rows[f"{name}, {s.mem} slots"] = settings_for(
+        rows[f"{name}, {s.mem} slots, untuned"] = settings_for(
             method, s.mem, s.segment, s.length, lora_rank=0, positions="slots"
         )
     made = {name: lambda model, row=row: AdaptedLlama(model, row) for name, row in rows.items()}
     for run in [*args.tuned, args.adapter]:
         tuned = f"{run.name.split('-')[0]}, tuned"
-        name = f"LoCoCo, {s.mem} slots" if run == args.adapter else tuned
+        name = f"ours, {s.mem} slots" if run == args.adapter else tuned
         made[name] = lambda model, run=run: load_adapter(run, model)
     lines = {}
     for name, make in made.items():

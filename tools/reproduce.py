@@ -1,4 +1,4 @@
-"""The tables of README.md: what facts need, and what merging gains on prose.
+"""Makes tables of docs/: what facts need (facts.md), what merging gains on prose (results.md).
 
     python tools/reproduce.py --only window ours --seeds 0 1 2   # train, score, print the table
     python tools/reproduce.py --only window --steps 100 --mem 64
@@ -68,7 +68,7 @@ COMPRESSORS["common"] = CommonCompressor
 
 PAPER = "--positions slots --compressor paper --kernel 21 --conv-lr 5e-2 --sharper 1"
 WINDOW = "--method lococo+window --compressor"
-ROWS = {  # name: what README says of it, flags of train.py
+ROWS = {  # name: what a table says of it, flags of train.py
     "full": ("full attention", "--method full --positions original"),
     "window": ("the window: 4 first and 124 last tokens", "--method streaming"),
     "h2o": ("H2O", "--method h2o --positions slots"),
@@ -100,7 +100,7 @@ PLAIN = {  # the same for plain text
 }  # fmt: skip
 COLUMNS = {"to 256": (0, 256), "256-512": (256, 512), "512-2,048": (512, 2048)}  # told so long ago
 RESULTS = HERE / "docs" / "results.json"
-FILES = (HERE / "README.md", HERE / "docs" / "notebook.md")
+FILES = [HERE / "docs" / page for page in ("facts.md", "results.md", "notebook.md")]
 
 
 def run_directory(row: str, seed: int, args: argparse.Namespace) -> Path:
@@ -234,7 +234,7 @@ def main() -> None:
     add("--facts", type=int, default=8)
     add("--part", choices=PARTS, default="held-out")
     add("--again", action="store_true", help="also what docs/results.json has already")
-    add("--write", action="store_true", help="all tables into README.md and notebook.md")
+    add("--write", action="store_true", help="all tables into the pages of docs/")
     args = parser.parse_args()
     rows = PLAIN if args.data else ROWS
     if not rows.keys() >= set(args.only):
