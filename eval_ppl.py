@@ -83,7 +83,7 @@ def compared(
     """Names and models that are scored: the base with its full cache, with each --method, with a
     window and H2O of each of the sizes (M, T); then the RUNs. What needs no training shares one
     base, a RUN has its own. Delete a model before asking for the next: a GPU may hold just one."""
-    mem, flags = args.mem or 512, method_flags(args)
+    mem, flags = args.mem or 512, method_flags(vars(args))
     wanted = [(method, mem, args.segment or mem, flags) for method in args.method]
     for mem, segment in sizes:
         for method in ("streaming", "h2o"):
@@ -146,7 +146,7 @@ def print_means(
 
 def main() -> None:
     args = parse()
-    machine = prepare(args)
+    machine = prepare(args.device, args.dtype, args.seed)
     tokenizer = Tokenizer(args.model)
     sizes = memory_sizes(args.runs)
     if args.method or not args.recall:

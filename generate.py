@@ -170,14 +170,15 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    machine = prepare(args)
+    machine = prepare(args.device, args.dtype, args.seed)
     text = read_prompt(args.prompt)
     model, tokenizer = load_base(args.model, machine)
     ids, mem = tokenizer.encode(text), args.mem or 512
     if args.adapter:
         adapted = load_adapter(args.adapter, model)
     else:
-        adapted = untrained(model, args.method, mem, args.segment or mem, **method_flags(args))
+        flags = method_flags(vars(args))
+        adapted = untrained(model, args.method, mem, args.segment or mem, **flags)
     settings = adapted.settings
     if not settings.mem and (args.save_memory or args.load_memory or args.show_memory):
         raise UserError(f"--method {settings.method}: it keeps everything and has no slots")

@@ -112,13 +112,18 @@ def test_recipes(monkeypatch):
 
     def parsed(words):
         monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
-        return vars(train.parse()[0])
+        return asdict(train.parse()[0])
 
     for words, name in (("--model other", "paper"), ("", "embedded"),
                         ("--model other --recipe paper-inference", "paper-inference")):  # fmt: skip
-        recipe = {key: n for key, n in asdict(train.RECIPES[name]).items() if n is not None}
-        assert parsed(words).items() >= (recipe | {"recipe": name}).items()
-    paper, inference = train.RECIPES["paper"], train.RECIPES["paper-inference"]
+        recipe = {key: n for key, n in train.RECIPES[name].items() if n is not None}
+        defaults = asdict(train.TrainConfig(**recipe))
+        same = defaults.keys() - {"model", "segment", "batch", "out", "recipe"}
+        found = parsed(words)
+        assert found["recipe"] == name and all(found[key] == defaults[key] for key in same)
+    paper, inference = (
+        train.TrainConfig(**train.RECIPES[name]) for name in ("paper", "paper-inference")
+    )
     assert (paper.method, paper.mem, paper.kernel, paper.batch) == ("lococo+h2o", 512, 21, 128)
     assert (paper.lr, paper.conv_lr, paper.compressor, paper.bptt) == (5e-5, 5e-2, "paper", 1)
     assert (paper.seq, inference.seq, paper.facts) == (8192, 4096, 0)
@@ -127,7 +132,7 @@ def test_recipes(monkeypatch):
     assert (inference.steps, inference.lora_rank, paper.lora_rank) == (200, 0, 8)  # section 4.1
     monkeypatch.setattr(train, "HERE", Path.cwd())
     for end in ("", "-2", "-3"):  # a run gets a directory of its own
-        out = parsed("")["out"]
+        out = Path(parsed("")["out"])
         out.mkdir(parents=True)
         (out / "log.jsonl").touch()  # an empty one is taken again
         assert out.name == f"lococo+window-mem128-seq2048{end}"
@@ -176,9 +181,9 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, mon
     """What is kept for the backward pass of a whole sequence, with its compressions."""
     found = []
 
-    def measure(adapted, draw, args, *_):
+    def measure(adapted, draw, config, *_):
         losses, model, tokens = [], adapted.model, draw(0)[0][None]
-        pieces = segment_losses(model, tokens, adapted.cache(), args.segment, bptt=99)
+        pieces = segment_losses(model, tokens, adapted.cache(), config.segment, bptt=99)
         kept = remembered(lambda: losses.extend(nats for nats, _ in pieces))
         losses[0].sum().backward()
         found.append(sum(kept.values()))
@@ -374,7 +379,7 @@ def test_help_and_terminals(run):
     """A terminal of ASCII only; and `| head`, which closes the pipe."""
     for program in LINES:
         code, out, _ = run(program, "--help")
-        assert code == 0 and f"python {program.__name__}.py" in out and "--mem MEM" in out
+        assert code == 0 and f"python {program.__name__}.py" in out and "--mem M " in out
     ascii = os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
     line = [sys.executable, generate.__file__, *LINES[generate].split(), "--show-memory", "0", "0"]
     usual, closed = (Popen(line, stdout=PIPE, stderr=PIPE, text=True, env=ascii) for _ in range(2))

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -35,10 +34,13 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
     adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2)).double()
     tokens, ago = torch.randint(3, 64, (2, 41)), torch.zeros(2, 41, dtype=torch.int64)
     ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (2, 5))
-    args = Namespace(batch=2, micro_batch=1, seq=41, segment=6, bptt=bptt, answer_weight=weight)
+    config = train.TrainConfig(
+        batch=2, micro_batch=1, seq=41, segment=6, bptt=bptt, answer_weight=weight
+    )
     machine = Machine("cpu", torch.float32)  # no autocast
     rows = [(tokens[n], ago[n]) for n in (0, 0, 1, 0, 1, 1)]  # each text at each turn modulo 3
-    losses = [train.gradients(adapted, rows.__getitem__, args, machine, step) for step in range(3)]
+    draw = rows.__getitem__
+    losses = [train.gradients(adapted, draw, config, machine, step) for step in range(3)]
     found, plain, weighted = {n: p.grad / 3 for n, p in adapted.trained().items()}, 0.0, 0.0
     for n in range(2):
         cache = adapted.cache()
@@ -96,10 +98,10 @@ def before_step(patch, n, then):
     """Something happens before the gradients of step n, counted from 1."""
     usual = train.gradients
 
-    def gradients(adapted, draw, args, machine, step, done):
+    def gradients(adapted, draw, config, machine, step, done):
         if step + 1 == n:
             then()
-        return usual(adapted, draw, args, machine, step, done)
+        return usual(adapted, draw, config, machine, step, done)
 
     patch.setattr(train, "gradients", gradients)
 
@@ -181,7 +183,7 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
         assert (code, err.count("\n")) == (2, 1) and sentence in err, err
     assert trained("--resume run --micro-batch 2 --recompute --data text --steps 3")[0] == 0
     about = read_file(STATE)[1]
-    assert about["step"] == about["args"]["steps"] == 3 and about["args"]["micro_batch"] == 2
+    assert about["step"] == about["config"]["steps"] == 3 and about["config"]["micro_batch"] == 2
 
 
 # train.py as each process runs it. It keeps the gradients of each step, and where STOP is set the

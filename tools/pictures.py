@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--tuned", type=Path, nargs="*", default=[], help="more runs to compare")
     parser.add_argument("--out", type=Path, default=HERE / "assets")
     args = parser.parse_args()
-    machine = prepare(argparse.Namespace(device="cpu", dtype="float32", seed=0))
+    machine = prepare("cpu", "float32")
     model, tokenizer = load_base(TINY, machine)
     streams = token_streams([], tokenizer)
     documents = long_documents(streams["held-out"], tokenizer.bos, 2048, 64)

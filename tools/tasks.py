@@ -333,7 +333,7 @@ def summary(columns: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def score(args: argparse.Namespace) -> None:
     """A table for each file: means over its rows ± standard error."""
-    machine = prepare(args)
+    machine = prepare(args.device, args.dtype, args.seed)
     files = {file: list(read_rows(file, is_task)) for file in args.files}
     for file, rows in files.items():
         if not rows:
