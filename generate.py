@@ -12,6 +12,7 @@ The text goes to standard output, the figures to standard error.
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Iterator
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lococo import KINDS, METHODS, Memory, identity, load_adapter, untrained
-from model import KVCache, Llama, Tokenizer, load_base
+from model import Entries, KVCache, Llama, Tokenizer, load_base
 from support.command_line import TINY, Parser, at_least, method_flags, output_file, prepare
 from support.command_line import run_program
 from support.files import UserError, checksum, read_file, write_file
@@ -75,20 +76,23 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 
 
 class TracedMemory(Memory):
-    """A memory that also follows W through all compressions, for one layer and key/value head:
-    `shares` (M, N) says how much of each of the N compressed tokens each slot has; `largest`, after
-    each compression, the largest share in each slot and its token, both (M,)."""
+    """A memory that also follows W through all compressions, for one layer and key/value head."""
 
-    layer, head, shares, largest = 0, 0, torch.zeros(0, 0), ()
+    def __init__(self, *args, layer: int, head: int):
+        """`args` as those of Memory."""
+        super().__init__(*args)
+        self.layer, self.head = layer, head
+        self.shares = torch.zeros(0, 0)  # (M, N): how much of each of N tokens each slot has
+        self.largest = []  # after each compression: the largest share in each slot, its token
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
-        arranged, w = super().compress(layer)
+        order, w = super().compress(layer)
         if layer == self.layer:
-            W = self.mixing_matrix(arranged, w)[0, self.head].float().cpu()  # (M, S)
+            W = self.mixing_matrix(order, w)[0, self.head].float().cpu()  # (M, S)
             entered = torch.eye(W.shape[1] - len(self.shares))
             self.shares = W @ torch.block_diag(self.shares, entered)
-            self.largest += (self.shares.max(dim=1),)
-        return arranged, w
+            self.largest = [*self.largest, self.shares.max(dim=1)]
+        return order, w
 
 
 def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
@@ -114,8 +118,12 @@ def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -
 
 def save_memory(file: Path, memory: Memory, owner: dict) -> None:
     """`owner` says which base and adapter the entries belong to."""
-    kinds = ("keys", "values", "scores") if memory.scoring else ("keys", "values")
-    tensors = {f"{kind} {n}": t for kind in kinds for n, t in enumerate(getattr(memory, kind))}
+    tensors = {}
+    for layer in range(memory.config.n_layers):
+        tensors[f"keys {layer}"] = memory.keys[layer].held
+        tensors[f"values {layer}"] = memory.values[layer].held
+        if memory.scoring:
+            tensors[f"scores {layer}"] = memory.scores[layer]
     write_file(file, tensors, seen=memory.seen, compressed=memory.compressed, owner=owner)
 
 
@@ -123,9 +131,11 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
     tensors, about = read_file(file)
     if about.get("owner") != owner:
         raise UserError(f"--load-memory {file}: of another model, adapter, method or --dtype")
-    for name, tensor in tensors.items():
-        kind, layer = name.split()
-        getattr(memory, kind)[int(layer)] = tensor.to(device)
+    for layer in range(memory.config.n_layers):
+        memory.keys[layer] = Entries(tensors[f"keys {layer}"].to(device))
+        memory.values[layer] = Entries(tensors[f"values {layer}"].to(device))
+        if memory.scoring:
+            memory.scores[layer] = tensors[f"scores {layer}"].to(device)
     memory.seen, memory.compressed = about["seen"], about["compressed"]
 
 
@@ -182,11 +192,12 @@ def main() -> None:
     settings = adapted.settings
     if not settings.mem and (args.save_memory or args.load_memory or args.show_memory):
         raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
-    cache = adapted.cache(TracedMemory if args.show_memory else Memory)
+    cache = adapted.cache()
     if args.show_memory:
-        cache.layer, cache.head = args.show_memory
-        if cache.layer >= model.config.n_layers or cache.head >= model.config.n_kv_heads:
-            raise UserError(f"--show-memory {cache.layer} {cache.head}: no such layer or head")
+        layer, head = args.show_memory
+        if layer >= model.config.n_layers or head >= model.config.n_kv_heads:
+            raise UserError(f"--show-memory {layer} {head}: no such layer or head")
+        cache = adapted.cache(partial(TracedMemory, layer=layer, head=head))
     if args.save_memory or args.load_memory:
         owner = identity(adapted) | {"adapter": checksum(adapted.trained(), str(machine.dtype))}
     if args.load_memory:

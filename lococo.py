@@ -6,13 +6,14 @@ as in model.py. The paper's W is `logits` in (6), `w` after (7); our W is w and 
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from model import KVCache, Llama, LlamaConfig, RMSNorm, causal_mask, rope, rotate
+from model import Entries, KVCache, Llama, LlamaConfig, RMSNorm, causal_mask, rope, rotate
 from support.files import UserError, checksum, read_file
 
 # --- Methods: what a memory of M slots holds -----------------------------------------------------
@@ -21,7 +22,7 @@ KINDS = ("sinks", "heavy", "merged", "recent")  # kinds of slots, in this order
 
 METHODS = {
     "full": lambda M: {},
-    "longlora": lambda M: {},  # other attention while it trains: train.shifted_groups
+    "longlora": lambda M: {},  # other attention while it trains: train.ShiftedGroups
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
     "lococo": lambda M: dict(merged=M),
@@ -66,14 +67,18 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     without slots keeps all. Raises UserError."""
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
-    fills = "merged" if "merged" in row else "recent"
-    counts = {name: (row | given).get(name, 0) for name in KINDS}
-    if row and fills not in given:
-        counts[fills] += mem - sum(counts.values())
-    fits = 0 < sum(counts.values()) <= mem if row else sum(counts.values()) == 0
-    if not fits or min(counts.values()) < 0 or ("merged" in row and counts["merged"] == 0):
+    chosen = row | given
+    counts = {kind: chosen.get(kind, 0) for kind in KINDS}
+    filler = "merged" if "merged" in row else "recent"  # the kind that takes what is left over
+    if row and filler not in given:
+        counts[filler] += mem - sum(counts.values())
+
+    total = sum(counts.values())
+    right_total = 0 < total <= mem if row else total == 0
+    nothing_merged = "merged" in row and counts["merged"] == 0
+    if not right_total or nothing_merged or min(counts.values()) < 0:
         raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
-    return Settings(method, segment, length, **row | given | counts)
+    return Settings(method, segment, length, **chosen | counts)
 
 
 # --- Compressor (section 3.2.1) ------------------------------------------------------------------
@@ -124,6 +129,11 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     return logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
 
 
+def in_order(entries: Tensor, order: Tensor) -> Tensor:
+    """Entries (B, G, S, D) in the order (B, G, S) of each head."""
+    return entries.gather(2, order[..., None].expand_as(entries))
+
+
 # --- Memory (algorithm 2) ------------------------------------------------------------------------
 
 
@@ -148,11 +158,20 @@ class Memory(KVCache):
         self.compressed = False  # True once the slots are filled
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         self.scores: list[Tensor | None] = [None] * config.n_layers  # attention received, (B, G, S)
+        self.recompute = False  # as in Block, for the compressors
+
+    def copy(self) -> "Memory":
+        other = super().copy()
+        other.scores = [*self.scores]
+        return other
 
     def enter(self, T: int) -> int:
-        """Make room for T tokens, return the position of the first. Algorithm 2 compresses right
-        after a segment; as `detach` follows then, no loss would train the convolution. Here M slots
-        and a segment wait for the next tokens, so that decoding compresses once a segment."""
+        """Make room for T new tokens; return the first one's position.
+
+        We compress when the next segment arrives, not right after a segment as algorithm 2 does: the
+        loop detaches in between, which would cut the gradient to the convolution. So M slots and a
+        segment wait for the next tokens, and decoding compresses once per segment.
+        """
         assert T <= self.settings.segment
         if self.size + T > self.most:
             for layer in range(self.config.n_layers):
@@ -167,70 +186,101 @@ class Memory(KVCache):
         if not self.scoring:
             return super().attend(layer, q, k, v)
         self.append(layer, k, v)
-        weights = attention_weights(q, self.keys[layer])
+        weights = attention_weights(q, self.keys[layer].held)
         T, heads = q.shape[2], q.shape[1] // k.shape[1]
         received = weights.detach().sum(dim=2) / heads  # (B, G, S)
         if self.scores[layer] is not None:
             received[:, :, :-T] += self.settings.forget * self.scores[layer]  # the older entries
         self.scores[layer] = received
-        read = weights.type_as(v) @ self.values[layer]  # (B, G, H/G * T, D)
+        read = weights.type_as(v) @ self.values[layer].held  # (B, G, H/G * T, D)
         return read.unflatten(2, (heads, T)).flatten(1, 2)
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The operator C of (3), steps 4 and 5: S entries become M slots. One-hot rows of W copy;
-        only w, the block of the merged slots, is multiplied. Returns arranged (B, G, S) and w."""
-        s, k, v = self.settings, self.keys[layer], self.values[layer]
-        front, end, arranged = s.sinks + s.heavy, k.shape[2] - s.recent, self.arrange(layer)
-        k = k.gather(2, arranged[..., None].expand_as(k))
-        v = v.gather(2, arranged[..., None].expand_as(v))
-        if s.positions == "slots":
-            # A key's position is its place in the cache. What is kept is turned to its new place,
-            # all else to position 0, so that (4) mixes unrotated keys; other modes mix rotated.
-            place = torch.zeros(k.shape[2], device=k.device)
-            place[:front] = torch.arange(front)
-            place[end:] = torch.arange(s.mem - s.recent, s.mem)
-            k = self.move(k, place - arranged)
-        if s.merged:
-            # If compressed before, the cache is [front | merged slots | recent slots | segment].
-            from_slot = (arranged[:, :, front:end] < front + s.merged) & self.compressed
-            rest = k[:, :, front:end], v[:, :, front:end]
-            scores = self.scores[layer]
-            if scores is not None:
-                scores = scores.gather(2, arranged)[:, :, front:end]
-            k_new, v_new, w = self.compressors[layer](*rest, from_slot, scores)
-        else:
-            k_new, v_new, w = k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, end - front)
-        if s.positions == "slots":
+        """The operator C of (3), steps 4 and 5: S entries become M slots.
+
+        One-hot rows of W copy. Only w, the block of the merged slots, is multiplied. Returns what
+        `mixing_matrix` needs to make all of W: the order of the entries (B, G, S), and w.
+        """
+        s = self.settings
+        by_slot = s.positions == "slots"
+        front = s.sinks + s.heavy
+        order = self.arrange(layer)  # [front | rest | recent]
+        k = in_order(self.keys[layer].held, order)
+        v = in_order(self.values[layer].held, order)
+        if by_slot:
+            k = self.move(k, self.new_places(order.shape[2], k.device) - order)
+
+        sizes = (front, order.shape[2] - front - s.recent, s.recent)
+        k_front, k_rest, k_recent = k.split(sizes, dim=2)
+        v_front, v_rest, v_recent = v.split(sizes, dim=2)
+        k_new, v_new, w = self.merge(layer, k_rest, v_rest, order.split(sizes, dim=2)[1])
+        if by_slot:
             k_new = self.move(k_new, torch.arange(front, front + s.merged, device=k.device))
-        self.keys[layer] = torch.cat((k[:, :, :front], k_new, k[:, :, end:]), dim=2)
-        self.values[layer] = torch.cat((v[:, :, :front], v_new, v[:, :, end:]), dim=2)
+
+        self.keys[layer] = Entries(torch.cat((k_front, k_new, k_recent), dim=2))
+        self.values[layer] = Entries(torch.cat((v_front, v_new, v_recent), dim=2))
         if self.scoring:  # a merged slot gets the mean, by w, of what its entries have received
-            W = self.mixing_matrix(arranged, w.detach())
+            W = self.mixing_matrix(order, w.detach())
             self.scores[layer] = (W * self.scores[layer][:, :, None]).sum(dim=3)
-        return arranged, w
+        return order, w
+
+    def merge(
+        self, layer: int, k: Tensor, v: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The rest of the entries, k and v (B, G, R, D) at these places (B, G, R) of the cache, goes
+        into the merged slots: K', V' and w of the compressor. Without such slots it is dropped."""
+        s = self.settings
+        if not s.merged:
+            return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
+        # If compressed before, the cache is [front | merged slots | recent slots | segment].
+        from_slot = (places < s.sinks + s.heavy + s.merged) & self.compressed
+        scores = self.scores[layer]
+        if scores is not None:
+            scores = scores.gather(2, places)
+        compressor = self.compressors[layer]
+        if self.recompute:
+            return checkpoint(compressor, k, v, from_slot, scores, use_reentrant=False)
+        return compressor(k, v, from_slot, scores)
+
+    def new_places(self, S: int, device: torch.device) -> Tensor:
+        """With positions by slot: where the keys of S entries in order [front | rest | recent] are
+        turned to, (S,). What is kept gets the place of its slot. The rest gets place 0, so that (4)
+        mixes keys that are not rotated. With other positions (4) mixes rotated keys."""
+        s = self.settings
+        places = torch.zeros(S, device=device)
+        front = s.sinks + s.heavy
+        places[:front] = torch.arange(front)
+        places[S - s.recent :] = torch.arange(s.mem - s.recent, s.mem)
+        return places
 
     def arrange(self, layer: int) -> Tensor:
-        """Places in the cache of [sinks and heavy | rest | recent], each in order: (B, G, S)."""
-        s, S = self.settings, self.keys[layer].shape[2]
-        chosen = torch.zeros_like(self.keys[layer][..., 0], dtype=torch.bool)
+        """The places in the cache of [front | rest | recent], each in order: (B, G, S). The front
+        are the entries of sinks and heavy slots."""
+        s = self.settings
+        k = self.keys[layer].held
+        B, G, S, _ = k.shape
+        chosen = torch.zeros(B, G, S, dtype=torch.bool, device=k.device)  # for the front
         chosen[:, :, : s.sinks] = True
         if s.heavy:
             scores = self.scores[layer].masked_fill(chosen, -torch.inf)
-            chosen.scatter_(2, scores[:, :, : S - s.recent].topk(s.heavy, dim=2).indices, True)
-        places = torch.arange(S, device=chosen.device).expand_as(chosen)
-        both = [places[some].view(*chosen.shape[:2], -1) for some in (chosen, ~chosen)]
-        return torch.cat(both, dim=2)  # each head has equally many of each
+            heaviest = scores[:, :, : S - s.recent].topk(s.heavy, dim=2).indices
+            chosen.scatter_(2, heaviest, True)
+        places = torch.arange(S, device=k.device).expand_as(chosen)
+        front = places[chosen].view(B, G, -1)  # each head has equally many
+        others = places[~chosen].view(B, G, -1)
+        return torch.cat((front, others), dim=2)
 
-    def mixing_matrix(self, arranged: Tensor, w: Tensor) -> Tensor:
+    def mixing_matrix(self, order: Tensor, w: Tensor) -> Tensor:
         """All of W (B, G, M, S), as drawn above, from what `compress` returns."""
-        s, S = self.settings, arranged.shape[2]
+        s = self.settings
+        S = order.shape[2]
         front = s.sinks + s.heavy
         W = w.new_zeros(*w.shape[:2], s.mem, S)
         W[:, :, :front, :front] = torch.eye(front)
         W[:, :, front : front + s.merged, front : S - s.recent] = w
         W[:, :, s.mem - s.recent :, S - s.recent :] = torch.eye(s.recent)
         # Columns back in the order of the cache.
-        return torch.zeros_like(W).scatter(3, arranged[:, :, None].expand_as(W), W)
+        return torch.zeros_like(W).scatter(3, order[:, :, None].expand_as(W), W)
 
     def move(self, k: Tensor, by: Tensor) -> Tensor:
         """Rotate keys (B, G, S, D) forward by `by` positions, (S,) or (B, G, S)."""
@@ -372,6 +422,7 @@ class AdaptedLlama(nn.Module):
     def __init__(self, model: Llama, settings: Settings):
         super().__init__()
         self.settings, self.model = settings, model.requires_grad_(False)
+        self.recompute = False
         config = model.config
         self.compressors = nn.ModuleList(
             COMPRESSORS[settings.compressor](config.head_dim, settings.merged, settings.kernel)
@@ -390,11 +441,21 @@ class AdaptedLlama(nn.Module):
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
-    def cache(self, memory: type = Memory) -> KVCache:
-        """An empty memory, or plain cache where all is kept, for one batch of sequences."""
-        config, settings = self.model.config, self.settings
-        cache = memory(config, settings, self.compressors) if settings.mem else KVCache(config)
-        cache.rope_scale = interpolation(config, settings)
+    def recompute_in_backward(self) -> None:
+        """Train with less memory and more time: the backward pass runs all but attention again."""
+        self.recompute = True
+        for block in self.model.layers:
+            block.recompute = True
+
+    def cache(self, memory: Callable = Memory, plain: Callable = KVCache) -> KVCache:
+        """An empty cache for one batch of sequences: a memory, or a plain one where all is kept."""
+        config = self.model.config
+        if self.settings.mem:
+            cache = memory(config, self.settings, self.compressors)
+            cache.recompute = self.recompute
+        else:
+            cache = plain(config)
+        cache.rope_scale = interpolation(config, self.settings)
         return cache
 
 

@@ -10,6 +10,7 @@ token; S cached entries, M slots, H query heads, G key/value heads, D head dimen
 sequence, V vocabulary. The paper's tables swap our L and T.
 """
 
+import copy
 import json
 import math
 from dataclasses import dataclass, field, fields
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from support.files import DAMAGED, UserError, read_tensors
 
@@ -74,8 +76,8 @@ class LlamaConfig:
 
 
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position * theta^(-i/d), i = 0, 2, 4 ..., each (..., D/2); d channels
-    turn, the others have angle 0. In float32: in bfloat16 256 and 257 are the same number."""
+    """Cosine and sine of position * theta^(-i/d), i = 0, 2, 4 ..., each (..., D/2). The first d
+    channels rotate; the rest have angle 0. In float32: in bfloat16 256 and 257 are one number."""
     channels = config.turned * config.head_dim
     i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = (i < channels) * config.rope_theta ** (-i / channels)
@@ -114,20 +116,43 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=grouped)
 
 
-def extended(held: Tensor | None, new: Tensor, most: float) -> Tensor:
-    """torch.cat of entries (B, G, S, D) and (B, G, T, D). Without gradients a buffer, an attribute
-    of the tensor, doubles when it is full, up to `most` entries: torch.cat would copy all entries
-    for each decoded token."""
-    if held is None or torch.is_grad_enabled():
-        return new if held is None else torch.cat((held, new), dim=2)
-    S, end = held.shape[2], held.shape[2] + new.shape[2]
-    buffer = getattr(held, "buffer", held)
-    if buffer.shape[2] < end:
-        buffer = F.pad(held, (0, 0, 0, max(end, min(2 * end, most)) - S))
-    buffer[:, :, S:end] = new
-    front = buffer[:, :, :end]
-    front.buffer = buffer
-    return front
+class Entries:
+    """The keys that one layer holds, or its values: (B, G, S, D). Others can be appended.
+
+    Without gradients the tensor `room` is larger than what is held, and doubles when it is full:
+    torch.cat would copy all entries for each decoded token.
+    """
+
+    def __init__(self, held: Tensor | None = None):
+        self.room = held  # (B, G, S or more, D)
+        self.size = 0 if held is None else held.shape[2]  # S
+
+    @property
+    def held(self) -> Tensor:
+        return self.room[:, :, : self.size]
+
+    def append(self, new: Tensor, most: float) -> None:
+        """Add new entries (B, G, T, D). The room grows up to `most` entries."""
+        end = self.size + new.shape[2]
+        if self.room is None:
+            self.room = new
+        elif torch.is_grad_enabled():  # what is in the graph cannot be written to
+            self.room = torch.cat((self.held, new), dim=2)
+        else:
+            if self.room.shape[2] < end:
+                larger = max(end, min(2 * end, most))
+                self.room = F.pad(self.held, (0, 0, 0, larger - self.size))
+            self.room[:, :, self.size : end] = new
+        self.size = end
+
+    def detach(self) -> None:
+        """Cut the graph. Without one, the room stays as it is."""
+        if self.room is not None and self.room.requires_grad:
+            self.room = self.held.detach()
+
+    def copy(self) -> "Entries":
+        """The copy has no room to spare, so it moves elsewhere before it grows."""
+        return Entries() if self.room is None else Entries(self.held)
 
 
 class KVCache:
@@ -138,21 +163,28 @@ class KVCache:
         self.rope_scale = config.rope_scale
         self.seen = 0  # tokens that have entered
         self.most = float("inf")  # entries that a layer may hold
-        self.keys: list[Tensor | None] = [None] * config.n_layers  # (B, G, S, D), rotated
-        self.values: list[Tensor | None] = [None] * config.n_layers
+        self.keys = [Entries() for _ in range(config.n_layers)]  # rotated
+        self.values = [Entries() for _ in range(config.n_layers)]
 
     @property
     def size(self) -> int:
         """S, the number of entries that each layer holds now."""
-        return 0 if self.keys[0] is None else self.keys[0].shape[2]
+        return self.keys[0].size
 
     @property
     def nbytes(self) -> int:
-        """Of the keys and values held; `extended` may reserve as much again."""
-        return sum(t.nbytes for t in self.keys + self.values if t is not None)
+        """Bytes of the keys and values held. Their room may take as much again."""
+        return sum(entries.held.nbytes for entries in self.keys + self.values if entries.size)
+
+    def copy(self) -> "KVCache":
+        """A cache with the same entries. What enters one does not change the other."""
+        other = copy.copy(self)
+        other.keys = [entries.copy() for entries in self.keys]
+        other.values = [entries.copy() for entries in self.values]
+        return other
 
     def enter(self, T: int) -> int:
-        """T tokens are about to enter every layer; returns the position of the first one."""
+        """Announce T new tokens; return the first one's position."""
         self.seen += T
         return self.seen - T
 
@@ -160,17 +192,17 @@ class KVCache:
         """A layer's new k and v (B, G, T, D) join what it holds; its queries q (B, H, T, D) -> what
         its heads read, (B, H, T, D)."""
         self.append(layer, k, v)
-        return attention(q, self.keys[layer], self.values[layer])
+        return attention(q, self.keys[layer].held, self.values[layer].held)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """New keys and values join what a layer holds (algorithm 1, step 4)."""
-        self.keys[layer] = extended(self.keys[layer], k, self.most)
-        self.values[layer] = extended(self.values[layer], v, self.most)
+        self.keys[layer].append(k, self.most)
+        self.values[layer].append(v, self.most)
 
     def detach(self) -> None:
-        """Cut the graph, so that it does not grow with the text. What has none keeps its buffer."""
-        self.keys = [k.detach() if k is not None and k.requires_grad else k for k in self.keys]
-        self.values = [v.detach() if v is not None and v.requires_grad else v for v in self.values]
+        """Cut the graph, so that it does not grow with the text."""
+        for entries in self.keys + self.values:
+            entries.detach()
 
 
 # --- The model -----------------------------------------------------------------------------------
@@ -219,6 +251,7 @@ class Block(nn.Module):
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
         self.layer = layer
+        self.recompute = False  # True takes less memory and more time in training
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
@@ -233,8 +266,14 @@ class Block(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache) -> Tensor:
-        q, k, v = self.project(x, cos, sin)
-        return self.finish(x, cache.attend(self.layer, q, k, v))
+        if not self.recompute:
+            q, k, v = self.project(x, cos, sin)
+            return self.finish(x, cache.attend(self.layer, q, k, v))
+        # Keep what goes in and comes out of both halves. The backward pass runs them again for the
+        # rest. Attention itself is not run again: the cache would append twice.
+        q, k, v = checkpoint(self.project, x, cos, sin, use_reentrant=False)
+        read = cache.attend(self.layer, q, k, v)
+        return checkpoint(self.finish, x, read, use_reentrant=False)
 
 
 class Llama(nn.Module):

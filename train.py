@@ -27,13 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from eval_ppl import ranges, token_losses
 from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, identity, segment_losses
 from lococo import settings_for, untrained
-from model import Tokenizer, attention, load_base
+from model import KVCache, Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, method_flags, prepare
 from support.command_line import run_program
 from support.facts import FORMS, tell, tell_all
@@ -128,56 +127,83 @@ def add_up(t: Tensor) -> Tensor:
     return t
 
 
+def wait_for_all() -> None:
+    """Return when all processes are here."""
+    add_up(torch.zeros(1))  # on the CPU, whatever device trains
+
+
 # --- Training ------------------------------------------------------------------------------------
 
 
-def shifted_groups(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """LongLoRA's KVCache.attend while it trains (arXiv 2309.12307): a sequence enters whole, and
-    attention is within its quarters. For the second half of the heads the borders are moved by half
-    a quarter; both ends are groups of their own, so that the end is not seen at the start."""
-    H, L = q.shape[1], q.shape[2]
-    quarter = math.ceil(L / 4)
-    k, v = (t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))
-    read = torch.empty_like(q)
-    for heads, first in ((slice(0, H // 2), 0), (slice(H // 2, H), quarter // 2)):
-        borders = sorted({0, *range(first, L, quarter), L})
-        for start, stop in zip(borders, borders[1:]):
-            group = (slice(None), heads, slice(start, stop))
-            read[group] = attention(q[group], k[group], v[group])
-    return read
+class ShiftedGroups(KVCache):
+    """LongLoRA's attention while it trains (arXiv 2309.12307). A sequence enters whole, so that
+    nothing is cached, and attention is within its quarters."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """For the second half of the heads the borders are moved by half a quarter. Both ends are
+        groups of their own then, so that the end is not seen at the start."""
+        H, L = q.shape[1], q.shape[2]
+        quarter = math.ceil(L / 4)
+        k = k.repeat_interleave(H // k.shape[1], dim=1)
+        v = v.repeat_interleave(H // v.shape[1], dim=1)
+        read = torch.empty_like(q)
+        for heads, first in ((slice(0, H // 2), 0), (slice(H // 2, H), quarter // 2)):
+            borders = sorted({0, *range(first, L, quarter), L})
+            for start, stop in zip(borders, borders[1:]):
+                group = (slice(None), heads, slice(start, stop))
+                read[group] = attention(q[group], k[group], v[group])
+        return read
 
 
 def gradients(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
               step: int, done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
-    """Add the gradient of the step's loss to p.grad; return the loss, nats over tokens. draw(i) is
-    sequence i, as `tell` returns it; the processes share a step's sequences. In the convolutions'
-    gradient a fact told before counts --answer-weight times on average. done(n): n tokens more."""
-    total, scored = 0.0, config.batch * (config.seq - 1)
-    convolutions = list(adapted.compressors.parameters())
+    """Add the gradient of the step's loss to p.grad; return the loss, nats over tokens.
+
+    draw(i) is sequence i, as `tell` returns it. The processes share the sequences of a step.
+    done(n) is called when n tokens more have had their backward pass.
+    """
+    total = 0.0
     own = range(step * config.batch + RANK, (step + 1) * config.batch, WORLD)
     for n in range(0, len(own), config.micro_batch):
         rows = [draw(i) for i in own[n : n + config.micro_batch]]
         tokens, ago = (torch.stack(row).to(machine.device) for row in zip(*rows))
-        cache, segment = adapted.cache(), config.segment
-        if adapted.settings.method == "longlora":
-            cache.attend, segment = shifted_groups, config.seq
-        answers = (ago > 0)[:, 1:].split(config.bptt * segment, dim=1)
-        with machine.precision():
-            pieces = segment_losses(adapted.model, tokens, cache, segment, config.bptt)
-            turn = step + RANK + n * WORLD  # each third piece has two backward passes
-            for number, ((losses, _), answer) in enumerate(zip(pieces, answers), start=turn):
-                loss = losses.sum() / scored
-                if loss.requires_grad:  # with --lora-rank 0 not before the first compression
-                    if convolutions and answer.any() and number % 3 == 0:
-                        # For the convolutions alone: LoRA would get worse on plain text.
-                        extra = 3 * (config.answer_weight - 1) * losses[answer].sum() / scored
-                        extra.backward(inputs=convolutions, retain_graph=True)
-                    loss.backward()  # for all; now, so that the graph never spans more
-                total += loss.item()
-                done(losses.numel())
+        turn = step + RANK + n * WORLD
+        for loss, scored in backward_by_pieces(adapted, tokens, ago > 0, config, machine, turn):
+            total += loss
+            done(scored)
     for p in adapted.trained().values():
         p.grad = add_up(torch.zeros_like(p) if p.grad is None else p.grad)
     return add_up(torch.tensor(total, dtype=torch.float64)).item()
+
+
+def backward_by_pieces(
+    adapted: AdaptedLlama, tokens: Tensor, answers: Tensor, config: TrainConfig,
+    machine: Machine, turn: int,
+) -> Iterator[tuple[float, int]]:  # fmt: skip
+    """Backward passes of sequences (n, L), one for each `bptt` segments, so that the graph never
+    spans more. Yields what each adds to the step's loss, and how many tokens it has scored.
+
+    In the convolutions' gradient a token that is an answer counts `answer_weight` times. Its extra
+    part is taken from each third piece alone, and counts three times there: the mean is the same.
+    """
+    longlora = adapted.settings.method == "longlora"
+    cache = adapted.cache(plain=ShiftedGroups if longlora else KVCache)
+    segment = config.seq if longlora else config.segment
+    convolutions = list(adapted.compressors.parameters())
+    scored_in_step = config.batch * (config.seq - 1)
+    pieces = segment_losses(adapted.model, tokens, cache, segment, config.bptt)
+    answers = answers[:, 1:].split(config.bptt * segment, dim=1)
+    for number, answer in enumerate(answers, start=turn):
+        with machine.precision():  # backward passes choose their numbers themselves
+            losses, _ = next(pieces)
+        loss = losses.sum() / scored_in_step
+        if loss.requires_grad:  # with --lora-rank 0 not before the first compression
+            if convolutions and answer.any() and number % 3 == 0:
+                # For the convolutions alone: LoRA would get worse on plain text.
+                extra = 3 * (config.answer_weight - 1) * losses[answer].sum() / scored_in_step
+                extra.backward(inputs=convolutions, retain_graph=True)
+            loss.backward()
+        yield loss.item(), losses.numel()
 
 
 def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
@@ -246,7 +272,7 @@ def save_state(adapted: AdaptedLlama, optimizer: AdamW, file: Path, about: dict,
             tensors[f"{key} {name}"] = moment
     if RANK == 0:
         write_file(file, tensors, **about | {"step": step})
-    add_up(torch.zeros(1))  # wait for the file: torchrun ends all when one ends with an error
+    wait_for_all()  # for the file: torchrun ends all processes when one ends with an error
 
 
 @torch.no_grad()
@@ -421,10 +447,8 @@ def start_or_resume(adapted: AdaptedLlama, config: TrainConfig, ids: np.ndarray,
     optimizer = make_optimizer(adapted, config)
     if state:
         restore_state(adapted, optimizer, state)
-    if config.recompute:  # the backward pass runs these again: all but attention
-        again = [(block, n) for block in adapted.model.layers for n in ("project", "finish")]
-        for module, name in again + [(c, "forward") for c in adapted.compressors]:
-            setattr(module, name, partial(checkpoint, getattr(module, name), use_reentrant=False))
+    if config.recompute:
+        adapted.recompute_in_backward()
     return optimizer
 
 

@@ -153,9 +153,29 @@ def test_a_cache_grows_in_place_without_gradients(model):
             for cache in (full, memory):
                 model(TOKENS[:, :1] + t, cache)
                 cache.detach()  # as where a text is scored
-            places.add(full.keys[0].data_ptr())
-            assert memory.keys[0].untyped_storage().nbytes() <= 4 * 2 * 8 * 14
+            places.add(full.keys[0].room.data_ptr())
+            assert memory.keys[0].room.nbytes <= 4 * 2 * 8 * 14
     assert len(places) <= 5  # for 1, 4, 10, 22, 46
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("method", ["full", "h2o"])
+def test_a_copied_cache_leaves_the_original_as_it_is(model, method, gradients):
+    """Both go on with other tokens: each gives what it gives where there is no other."""
+    adapted = AdaptedLlama(model, settings_for(method, 8, 6, 40))
+    ends = (TOKENS, TOKENS.flip(1))
+    expected = []
+    for end in ends:
+        cache = adapted.cache()
+        expected.append([model(x, cache) for x in (*TOKENS.split(4, dim=1), *end.split(3, dim=1))])
+    with torch.set_grad_enabled(gradients):
+        cache = adapted.cache()
+        for x in TOKENS.split(4, dim=1):
+            model(x, cache)
+        copied = cache.copy()
+        for n in range(4):  # in turns, so that a room they shared would be overwritten
+            for which, end, logits in zip((cache, copied), ends, expected):
+                assert torch.allclose(model(end.split(3, dim=1)[n], which), logits[3 + n], atol=1e-5)
 
 
 def test_metas_layout_as_the_70b_has_it(tmp_path, tokenizer):

@@ -61,10 +61,11 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
 
 
 @pytest.mark.parametrize("L", [3, 8, 10, 21])
-def test_which_keys_longlora_sees_while_it_trains(L):
+def test_which_keys_longlora_sees_while_it_trains(config, L):
     """A query that weights all alike reads the mean of the keys' numbers that its head may see."""
     q, v = torch.zeros(1, 4, L, L), torch.eye(L).expand(1, 2, L, L)
-    seen = train.shifted_groups(0, q, torch.randn(1, 2, L, L), v)[0] > 0  # head, query, key
+    cache = train.ShiftedGroups(config)
+    seen = cache.attend(0, q, torch.randn(1, 2, L, L), v)[0] > 0  # head, query, key
     quarter = -(-L // 4)
     for head in range(4):
         moved = quarter // 2 if head >= 2 else 0

@@ -34,7 +34,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import prefill  # noqa: E402
 from lococo import AdaptedLlama, settings_for  # noqa: E402
-from model import KVCache, Llama, LlamaConfig, Tokenizer  # noqa: E402
+from model import Entries, KVCache, Llama, LlamaConfig, Tokenizer  # noqa: E402
 from support.command_line import TINY, Machine, prepare, run_program  # noqa: E402
 from support.facts import fact_tokens, tell  # noqa: E402
 from train import TrainConfig, gradients, make_optimizer  # noqa: E402
@@ -130,8 +130,8 @@ def filled(adapted: AdaptedLlama, n: int, args: argparse.Namespace) -> KVCache:
     dtype = getattr(torch, args.dtype)
     for layer in range(config.n_layers):
         shape = (1, config.n_kv_heads, held, config.head_dim)
-        cache.keys[layer] = torch.randn(shape, device=args.device, dtype=dtype)
-        cache.values[layer] = torch.randn(shape, device=args.device, dtype=dtype)
+        cache.keys[layer] = Entries(torch.randn(shape, device=args.device, dtype=dtype))
+        cache.values[layer] = Entries(torch.randn(shape, device=args.device, dtype=dtype))
         if s.mem and cache.scoring:
             cache.scores[layer] = torch.rand(shape[:3], device=args.device)
     cache.seen, cache.compressed = n, held < n

@@ -12,6 +12,7 @@ of the fact in assets/prompt.txt is, compression after compression.
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +34,9 @@ from support.text import long_documents, token_streams  # noqa: E402
 class Watched(Memory):
     """A memory that remembers W (M, S) of each layer's head 0 at its last compression."""
 
-    mixing: dict[int, Tensor]
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.mixing = {}
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         arranged, w = super().compress(layer)
@@ -43,6 +46,11 @@ class Watched(Memory):
 
 class Following(TracedMemory):
     """Remembers after each compression how much of token `word` is in each slot, (M,)."""
+
+    def __init__(self, *args, word: int, **place: int):
+        super().__init__(*args, **place)
+        self.word = word
+        self.path = []
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         result = super().compress(layer)
@@ -95,8 +103,7 @@ def follow(adapted: AdaptedLlama, ids: list[int], word: int) -> tuple[Tensor, in
     paths = {}
     for layer in range(adapted.model.config.n_layers):
         for head in range(adapted.model.config.n_kv_heads):
-            memory = adapted.cache(Following)
-            memory.layer, memory.head, memory.word, memory.path = layer, head, word, []
+            memory = adapted.cache(partial(Following, layer=layer, head=head, word=word))
             prefill(adapted.model, torch.tensor([ids]), memory, adapted.settings.segment)
             paths[layer, head] = torch.stack(memory.path)
     best = max(paths, key=lambda key: paths[key][-1].max())
@@ -119,7 +126,6 @@ def main() -> None:
     masks = ranges("", ago, s.mem + s.segment)
 
     memory = adapted.cache(Watched)
-    memory.mixing = {}
     prefill(model, documents[:1], memory, s.segment)
     draw_mixing(memory.mixing, s, args.out / "mixing.png")
 
