@@ -73,8 +73,12 @@ def memory_sizes(runs: list[Path]) -> list[tuple[int, int]]:
 
 def name_of(s: Settings) -> str:
     """A method without training, as a table names it."""
-    slots = f" M={s.mem}" if s.mem else ""
-    return f"base, {s.method}{slots}" + f" T={s.segment}" * (s.mem > 0 and s.segment != s.mem)
+    name = f"base, {s.method}"
+    if s.mem:
+        name += f" M={s.mem}"
+    if s.mem and s.segment != s.mem:
+        name += f" T={s.segment}"
+    return name
 
 
 def compared(

@@ -478,9 +478,14 @@ def read_adapter(run: Path) -> tuple[Settings, dict[str, Tensor], str]:
     """Of a run directory of train.py: settings, tensors, and which base they belong to."""
     tensors, about = read_file(run / "adapter.safetensors")
     try:
-        return Settings(**about["settings"]), tensors, about["base"]
+        settings = Settings(**about["settings"])
+        base = about["base"]
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None
+    if settings.compressor not in COMPRESSORS:
+        known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
+        raise UserError(f"{run}: its compressor {settings.compressor!r} is unknown; {known}")
+    return settings, tensors, base
 
 
 def load_adapter(run: Path, model: Llama) -> AdaptedLlama:

@@ -309,28 +309,48 @@ class Llama(nn.Module):
 # --- Official weights ----------------------------------------------------------------------------
 
 
+# What reading a configuration raises that is not a Llama-2's.
+FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+
+
 def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
-    """A model from a directory in Meta's layout (params.json) or Hugging Face's (config.json). One
-    tensor is copied at a time, so that the weights are never in memory twice."""
-    from_meta = (path / "params.json").is_file()
-    file = path / ("params.json" if from_meta else "config.json")
+    """A model from a directory in Meta's layout (params.json) or Hugging Face's (config.json)."""
+    if (path / "params.json").is_file():
+        file, name_in_file = path / "params.json", str  # our names are Meta's
+        read_config, read_weights = meta_config, meta_weights
+    else:
+        file, name_in_file = path / "config.json", hugging_face_name
+        read_config, read_weights = hugging_face_config, hugging_face_weights
     try:
-        config = (meta_config if from_meta else hugging_face_config)(file)
+        config = read_config(file)
         with torch.device("meta"):  # just shapes
             model = Llama(config)
-        ours = {name if from_meta else hugging_face_name(name): name for name in model.state_dict()}
-        state = {}
-        for name, tensor in (meta_weights if from_meta else hugging_face_weights)(path, config):
-            if name not in ours or not tensor.is_floating_point() or not tensor.isfinite().all():
-                raise ValueError(f"{name}, {tensor.dtype}: no weight of this model or not finite")
+    except FOREIGN as error:
+        raise not_a_llama(file, error) from None
+    ours = {name_in_file(name): name for name in model.state_dict()}
+    state = {}
+    try:
+        for name, tensor in read_weights(path, config):
+            check_weight(name, tensor, ours)
+            # One tensor is copied at a time, so that the weights are never in memory twice.
             state[ours[name]] = tensor.to(device, dtype, copy=True)
-        model.load_state_dict(state, strict=True, assign=True)  # none missing, none of other shape
-    except DAMAGED as error:
-        if isinstance(error, FileNotFoundError) or "allocate" in str(error):  # out of memory
-            raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(f"{file} or its weights: not a plain Llama-2: {reason:.250}") from None
+    except ValueError as error:
+        raise not_a_llama(file, error) from None
+    try:
+        model.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:  # a tensor is missing or has another shape
+        raise not_a_llama(file, error) from None
     return model
+
+
+def not_a_llama(file: Path, error: Exception) -> UserError:
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return UserError(f"{file} or its weights: not a plain Llama-2: {reason:.250}")
+
+
+def check_weight(name: str, tensor: Tensor, ours: dict[str, str]) -> None:
+    if name not in ours or not tensor.is_floating_point() or not tensor.isfinite().all():
+        raise ValueError(f"{name}, {tensor.dtype}: no weight of this model or not finite")
 
 
 def meta_config(file: Path) -> LlamaConfig:

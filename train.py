@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch.optim import AdamW
 from tqdm import tqdm
 
 from eval_ppl import ranges, token_losses
-from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, identity, segment_losses
+from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, identity, segment_losses
 from lococo import settings_for, untrained
 from model import KVCache, Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, method_flags, prepare
@@ -107,6 +107,27 @@ RECIPES = {  # what each changes of the defaults above
     ),
 }  # fmt: skip
 
+
+def table_of(configs: dict[str, TrainConfig]) -> str:
+    """What configurations set, one in a line."""
+    rows = [("", "method", "M", "T", "L", "compressor", "steps x tokens", "LoRA: rank, rate",
+             "conv rate", "facts")]  # fmt: skip
+    for name, c in configs.items():
+        merges = f"{c.compressor}, {c.kernel} taps"
+        tokens = f"{c.steps} x {(c.batch or sequences_of(c.seq)) * c.seq:,}"
+        lora = f"{c.lora_rank}, {c.lr:g}"
+        rows.append((name, c.method, c.mem, c.segment or c.mem, c.seq, merges, tokens,
+                     lora if c.lora_rank else "-", f"{c.conv_lr:g}", c.facts))  # fmt: skip
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows)]
+    lines = ("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def sequences_of(seq: int) -> int:
+    """The sequences of a step of at most 4,096 tokens, at least one."""
+    return max(1, 4096 // seq)
+
+
 # --- Many processes (torchrun) -------------------------------------------------------------------
 
 RANK = int(os.environ.get("RANK", "0"))  # of this process; 0 alone prints, scores, writes files
@@ -125,6 +146,14 @@ def add_up(t: Tensor) -> Tensor:
     if WORLD > 1:
         dist.all_reduce(t)
     return t
+
+
+def start_alike(adapted: AdaptedLlama) -> None:
+    """All processes start from the parameters of process 0. Their own may differ where their random
+    numbers do, on another kind of machine for instance."""
+    if WORLD > 1:
+        for p in adapted.trained().values():
+            dist.broadcast(p.data, src=0)
 
 
 def wait_for_all() -> None:
@@ -298,6 +327,8 @@ def odd(text: str) -> int:
 def make_parser() -> Parser:
     """A flag that is not given is None; what holds then is said by TrainConfig and RECIPES."""
     parser = Parser(__doc__)
+    recipes = {name: TrainConfig(**RECIPES[name]) for name in RECIPES}
+    parser.epilog = f"what a recipe sets:\n{table_of(recipes)}"
     count = at_least(1)
     whole = at_least(0)
     number = at_least(0, float)
@@ -376,12 +407,12 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
     config = replace(
         config,
         segment=config.segment or config.mem,
-        batch=config.batch or max(1, 4096 // config.seq),
+        batch=config.batch or sequences_of(config.seq),
         out=config.out or new_directory(config),
     )
     if about["step"] > config.steps:
         parser.error(f"--steps {config.steps}: this run is at step {about['step']}")
-    about["config"] = asdict(config)
+    about.setdefault("config", asdict(config))
     return config, tensors, about
 
 
@@ -407,20 +438,57 @@ def chosen_settings(config: TrainConfig) -> Settings:
     return settings
 
 
-def texts(config: TrainConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, Tensor]:
-    """Token ids to train on, and documents (N, L) to score. If no document falls into the training
-    part, another part is trained on and scoring is skipped."""
+class Texts(NamedTuple):
+    """What a run trains on and scores."""
+
+    ids: np.ndarray  # tokens to train on
+    documents: Tensor  # to score, (N, L)
+    about: str  # lines for the user
+
+
+def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
+    """Read the texts of --data and --held-out."""
     streams = token_streams([Path(name) for name in config.data], tokenizer)
+    source = "--data" if config.data else "Python's standard library"
+    about = f"text: {source} has {counted(streams, tokenizer)}"
+    if not config.data and Path(config.model) != TINY:
+        about += "\nno --data: so this model trains on Python code; name texts of your own by --data"
+
     if config.held_out:
         others = token_streams([Path(name) for name in config.held_out], tokenizer)
-        held_out = np.concatenate([*others.values()])
-        most = config.score_tokens // config.seq
-        documents = long_documents(held_out, tokenizer.bos, config.seq, most)
-        return np.concatenate([*streams.values()]), documents
-    part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
-    scored = part == "training" and config.score_tokens
-    most = max(1, config.score_tokens // config.seq) if scored else 0
-    return streams[part], long_documents(streams["held-out"], tokenizer.bos, config.seq, most)
+        about += f"; --held-out has {counted(others, tokenizer)}"
+        ids, held_out = (np.concatenate([*some.values()]) for some in (streams, others))
+    else:
+        # Without a document to train on, documents of another part train, and none is scored.
+        part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
+        ids, held_out = streams[part], streams["held-out"]
+        if part != "training":
+            held_out = held_out[:0]
+            about += f"\nno name falls into the training part: {part} trains, and is not scored"
+    most = config.score_tokens // config.seq
+    if config.score_tokens and not config.held_out:
+        most = max(1, most)
+    documents = long_documents(held_out, tokenizer.bos, config.seq, most)
+    about += f"\n{len(documents)} documents to score"
+    if config.score_tokens and not len(documents):
+        about += f": none that is held out has {config.seq:,} tokens; name some by --held-out"
+    return Texts(ids, documents, about)
+
+
+def counted(streams: dict[str, np.ndarray], tokenizer: Tokenizer) -> str:
+    """How much falls into each of PARTS. A BOS begins each document."""
+    counts = [
+        f"{(ids == tokenizer.bos).sum():,} {part} documents ({len(ids):,} tokens)"
+        for part, ids in streams.items()
+    ]
+    return ", ".join(reversed(counts))
+
+
+def draw_sequence(ids: np.ndarray, tokenizer: Tokenizer, config: TrainConfig,
+                  i: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Training sequence i with its facts, as `tell` returns it."""
+    tokens = sequence(ids, config.seq, config.seed, i)
+    return tell(tokens, config.facts, "training", config.seed, i, tokenizer, config.fact_form)
 
 
 def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
@@ -447,58 +515,94 @@ def start_or_resume(adapted: AdaptedLlama, config: TrainConfig, ids: np.ndarray,
     optimizer = make_optimizer(adapted, config)
     if state:
         restore_state(adapted, optimizer, state)
+        steps = about["config"]["steps"]
+        if config.steps != steps:
+            print(f"--steps {config.steps} instead of {steps}: "
+                  f"from here on the rates fall to 0 at step {config.steps}")  # fmt: skip
+    about["config"] = asdict(config)
+    print(f"{sum(p.numel() for p in adapted.trained().values()):,} parameters train")
+    start_alike(adapted)
     if config.recompute:
         adapted.recompute_in_backward()
     return optimizer
 
 
+@contextmanager
+def explained(sentence: str) -> Iterator[None]:
+    """If Ctrl-C ends what is done here, say so in a sentence."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if RANK == 0:
+            print(sentence, file=sys.stderr)
+        raise
+
+
+def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
+    """A row for each scored memory."""
+    columns = next(iter(scores.values()), [])
+    print(f"{f'{documents} held-out documents':40}", *columns, sep="  ")
+    for name, row in scores.items():
+        cells = (f"{row.get(column, math.nan):>{len(column)}.3f}" for column in columns)
+        print(f"{name:40}", *cells, sep="  ")
+
+
+def print_start(config: TrainConfig, settings: Settings, machine: Machine, text: Texts) -> None:
+    print(f"recipe {config.recipe} on {config.model}, {machine.dtype} on {machine.device}")
+    print(text.about)
+    print(table_of({"this run": config}))
+    slots = [f"{getattr(settings, kind)} {kind}" for kind in KINDS if getattr(settings, kind)]
+    if slots:
+        print(f"slots: {', '.join(slots)}; positions: {settings.positions}")
+
+
 def run(config: TrainConfig, state: dict[str, Tensor], about: dict) -> None:
+    out = Path(config.out)
     settings = chosen_settings(config)
     machine = prepare(config.device, config.dtype, config.seed)
-    model, tokenizer = load_base(Path(config.model), machine)
-    ids, documents = texts(config, tokenizer)
-    out = Path(config.out)
+    with explained("stopped before the first step: nothing is lost"):
+        model, tokenizer = load_base(Path(config.model), machine)
+        text = texts(config, tokenizer)
+        draw = partial(draw_sequence, text.ids, tokenizer, config)
+        draw(0)  # refuses a text that is too short
+        if WORLD > 1 and RANK == 0:
+            join()
+        print_start(config, settings, machine, text)
+        out.mkdir(parents=True, exist_ok=True)
 
-    def draw(i: int) -> tuple[Tensor, Tensor]:
-        text = sequence(ids, config.seq, config.seed, i)
-        return tell(text, config.facts, "training", config.seed, i, tokenizer, config.fact_form)
+        def add_score(name: str, adapted: AdaptedLlama) -> None:
+            if RANK == 0 and len(text.documents):
+                about["scores"][name] = score(adapted, text.documents, tokenizer, config, machine)
 
-    def add_score(name: str, adapted: AdaptedLlama) -> None:
-        if RANK == 0 and len(documents):
-            about["scores"][name] = score(adapted, documents, tokenizer, config, machine)
+        if not state:  # the window is scored first, as the base is changed then
+            window = untrained(model, "streaming", settings.mem or config.mem, config.segment)
+            add_score("window of equal memory, base untouched", window)
+        adapted = AdaptedLlama(model, settings)
+        optimizer = start_or_resume(adapted, config, text.ids, state, about)
+        save = partial(save_state, adapted, optimizer, out / "state.safetensors", about)
+        if not state:
+            add_score(f"{config.method}, before training", adapted)
+            save(0)
 
-    draw(0)  # refuses a text that is too short
-    window = untrained(model, "streaming", settings.mem or config.mem, config.segment)
-    if WORLD > 1 and RANK == 0:
-        join()
-    print(f"recipe {config.recipe} on {config.model}, {machine.dtype} on {machine.device}")
-    print(f"text: {len(ids):,} tokens to train on, {len(documents)} documents to score")
-    out.mkdir(parents=True, exist_ok=True)
-    if not state:
-        add_score("window of equal memory, base untouched", window)
-    adapted = AdaptedLlama(model, settings)  # changes the base, so the window is scored before
-    optimizer = start_or_resume(adapted, config, ids, state, about)
-    print(settings)
-    print(f"{sum(p.numel() for p in adapted.trained().values()):,} parameters train")
-    save = partial(save_state, adapted, optimizer, out / "state.safetensors", about)
-    if not state:
-        add_score(f"{config.method}, before training", adapted)
-        save(0)
     stopped = train(adapted, draw, config, machine, optimizer, about["step"], save)
+    again = f"python train.py --resume {os.path.relpath(out)}"
     if stopped:
-        print(f"stopped; to go on: python train.py --resume {os.path.relpath(config.out)}")
+        print(f"stopped; to go on: {again}")
         raise SystemExit(128 + stopped)
-    if RANK > 0:
-        return
-    for p in adapted.compressors.parameters():
-        p.data *= config.sharper  # the logits of "facts" are linear in all of them
-    write_file(out / "adapter.safetensors", adapted.trained(), **identity(adapted))
-    add_score(f"{config.method}, after training", adapted)
-    columns = next(iter(about["scores"].values()), [])
-    print(f"{f'{len(documents)} held-out documents':40}", *columns, sep="  ")
-    for name, row in about["scores"].items():
-        print(f"{name:40}", *(f"{row.get(c, math.nan):>{len(c)}.3f}" for c in columns), sep="  ")
-    print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
+    if RANK == 0:
+        with explained(f"stopped after the last step; to score: {again}"):
+            write_adapter(adapted, config)
+            add_score(f"{config.method}, after training", adapted)
+        print_scores(about["scores"], len(text.documents))
+        print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
+
+
+def write_adapter(adapted: AdaptedLlama, config: TrainConfig) -> None:
+    with torch.no_grad():
+        for p in adapted.compressors.parameters():
+            p *= config.sharper  # the logits of "facts" are linear in all of them
+    file = Path(config.out, "adapter.safetensors")
+    write_file(file, adapted.trained(), **identity(adapted))
 
 
 def main(line: list[str] | None = None) -> None:

@@ -5,11 +5,11 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
+from typing import Callable, NoReturn
 
 import torch
 
-from support.files import UserError
+from support.files import UserError, is_out_of_memory
 
 HERE = Path(__file__).resolve().parent.parent  # the project's folder
 TINY = HERE / "tiny"  # the embedded model and its adapter
@@ -110,7 +110,8 @@ def prepare(device: str | None, dtype: str | None, seed: int = 0) -> Machine:
 
 
 def run_program(main: Callable[[], None]) -> None:
-    """What the user can mend is one sentence and exit code 2."""
+    """Run a program. A mistake that the user can fix is one sentence and exit code 2; what only a
+    bug of ours can cause is a traceback."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal may not have every character
     try:
@@ -120,14 +121,16 @@ def run_program(main: Callable[[], None]) -> None:
         sys.exit(130)
     except BrokenPipeError:  # `| head` has seen enough
         os._exit(1)
-    except (UserError, OSError, RuntimeError, MemoryError) as error:
-        sentence = str(error)
-        if isinstance(error, OSError) and error.filename:
-            sentence = f"{error.filename}: {error.strerror}"
-        scarce = "allocate" in sentence or "out of memory" in sentence
-        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and scarce):
-            sentence = "out of memory: try a smaller --mem or --segment; README.md says what else"
-        elif isinstance(error, RuntimeError):
+    except UserError as error:
+        end_with(str(error))
+    except OSError as error:
+        end_with(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
-        print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
-        sys.exit(2)
+        end_with("out of memory: try a smaller --mem or --segment; README.md says what else")
+
+
+def end_with(sentence: str) -> NoReturn:
+    print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
+    sys.exit(2)

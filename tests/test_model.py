@@ -357,6 +357,15 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     assert same(load_adapter(tmp_path, rounded.bfloat16()).trained(), adapted.trained())
 
 
+def test_an_adapter_with_an_unknown_compressor_is_refused(model, tmp_path):
+    """A program that adds a compressor to COMPRESSORS makes adapters that the others cannot read."""
+    adapted = adapter(model)
+    about = identity(adapted)
+    about["settings"]["compressor"] = "magic"
+    write_file(tmp_path / "adapter.safetensors", adapted.trained(), **about)
+    refusal(tmp_path, "its compressor 'magic' is unknown", call=load_adapter, args=(model,))
+
+
 @pytest.mark.parametrize("change", [
     lambda tensors, about: tensors.update({LORA_A: tensors[LORA_A][:1]}),  # it could broadcast
     lambda tensors, about: tensors.update(more=tensors.pop(LORA_A)),

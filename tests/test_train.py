@@ -60,6 +60,28 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
         assert trained and all(torch.allclose(found[n], p.grad) for n, p in trained.items())
 
 
+def test_backward_passes_run_outside_autocast(model, monkeypatch):
+    """As PyTorch advises; the forward passes are in it."""
+    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2))
+    config = train.TrainConfig(batch=1, seq=40, segment=6, answer_weight=2.0)
+    text = torch.randint(3, 64, (40,)), torch.ones(40, dtype=torch.int64)
+    found = {"forward": set(), "backward": set()}
+
+    def watch(module, name, kind):
+        usual = getattr(module, name)
+
+        def watched(*args, **kwargs):
+            found[kind].add(torch.is_autocast_enabled("cpu"))
+            return usual(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(torch.Tensor, "backward", "backward")
+    watch(model, "forward", "forward")
+    train.gradients(adapted, lambda i: text, config, Machine("cpu", torch.bfloat16), step=0)
+    assert found == {"forward": {True}, "backward": {False}}
+
+
 @pytest.mark.parametrize("L", [3, 8, 10, 21])
 def test_which_keys_longlora_sees_while_it_trains(config, L):
     """A query that weights all alike reads the mean of the keys' numbers that its head may see."""
@@ -182,13 +204,14 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
         code, _, err = trained("--resume run")
         file.write_bytes(before)
         assert (code, err.count("\n")) == (2, 1) and sentence in err, err
-    assert trained("--resume run --micro-batch 2 --recompute --data text --steps 3")[0] == 0
+    code, out, _ = trained("--resume run --micro-batch 2 --recompute --data text --steps 3")
+    assert code == 0 and "--steps 3 instead of 4: from here on the rates fall to 0 at step 3" in out
     about = read_file(STATE)[1]
     assert about["step"] == about["config"]["steps"] == 3 and about["config"]["micro_batch"] == 2
 
 
-# train.py as each process runs it. It keeps the gradients of each step, and where STOP is set the
-# second process is asked to end in the second step.
+# train.py as each process runs it. The second process has other random numbers. Each keeps the
+# gradients of each step, and where STOP is set the second is asked to end in the second step.
 PROCESS = """
 import os, signal
 import torch, train
@@ -202,7 +225,15 @@ def note(adapted, *rest):
         os.kill(os.getpid(), signal.SIGTERM)
     return loss
 
+def with_other_numbers(*args):
+    adapted = train.lococo_model(*args)
+    if rank == "1":
+        for p in adapted.trained().values():
+            p.data += 1
+    return adapted
+
 train.gradients = note
+train.lococo_model, train.AdaptedLlama = train.AdaptedLlama, with_other_numbers
 train.run_program(train.main)
 """
 THREE = f"{SMALL} --seq 192 --batch 3 --bptt 2 --steps 3 --answer-weight 5 --save-every 9"
@@ -218,7 +249,8 @@ def torchrun(words, **environment):
 
 
 def test_two_processes_train_as_one(trained, monkeypatch):
-    """Stopped in the second step, they go on with --resume. Any mistake is one sentence."""
+    """They start from the parameters of the first one. Stopped in the second step, they go on with
+    --resume. Any mistake is one sentence."""
     Path("process.py").write_text(PROCESS)
     alone = {"RANK": "0", "PYTHONPATH": str(HERE), "LOCOCO_CACHE": support.text.CACHE}
     line = [sys.executable, "process.py", *f"{THREE} one".split()]
