@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lococo import KINDS, METHODS, Memory, identity, load_adapter, untrained
+from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, identity, load_adapter
+from lococo import untrained
 from model import Entries, KVCache, Llama, Tokenizer, load_base
 from support.command_line import TINY, Parser, at_least, method_flags, output_file, prepare
 from support.command_line import run_program
@@ -155,27 +156,72 @@ def read_prompt(name: str) -> str:
 
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
-    add = parser.add_argument
+    add = parser.add_argument_group("text").add_argument
     add("--prompt", required=True, metavar="FILE", help="a text file; - for standard input")
-    one = parser.add_mutually_exclusive_group().add_argument
-    one("--adapter", type=Path, metavar="RUN", help="run directory of train.py")
-    one("--method", choices=METHODS, help="a method without training, instead of an adapter")
-    add("--save-memory", type=output_file, metavar="FILE", help="write the memory there, and end")
-    one = parser.add_mutually_exclusive_group().add_argument
+    add("--max-new-tokens", type=at_least(1), default=200, metavar="N",
+        help="tokens to write (default: 200)")
+    add("--temperature", type=at_least(0, float), default=0.8, metavar="T",
+        help="default: 0.8; 0 takes the likeliest token")
+    one = parser.memory.add_mutually_exclusive_group().add_argument
+    one("--adapter", type=Path, metavar="RUN",
+        help="run directory of train.py (default for tiny/: its own)")
+    one("--method", choices=METHODS,
+        help="a method without training, instead of an adapter (default for other models: full)")
+    group = parser.add_argument_group("output")
+    group.add_argument("--save-memory", type=output_file, metavar="FILE",
+                       help="write the memory there, and end")  # fmt: skip
+    one = group.add_mutually_exclusive_group().add_argument
     one("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
     one("--show-memory", type=at_least(0), nargs=2, metavar=("LAYER", "HEAD"),
         help="print what the slots hold, and end")  # fmt: skip
-    add("--max-new-tokens", type=at_least(1), default=200, help="default: 200")
-    add("--temperature", type=at_least(0, float), default=0.8,
-        help="default: 0.8; 0 takes the likeliest token")  # fmt: skip
     args = parser.parse_args()
     parser.refuse_counts(args)
-    if args.method is None and args.adapter is None:
-        embedded = args.model.resolve() == TINY
-        args.adapter, args.method = (TINY, None) if embedded else (None, "full")
     if args.save_memory and args.save_memory.exists():
         parser.error(f"--save-memory {args.save_memory}: there is such a file already")
     return args
+
+
+def model_with_memory(args: argparse.Namespace, model: Llama) -> AdaptedLlama:
+    """The base with the adapter or the method that the flags ask for."""
+    if args.adapter:
+        return load_adapter(args.adapter, model)
+    if args.method:
+        mem = args.mem or 512
+        flags = method_flags(vars(args))
+        return untrained(model, args.method, mem, args.segment or mem, **flags)
+    if args.model.resolve() == TINY:
+        return load_adapter(TINY, model)
+    print("this base has no adapter: its memory is the full cache, which keeps every token; for 512 "
+          "slots: --method h2o --mem 512, or --adapter RUN after train.py", file=sys.stderr)  # fmt: skip
+    return untrained(model, "full", 512, 512)
+
+
+def empty_cache(args: argparse.Namespace, adapted: AdaptedLlama) -> KVCache:
+    """With --show-memory a memory that is traced."""
+    settings, config = adapted.settings, adapted.model.config
+    needs_slots = args.save_memory or args.load_memory or args.show_memory
+    if needs_slots and not settings.mem:
+        raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
+    if not args.show_memory:
+        return adapted.cache()
+    layer, head = args.show_memory
+    if layer >= config.n_layers or head >= config.n_kv_heads:
+        raise UserError(f"--show-memory {layer} {head}: no such layer or head")
+    return adapted.cache(partial(TracedMemory, layer=layer, head=head))
+
+
+def figures(cache: KVCache, settings: Settings) -> str:
+    """How much is held, and what the full cache would hold."""
+    full = cache.nbytes // cache.size * cache.seen
+    lines = [
+        f"memory           {settings.mem} slots; {cache.size:,} entries held of {cache.seen:,}",
+        f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {full:,}",
+    ]
+    if settings.mem and cache.compressed:
+        waiting = f"{cache.size - settings.mem} tokens since the last compression"
+        most = f"at most T = {settings.segment}"
+        lines.append(f"entries held     {settings.mem} slots, and {waiting} ({most})")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -183,21 +229,10 @@ def main() -> None:
     machine = prepare(args.device, args.dtype, args.seed)
     text = read_prompt(args.prompt)
     model, tokenizer = load_base(args.model, machine)
-    ids, mem = tokenizer.encode(text), args.mem or 512
-    if args.adapter:
-        adapted = load_adapter(args.adapter, model)
-    else:
-        flags = method_flags(vars(args))
-        adapted = untrained(model, args.method, mem, args.segment or mem, **flags)
+    ids = tokenizer.encode(text)
+    adapted = model_with_memory(args, model)
     settings = adapted.settings
-    if not settings.mem and (args.save_memory or args.load_memory or args.show_memory):
-        raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
-    cache = adapted.cache()
-    if args.show_memory:
-        layer, head = args.show_memory
-        if layer >= model.config.n_layers or head >= model.config.n_kv_heads:
-            raise UserError(f"--show-memory {layer} {head}: no such layer or head")
-        cache = adapted.cache(partial(TracedMemory, layer=layer, head=head))
+    cache = empty_cache(args, adapted)
     if args.save_memory or args.load_memory:
         owner = identity(adapted) | {"adapter": checksum(adapted.trained(), str(machine.dtype))}
     if args.load_memory:
@@ -206,8 +241,10 @@ def main() -> None:
     answer = 0 if args.save_memory or args.show_memory else args.max_new_tokens
     if settings.positions != "slots" and cache.seen + len(ids) + answer > settings.length:
         print(f"warning: this may pass the {settings.length:,} tokens trained for", file=sys.stderr)
+
     with machine.precision():
-        logits = prefill(model, torch.tensor([ids], device=machine.device), cache, settings.segment)
+        prompt = torch.tensor([ids], device=machine.device)
+        logits = prefill(model, prompt, cache, settings.segment)
         if args.save_memory:
             save_memory(args.save_memory, cache, owner)
         elif args.show_memory:
@@ -217,11 +254,7 @@ def main() -> None:
             for piece in as_text(new, tokenizer, ids):
                 print(piece, end="", flush=True)
             print(flush=True)
-    full = cache.nbytes // cache.size * cache.seen
-    sys.stderr.write(
-        f"memory           {settings.mem} slots; {cache.size:,} entries held of {cache.seen:,}\n"
-        f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {full:,}\n"
-    )
+    print(figures(cache, settings), file=sys.stderr)
 
 
 if __name__ == "__main__":

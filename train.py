@@ -443,45 +443,39 @@ class Texts(NamedTuple):
 
     ids: np.ndarray  # tokens to train on
     documents: Tensor  # to score, (N, L)
-    about: str  # lines for the user
+    about: str  # for the user
 
 
 def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
-    """Read the texts of --data and --held-out."""
+    """Read the texts of --data and --held-out. If no document falls into the training part, another
+    part is trained on and nothing is scored."""
     streams = token_streams([Path(name) for name in config.data], tokenizer)
-    source = "--data" if config.data else "Python's standard library"
-    about = f"text: {source} has {counted(streams, tokenizer)}"
-    if not config.data and Path(config.model) != TINY:
-        about += "\nno --data: so this model trains on Python code; name texts of your own by --data"
-
+    sizes = {part: size_of(ids, tokenizer) for part, ids in streams.items()}
+    part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
+    ids, held_out = streams[part], streams["held-out"]
+    about = f"text: {sizes['training']} to train on, {sizes['held-out']} held out, "
+    about += f"{sizes['choosing']} for choosing"
+    reason = f"no document that is held out has --seq {config.seq} tokens"
     if config.held_out:
         others = token_streams([Path(name) for name in config.held_out], tokenizer)
-        about += f"; --held-out has {counted(others, tokenizer)}"
         ids, held_out = (np.concatenate([*some.values()]) for some in (streams, others))
-    else:
-        # Without a document to train on, documents of another part train, and none is scored.
-        part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
-        ids, held_out = streams[part], streams["held-out"]
-        if part != "training":
-            held_out = held_out[:0]
-            about += f"\nno name falls into the training part: {part} trains, and is not scored"
-    most = config.score_tokens // config.seq
-    if config.score_tokens and not config.held_out:
-        most = max(1, most)
+        about = f"text: {size_of(ids, tokenizer)} to train on, "
+        about += f"{size_of(held_out, tokenizer)} held out"
+    elif part != "training":
+        held_out = held_out[:0]
+        reason = f"no file name falls into the training part, so the {part} documents train"
+
+    most = max(1, config.score_tokens // config.seq) if config.score_tokens else 0
     documents = long_documents(held_out, tokenizer.bos, config.seq, most)
     about += f"\n{len(documents)} documents to score"
-    if config.score_tokens and not len(documents):
-        about += f": none that is held out has {config.seq:,} tokens; name some by --held-out"
+    if most and not len(documents):
+        about += f": {reason}; others can be named by --held-out"
     return Texts(ids, documents, about)
 
 
-def counted(streams: dict[str, np.ndarray], tokenizer: Tokenizer) -> str:
-    """How much falls into each of PARTS. A BOS begins each document."""
-    counts = [
-        f"{(ids == tokenizer.bos).sum():,} {part} documents ({len(ids):,} tokens)"
-        for part, ids in streams.items()
-    ]
-    return ", ".join(reversed(counts))
+def size_of(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    documents = (ids == tokenizer.bos).sum()  # each begins with a BOS
+    return f"{documents:,} documents ({len(ids):,} tokens)"
 
 
 def draw_sequence(ids: np.ndarray, tokenizer: Tokenizer, config: TrainConfig,
@@ -550,6 +544,8 @@ def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
 def print_start(config: TrainConfig, settings: Settings, machine: Machine, text: Texts) -> None:
     print(f"recipe {config.recipe} on {config.model}, {machine.dtype} on {machine.device}")
     print(text.about)
+    if not config.data and Path(config.model) != TINY:
+        print("no --data: it trains on Python's standard library; name your own text by --data")
     print(table_of({"this run": config}))
     slots = [f"{getattr(settings, kind)} {kind}" for kind in KINDS if getattr(settings, kind)]
     if slots:

@@ -149,6 +149,67 @@ def test_a_text_that_is_all_held_out_is_trained_on_and_not_scored(run):
     assert "1 of 64 tokens" in run(eval_ppl, f"{LINES[eval_ppl]} --data 1.txt")[1]
 
 
+def test_what_a_run_says_at_its_start(run, tokenizer, monkeypatch):
+    """What it trains on, where the other documents are, and what it sets."""
+    code, out, err = run(train, f"{LINES[train]} --score-tokens 200 --conv-lr 0.5")
+    assert code == 0, err
+    counts = []
+    for part, purpose in (("training", "to train on"), ("held-out", "held out"),
+                          ("choosing", "for choosing")):  # fmt: skip
+        ids = token_streams([Path("text")], tokenizer)[part]
+        counts.append(f"{(ids == tokenizer.bos).sum()} documents ({len(ids):,} tokens) {purpose}")
+    assert f"text: {', '.join(counts)}\n2 documents to score\n" in out
+    assert cells(out)["this run"][:6] == ["lococo+window", "16", "16", "96", "facts, 3 taps", "2 x 192"]
+    assert cells(out)["this run"][6:9] == ["8, 0.002", "0.5", "8"]
+    assert "slots: 4 sinks, 4 merged, 8 recent; positions: slots\n" in out
+
+    words = f"{LINES[train]} --score-tokens 200 --seq 192 --steps 1".replace("run", "long")
+    shorter = Path("text/0.py").read_text()[:300]
+    for file in Path("text").iterdir():
+        file.write_text(shorter)
+    code, out, _ = run(train, words)
+    reason = "no document that is held out has --seq 192 tokens; others can be named by --held-out"
+    assert code == 0 and f"0 documents to score: {reason}" in out
+    code, out, _ = run(train, f"{words.replace('long', 'own')} --held-out text/1.py")
+    assert code == 0 and "1 documents (" in out and "tokens) held out\n0 documents" in out
+
+
+def test_a_real_model_without_a_text_is_told_what_it_trains_on(run, monkeypatch):
+    """Python's library is for tiny/. Here a few files stand for it."""
+    monkeypatch.setattr("support.text.find_files", lambda paths: sorted(Path("text").iterdir()))
+    asked = "no --data: it trains on Python's standard library; name your own text by --data\n"
+    shutil.copytree(TINY, "base")
+    words = "--mem 16 --seq 96 --batch 1 --steps 1 --score-tokens 0"
+    for flags, said in (("", False), ("--model base", True), ("--model base --data text", False)):
+        code, out, err = run(train, f"{words} {flags} --out run{len(flags)}")
+        assert code == 0 and (asked in out) == said, err
+
+
+def test_ctrl_c_before_the_first_step_and_after_the_last(run, monkeypatch):
+    """What is lost, and how to go on."""
+    usual, calls = train.score, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) in (2, 5):  # of a run that is scored three times, then of another
+            raise KeyboardInterrupt
+        return usual(*args)
+
+    monkeypatch.setattr(train, "score", interrupted)
+    code, _, err = run(train, f"{LINES[train]} --score-tokens 100")
+    assert (code, err.splitlines()[-1]) == (130, "stopped before the first step: nothing is lost")
+    code, _, err = run(train, f"{LINES[train]} --score-tokens 100")
+    assert code == 130 and "to score: python train.py --resume run" in err.splitlines()[-1]
+    code, out, err = run(train, "--resume run")
+    assert code == 0 and "lococo+window, after training" in out, err
+
+
+def test_help_says_what_a_recipe_sets(run):
+    table = cells(run(train, "--help")[1])
+    paper = ["lococo+h2o", "512", "512", "8192", "paper, 21 taps", "100 x 1,048,576"]
+    assert table["paper"][:6] == paper and set(table) >= set(train.RECIPES)
+
+
 def test_the_table_and_the_loss_by_position(run, tokenizer):
     """The counts that are given are those of the methods: they do not concern the full cache. A
     length is scored once."""
@@ -249,6 +310,22 @@ def test_greedy_text_and_figures(run, tokenizer, words):
     assert slots == adapted.settings.mem and seen == len(ids) + 12
     assert held <= 16 + 16 if slots else held == seen
     assert (nbytes, full) == (ENTRY * held, ENTRY * seen)
+
+
+def test_a_base_without_an_adapter_says_what_it_does(run):
+    """And a memory, what the entries beside its slots are."""
+    shutil.copytree(TINY, "base", ignore=shutil.ignore_patterns("adapter*"))
+    ask = "--prompt text/0.py --max-new-tokens 3 --temperature 0"
+    code, out, err = run(generate, f"{ask} --model base")
+    sentence = "its memory is the full cache, which keeps every token; for 512 slots: --method h2o"
+    assert code == 0 and sentence in err.splitlines()[0]
+    assert (code, out) == run(generate, f"{ask} --method full")[:2]
+    for words in ("", SINKS):
+        err = run(generate, f"{ask} {words}")[2]
+        assert sentence not in err
+        slots, held = re.search(r"(\d+) slots; (\d+) entries held", err).groups()
+        waiting = int(held) - int(slots)
+        assert f"{slots} slots, and {waiting} tokens since the last compression" in err
 
 
 def test_a_warning_where_a_text_with_its_answer_passes_the_trained_length(run, tokenizer):
