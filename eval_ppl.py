@@ -115,8 +115,8 @@ def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
 
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN",
-                        help="run directories of train.py (default for tiny/: its own)")  # fmt: skip
+    own = "run directories of train.py (default for tiny/: its own)"
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=own)
     add = add_shared_flags(parser).add_argument
     add("--lengths", type=at_least(2), nargs="+", default=[2048, 4096, 8192], metavar="L",
         help="tokens of a document (default: 2048 4096 8192)")
@@ -183,6 +183,21 @@ def print_work(models: int, documents: dict[int, Tensor], recall: bool) -> None:
     print(f"{work}; --documents 8 or one of --lengths takes less", file=sys.stderr)
 
 
+def score(
+    name: str, adapted: AdaptedLlama, documents: dict[int, Tensor], machine: Machine,
+    micro_batch: int,
+) -> tuple[dict, Tensor]:  # fmt: skip
+    """Print the row of a model. Returns its cells, and the nats at the last length, (N, L - 1)."""
+    perplexity = {}
+    for length, rows in documents.items():
+        nats, _, held = token_losses(adapted, rows, machine, micro_batch)
+        perplexity[length] = math.exp(nats.double().mean())
+    slots = adapted.settings.mem or None
+    row = "".join(f"{value:>9.3f}" for value in perplexity.values())
+    print(f"{name:{NAME}} {slots or '-':>6} {held:>12,}{row}", flush=True)
+    return {"slots": slots, "cache bytes": held, "perplexity": perplexity}, nats
+
+
 def main() -> None:
     args = parse()
     machine = prepare(args.device, args.dtype, args.seed)
@@ -200,18 +215,9 @@ def main() -> None:
     methods, losses, hits = {}, {}, {}
     reach = 0  # the most entries that a memory holds
     for name, adapted in compared(args, machine, sizes):
-        settings = adapted.settings
-        if settings.mem:
-            reach = max(reach, settings.mem + settings.segment)
-        perplexity = {}
-        for length, rows in documents.items():
-            losses[name], _, held = token_losses(adapted, rows, machine, args.micro_batch)
-            perplexity[length] = math.exp(losses[name].double().mean())
-        row = "".join(f"{value:>9.3f}" for value in perplexity.values())
-        print(f"{name:{NAME}} {settings.mem or '-':>6} {held:>12,}{row}", flush=True)
-        methods[name] = {
-            "slots": settings.mem or None, "cache bytes": held, "perplexity": perplexity
-        }  # fmt: skip
+        if adapted.settings.mem:
+            reach = max(reach, adapted.settings.mem + adapted.settings.segment)
+        methods[name], losses[name] = score(name, adapted, documents, machine, args.micro_batch)
         if args.recall:
             hits[name] = token_losses(adapted, told, machine, args.micro_batch)[1]
         del adapted

@@ -191,8 +191,9 @@ def model_with_memory(args: argparse.Namespace, model: Llama) -> AdaptedLlama:
         return untrained(model, args.method, mem, args.segment or mem, **flags)
     if args.model.resolve() == TINY:
         return load_adapter(TINY, model)
-    print("this base has no adapter: its memory is the full cache, which keeps every token; for 512 "
-          "slots: --method h2o --mem 512, or --adapter RUN after train.py", file=sys.stderr)  # fmt: skip
+    memory = "its memory is the full cache, which keeps every token"
+    others = "for 512 slots: --method h2o --mem 512, or --adapter RUN after train.py"
+    print(f"this base has no adapter: {memory}; {others}", file=sys.stderr)
     return untrained(model, "full", 512, 512)
 
 

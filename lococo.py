@@ -62,9 +62,11 @@ class Settings:
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
-    """A row of METHODS at M = mem; `changes` that are not None replace fields. Slots left over are
-    merged, or recent if the row merges none; if that number is given, M is the sum of all. A row
-    without slots keeps all. Raises UserError."""
+    """A row of METHODS at M = mem. Those of `changes` that are not None replace fields.
+
+    Slots that are left over are merged slots, or recent ones if the row merges none. If that number
+    is given, M is the sum of all. A row without slots keeps all entries. Raises UserError.
+    """
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
     chosen = row | given
@@ -95,9 +97,12 @@ class Compressor(nn.Module):
         nn.init.normal_(self.conv.weight)  # as the official code starts
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        """Entries (N, 2D, S) of N heads -> w (N, slots, S). The paper's compressor ignores the rest:
-        from_slot (N, S) marks entries that come from an earlier compression; scores (N, S) is the
-        attention that each has received, if the memory keeps count of it."""
+        """Entries (N, 2D, S) of N heads -> w (N, slots, S).
+
+        `from_slot` (N, S) marks entries that come from an earlier compression. `scores` (N,
+        S) is the attention that each has received, if the memory counts it. The paper's
+        compressor ignores both.
+        """
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official code, it
         # follows the convolution: no weight is negative. A row of zeros becomes a plain mean.
@@ -107,8 +112,11 @@ class Compressor(nn.Module):
     def forward(
         self, k: Tensor, v: Tensor, from_slot: Tensor, scores: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S). W is
-        computed in float32 whatever the model's numbers: logits of 900 are 4 apart in bfloat16."""
+        """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S).
+
+        W is computed in float32 whatever the model's numbers are. In bfloat16 neighbouring numbers
+        near 900, which a logit can reach, are 4 apart.
+        """
         with torch.autocast(k.device.type, enabled=False):
             entries = torch.cat((k, v), dim=-1).float()
             entries = entries.flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
@@ -119,9 +127,12 @@ class Compressor(nn.Module):
 
 
 def attention_weights(q: Tensor, k: Tensor) -> Tensor:
-    """Equation (1) up to its product with V, as H2O must see the weights and fused attention does not
-    return them. The last T of S entries ask: q (B, H, T, D), k (B, G, S, D) -> float32 weights
-    (B, G, H/G * T, S); the query heads of a key/value head stand one below the other."""
+    """Equation (1) up to its product with V. H2O must see these weights, and fused attention does
+    not return them.
+
+    The last T of S entries ask: q (B, H, T, D), k (B, G, S, D) -> float32 weights (B, G, H/G
+    * T, S). The query heads of a key/value head stand one below the other.
+    """
     T, S, heads = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, heads)).flatten(2, 3)  # (B, G, H/G * T, D)
     logits = (q @ k.mT).float() / q.shape[-1] ** 0.5
@@ -168,9 +179,10 @@ class Memory(KVCache):
     def enter(self, T: int) -> int:
         """Make room for T new tokens; return the first one's position.
 
-        We compress when the next segment arrives, not right after a segment as algorithm 2 does: the
-        loop detaches in between, which would cut the gradient to the convolution. So M slots and a
-        segment wait for the next tokens, and decoding compresses once per segment.
+        We compress when the next segment arrives, not right after a segment as algorithm 2
+        does: the loop detaches in between, which would cut the gradient to the convolution.
+        So M slots and a segment wait for the next tokens, and decoding compresses once per
+        segment.
         """
         assert T <= self.settings.segment
         if self.size + T > self.most:
@@ -181,8 +193,11 @@ class Memory(KVCache):
         return self.size if self.settings.positions == "slots" else first
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Heavy hitters (H2O, arXiv 2306.14048) are entries that have received much attention: the
-        sum over all queries so far, the mean over the query heads of a key/value head."""
+        """Attend as a KVCache does, and count the attention that each entry receives.
+
+        Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most: the sum over
+        all queries so far, the mean over the query heads of a key/value head.
+        """
         if not self.scoring:
             return super().attend(layer, q, k, v)
         self.append(layer, k, v)
@@ -227,8 +242,9 @@ class Memory(KVCache):
     def merge(
         self, layer: int, k: Tensor, v: Tensor, places: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The rest of the entries, k and v (B, G, R, D) at these places (B, G, R) of the cache, goes
-        into the merged slots: K', V' and w of the compressor. Without such slots it is dropped."""
+        """Merge the rest of the entries: k and v (B, G, R, D), which stand at `places` (B, G,
+        R) of the cache. Returns K', V' and w of the compressor. Without merged slots the rest
+        is dropped."""
         s = self.settings
         if not s.merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
@@ -243,9 +259,12 @@ class Memory(KVCache):
         return compressor(k, v, from_slot, scores)
 
     def new_places(self, S: int, device: torch.device) -> Tensor:
-        """With positions by slot: where the keys of S entries in order [front | rest | recent] are
-        turned to, (S,). What is kept gets the place of its slot. The rest gets place 0, so that (4)
-        mixes keys that are not rotated. With other positions (4) mixes rotated keys."""
+        """Where the keys of S entries in order [front | rest | recent] are turned to, (S,),
+        if a key's position is its place in the cache.
+
+        What is kept gets the place of its slot. The rest gets place 0, so that (4) mixes keys that
+        are not rotated. With positions of the text, (4) mixes rotated keys.
+        """
         s = self.settings
         places = torch.zeros(S, device=device)
         front = s.sinks + s.heavy
@@ -293,9 +312,12 @@ class Memory(KVCache):
 def segment_losses(
     model: Llama, tokens: Tensor, cache: KVCache, segment: int, bptt: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Nats of each token of (B, L) after the first, and whether it was the likeliest one, both
-    (B, <= bptt * segment) at a time. Call backward before asking for the next: the graph is cut
-    after `bptt` segments. A segment's last target is the first token of the next."""
+    """Yield the nats of each token of (B, L) after the first, and whether it was the likeliest one,
+    for `bptt` segments at a time: both (B, <= bptt * segment).
+
+    Call backward before asking for the next, as the graph is cut in between. The last target of a
+    segment is the first token of the next.
+    """
     inputs = tokens[:, :-1].split(bptt * segment, dim=1)
     targets = tokens[:, 1:].split(bptt * segment, dim=1)
     for piece, y in zip(inputs, targets):
@@ -342,19 +364,25 @@ class LoRALinear(nn.Module):
 
 # --- Ours: what a memory needs to keep facts -----------------------------------------------------
 
-COMMON = 3  # makes the common filter learn 3 times as fast: AdamW ignores the size of a gradient
-# The (centred) cosine of a fact told twice is .995, of two facts .52; to the power 32, .85 and 0.
-# Times 1,000 a copy loses to all else, in 299 rows of 300 even where logits are 16 times larger.
-POWER, PENALTY = 32, 1000
+COMMON = 3  # scaling the shared filter by 3 triples its change per AdamW step
+# The (centred) cosine of a fact that is told twice is 0.995, that of two facts 0.52. To the
+# power of 32 these are 0.85 and 0. Times 1,000, a copy loses to everything else in 299 of 300
+# rows, even where logits are 16 times larger.
+POWER = 32
+PENALTY = 1000
 TRUST = 2  # at the start an entry with twice the attention gets 2^2 times the weight
 
 
 class FactCompressor(Compressor):
-    """Slots are filled in turn, each mostly with one entry: the most relevant that is no copy of an
-    earlier slot's. A common filter learns what is relevant; a filter of each slot, which of it the
-    slot takes. What comes from a merged or heavy slot has filters of its own, of one tap, that
-    learn to keep it: without them one seed of two forgets (docs/notebook.md). Rows are soft while
-    they learn; the recipe's `sharper` makes them nearly one-hot, as mixed facts cannot be read."""
+    """Slots choose in order. Each takes the most relevant entry that no earlier slot has taken.
+
+    Of entries A, A' (a copy of A) and B, in this order of relevance, two slots hold A and B.
+    A common filter learns what is relevant. A filter of each slot learns which of it the slot
+    takes. What comes from a merged or heavy slot has filters of its own, of one tap, which
+    learn to keep it: without them one seed of two forgets (docs/notebook.md). Rows are soft
+    while they learn. The recipe's `sharper` makes them nearly one-hot afterwards, as mixed
+    facts cannot be read.
+    """
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)
@@ -377,8 +405,9 @@ class FactCompressor(Compressor):
 
 @torch.no_grad()
 def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
-    """How much each entry is a copy of what earlier rows picked, by maximal marginal relevance
-    (Carbonell and Goldstein 1998): relevance (N, slots, S), entries (N, 2D, S) -> (N, slots, S)."""
+    """How much each entry is a copy of what earlier rows have picked, as in maximal marginal
+    relevance (Carbonell and Goldstein 1998). Relevance (N, slots, S), entries (N, 2D, S) ->
+    (N, slots, S)."""
     unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1)  # (N, 2D, S)
     taken, rows = torch.zeros_like(relevance[:, :1]), []
     for row in relevance.split(1, dim=1):  # (N, 1, S)
@@ -390,9 +419,12 @@ def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
 
 
 class ScoredCompressor(FactCompressor):
-    """For the text of a real Llama: slots that start as H2O's. The convolution also sees how much
-    attention an entry has received; its own filters are small at the start. So before training each
-    slot takes the heaviest entry that no earlier slot has taken, and training goes on from there."""
+    """For the text of a real Llama: slots that start as H2O's.
+
+    The convolution also sees how much attention an entry has received, and its filters are small at
+    the start. So before training each slot takes the heaviest entry that no earlier slot has taken.
+    Training goes on from there.
+    """
 
     reads_scores = True
 
@@ -415,9 +447,12 @@ COMPRESSORS = {"paper": Compressor, "facts": FactCompressor, "scored": ScoredCom
 
 
 class AdaptedLlama(nn.Module):
-    """Changes a base in place; run `model` with `cache()`. What trains (section 4.1) requires a
-    gradient and is in float32, or small steps would be rounded away: the compressors; with a rank
-    above 0 also embeddings, norms and LoRA on q, k, v, o. Rank 0 is the inference mode."""
+    """A base with all that trains. It changes the base in place; run `model` with `cache()`.
+
+    Section 4.1 trains the compressors, embeddings, norms and LoRA on q, k, v, o; with rank 0, the
+    inference mode, the compressors alone. What trains requires a gradient and is in float32, or
+    small steps would be rounded away.
+    """
 
     def __init__(self, model: Llama, settings: Settings):
         super().__init__()
@@ -468,7 +503,8 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> Ada
 
 
 def identity(adapted: AdaptedLlama) -> dict:
-    """Identifies the base (in any --dtype) by a sample of each frozen tensor; and the settings."""
+    """The settings, and a checksum by which the base is known: of its configuration and a sample of
+    each frozen tensor, in bfloat16, so that it is the same with any --dtype."""
     frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
     some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
     return dict(settings=asdict(adapted.settings), base=checksum(some, repr(adapted.model.config)))

@@ -189,13 +189,13 @@ class KVCache:
         return self.seen - T
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A layer's new k and v (B, G, T, D) join what it holds; its queries q (B, H, T, D) -> what
-        its heads read, (B, H, T, D)."""
+        """Append a layer's new k and v (B, G, T, D). Its queries q (B, H, T, D) attend to all
+        that it holds then. Returns what its heads read, (B, H, T, D)."""
         self.append(layer, k, v)
         return attention(q, self.keys[layer].held, self.values[layer].held)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """New keys and values join what a layer holds (algorithm 1, step 4)."""
+        """Add new keys and values to what a layer holds (algorithm 1, step 4)."""
         self.keys[layer].append(k, self.most)
         self.values[layer].append(v, self.most)
 
@@ -261,7 +261,7 @@ class Block(nn.Module):
         return self.attention.project(self.attention_norm(x), cos, sin)
 
     def finish(self, x: Tensor, read: Tensor) -> Tensor:
-        """What the heads read, (B, H, T, D), joins the stream x (B, T, dim); then feed-forward."""
+        """Add what the heads read, (B, H, T, D), to the stream x (B, T, dim). Then feed-forward."""
         x = x + self.attention.wo(read.transpose(1, 2).flatten(2))
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -444,9 +444,9 @@ def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str,
 class Tokenizer:
     """Text to token ids and back, by the files of a model's directory.
 
-    `tokenizer.model` (Llama 2 and its relatives) is read by sentencepiece; where there is none,
-    `tokenizer.json` (Llama 3, SmolLM2) by the package tokenizers. What looks like a special token in
-    a text, "<s>", is plain text.
+    sentencepiece reads `tokenizer.model` (Llama 2 and its relatives). Where there is none, the
+    package tokenizers reads `tokenizer.json` (Llama 3, SmolLM2). What looks like a special token in
+    a text, such as "<s>", is plain text.
     """
 
     def __init__(self, path: Path):
@@ -466,7 +466,7 @@ class Tokenizer:
         self.letter = self.tokens.encode("x")[-1]  # what `piece` puts in front of a token
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that begins here: the prefix, usually the BOS alone, then the text's."""
+        """The ids of a text that begins here: the prefix, usually the BOS alone, then its own."""
         return self.prefix + self.tokens.encode(text.encode("utf-8", "replace").decode())
 
     def decode(self, ids: list[int]) -> str:
@@ -532,7 +532,8 @@ class JsonTokens:
             content = json.loads(file.read_text("utf-8")) if file.is_file() else {}
             token = content.get(f"{kind}_token")  # "<s>", or {"content": "<s>", ...}
             if token:
-                found.append(self.tokenizer.token_to_id(token["content"] if "content" in token else token))
+                text = token["content"] if "content" in token else token
+                found.append(self.tokenizer.token_to_id(text))
             ids = content.get(f"{kind}_token_id")  # 1, or [1, 2]
             found += ids if isinstance(ids, list) else [ids]
         return [i for i in dict.fromkeys(found) if i is not None]

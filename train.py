@@ -236,7 +236,8 @@ def backward_by_pieces(
 
 
 def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
-    """A "rate" for the convolutions, one for the rest; `train` makes the falling "lr" of them."""
+    """A "rate" for the convolutions and one for the rest. `train` makes the falling "lr" of
+    them."""
     convolutions = list(adapted.compressors.parameters())
     rest = [p for p in adapted.model.parameters() if p.requires_grad]
     groups = [{"params": convolutions, "rate": config.conv_lr}, {"params": rest, "rate": config.lr}]
@@ -293,7 +294,8 @@ def train(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: M
 
 
 def save_state(adapted: AdaptedLlama, optimizer: AdamW, file: Path, about: dict, step: int) -> None:
-    """What trains, AdamW's moments and `about`. Nothing in a step is random."""
+    """Write what trains, AdamW's moments and `about`. Nothing in a step is random, so that a
+    run which goes on from here ends with the same bytes."""
     tensors = {}
     for name, p in adapted.trained().items():
         tensors[f"value {name}"] = p
@@ -501,7 +503,7 @@ def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
 
 def start_or_resume(adapted: AdaptedLlama, config: TrainConfig, ids: np.ndarray,
                     state: dict[str, Tensor], about: dict) -> AdamW:  # fmt: skip
-    """Everything as it is at the start, or as it was in the run to resume."""
+    """Make everything as it is at the start, or as it was in the run to resume."""
     owner = identity(adapted) | {"text": checksum({"ids": torch.from_numpy(ids)}, "")}
     if about.setdefault("owner", owner) != owner:
         run = os.path.relpath(config.out)
@@ -611,7 +613,8 @@ def main(line: list[str] | None = None) -> None:
             dist.destroy_process_group()  # or gloo may abort a process while it ends
     except BaseException:
         if RANK > 0:
-            time.sleep(3)  # process 0 prints an error that all have; when it ends, so do the others
+            # Process 0 prints an error that all have. torchrun ends the others when one has ended.
+            time.sleep(3)
         raise
 
 
