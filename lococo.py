@@ -222,14 +222,16 @@ class Memory(KVCache):
         order = self.arrange(layer)  # [front | rest | recent]
         k = in_order(self.keys[layer].held, order)
         v = in_order(self.values[layer].held, order)
-        if by_slot:
-            k = self.move(k, self.new_places(order.shape[2], k.device) - order)
+        S = order.shape[2]
+        if by_slot:  # what is kept goes to the place of its slot, the rest to place 0
+            k = self.move(k, self.new_places(S, k.device) - order)
 
-        sizes = (front, order.shape[2] - front - s.recent, s.recent)
+        sizes = (front, S - front - s.recent, s.recent)
         k_front, k_rest, k_recent = k.split(sizes, dim=2)
         v_front, v_rest, v_recent = v.split(sizes, dim=2)
-        k_new, v_new, w = self.merge(layer, k_rest, v_rest, order.split(sizes, dim=2)[1])
-        if by_slot:
+        _, places, _ = order.split(sizes, dim=2)
+        k_new, v_new, w = self.merge(layer, k_rest, v_rest, places)
+        if by_slot:  # from place 0 to the places of the merged slots
             k_new = self.move(k_new, torch.arange(front, front + s.merged, device=k.device))
 
         self.keys[layer] = Entries(torch.cat((k_front, k_new, k_recent), dim=2))

@@ -194,13 +194,14 @@ def gradients(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machin
     total = 0.0
     own = range(step * config.batch + RANK, (step + 1) * config.batch, WORLD)
     for n in range(0, len(own), config.micro_batch):
+        # Sequences, and how long ago the fact of each answer was told; both (micro_batch, L).
         rows = [draw(i) for i in own[n : n + config.micro_batch]]
         tokens, ago = (torch.stack(row).to(machine.device) for row in zip(*rows))
         turn = step + RANK + n * WORLD
         for loss, scored in backward_by_pieces(adapted, tokens, ago > 0, config, machine, turn):
             total += loss
             done(scored)
-    for p in adapted.trained().values():
+    for p in adapted.trained().values():  # a process without a sequence has no gradient
         p.grad = add_up(torch.zeros_like(p) if p.grad is None else p.grad)
     return add_up(torch.tensor(total, dtype=torch.float64)).item()
 
@@ -223,10 +224,11 @@ def backward_by_pieces(
     pieces = segment_losses(adapted.model, tokens, cache, segment, config.bptt)
     answers = answers[:, 1:].split(config.bptt * segment, dim=1)
     for number, answer in enumerate(answers, start=turn):
-        with machine.precision():  # backward passes choose their numbers themselves
+        with machine.precision():
             losses, _ = next(pieces)
+        # Outside autocast, as PyTorch advises: a backward pass has the numbers of its forward pass.
         loss = losses.sum() / scored_in_step
-        if loss.requires_grad:  # with --lora-rank 0 not before the first compression
+        if loss.requires_grad:  # with --lora-rank 0 this is not so before the first compression
             if convolutions and answer.any() and number % 3 == 0:
                 # For the convolutions alone: LoRA would get worse on plain text.
                 extra = 3 * (config.answer_weight - 1) * losses[answer].sum() / scored_in_step
@@ -406,7 +408,7 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
         if RANK == 0 and flags.out and flags.out.exists() and any(flags.out.iterdir()):
             parser.error(f"--out {flags.out}: it is there already; give a new directory")
     config = TrainConfig(**recipe | stored | given)
-    config = replace(
+    config = replace(  # what follows from the other fields
         config,
         segment=config.segment or config.mem,
         batch=config.batch or sequences_of(config.seq),

@@ -7,6 +7,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from generate import prefill
 from lococo import AdaptedLlama, identity, load_adapter, settings_for
 from model import KVCache, Llama, LlamaConfig, Tokenizer, hugging_face_config, hugging_face_name
 from model import load_llama, rope, rotate
-from support.files import UserError, checksum, read_file, write_file
+from support.files import UserError, checksum, is_out_of_memory, read_file, write_file
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
 SMALL = LlamaConfig(32, 2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)
@@ -240,6 +241,19 @@ def test_missing_configurations_and_shards_are_noticed(tmp_path, model):
 def test_a_wrong_tensor_is_named(tmp_path, model, files, fault, named):
     q = WQ if files[0] in META else Q_PROJ
     refusal(write_model(tmp_path, model, files, lambda state: fault(state, q)), named)
+
+
+@pytest.mark.parametrize("error", [
+    AttributeError("a bug of ours"), TypeError("another"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")])
+def test_what_is_not_the_files_fault_is_not_called_so(tmp_path, model, monkeypatch, error):
+    """While weights are copied, a bug is a traceback, and a full memory is told as such."""
+    write_model(tmp_path, model, [HF])
+    monkeypatch.setattr("model.check_weight", Mock(side_effect=error))
+    with pytest.raises(type(error)) as raised:
+        load_llama(tmp_path)
+    assert raised.value is error
+    assert is_out_of_memory(error) == isinstance(error, RuntimeError)
 
 
 class Intruder:
