@@ -128,7 +128,7 @@ def run_program(main: Callable[[], None]) -> None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        end_with("out of memory: try a smaller --mem or --segment; README.md says what else")
+        end_with("out of memory: try a smaller --mem or --segment; docs/training.md says more")
 
 
 def end_with(sentence: str) -> NoReturn:
