@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Iterator
 
@@ -73,8 +74,12 @@ def memory_sizes(runs: list[Path]) -> list[tuple[int, int]]:
 
 def name_of(s: Settings) -> str:
     """A method without training, as a table names it."""
-    slots = f" M={s.mem}" if s.mem else ""
-    return f"base, {s.method}{slots}" + f" T={s.segment}" * (s.mem > 0 and s.segment != s.mem)
+    name = f"base, {s.method}"
+    if s.mem:
+        name += f" M={s.mem}"
+    if s.mem and s.segment != s.mem:
+        name += f" T={s.segment}"
+    return name
 
 
 def compared(
@@ -83,7 +88,7 @@ def compared(
     """Names and models that are scored: the base with its full cache, with each --method, with a
     window and H2O of each of the sizes (M, T); then the RUNs. What needs no training shares one
     base, a RUN has its own. Delete a model before asking for the next: a GPU may hold just one."""
-    mem, flags = args.mem or 512, method_flags(args)
+    mem, flags = args.mem or 512, method_flags(vars(args))
     wanted = [(method, mem, args.segment or mem, flags) for method in args.method]
     for mem, segment in sizes:
         for method in ("streaming", "h2o"):
@@ -98,25 +103,34 @@ def compared(
         yield os.path.relpath(run), load_adapter(run, load_base(args.model, machine)[0])
 
 
-def add_shared_flags(parser: Parser) -> None:
-    """Of eval_ppl.py and tools/tasks.py."""
-    add = parser.add_argument
-    add("--method", nargs="+", default=[], choices=METHODS, help="methods without training")
-    add("--json", type=output_file, metavar="FILE", help="write the tables there, too")
+def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
+    """Those of eval_ppl.py and tools/tasks.py. Returns the group that others may join."""
+    parser.memory.add_argument("--method", nargs="+", default=[], choices=METHODS,
+                               help="methods without training")  # fmt: skip
+    group = parser.add_argument_group("scoring and output")
+    group.add_argument("--json", type=output_file, metavar="FILE",
+                       help="write the tables there, too")  # fmt: skip
+    return group
 
 
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
-    add = parser.add_argument
-    add("runs", nargs="*", type=Path, metavar="RUN", help="run directories of train.py")
-    add_shared_flags(parser)
-    add("--lengths", type=at_least(2), nargs="+", default=[2048, 4096, 8192], help="in tokens")
-    add("--data", type=Path, nargs="+", default=[], help='texts; .jsonl: {"text": ...}')
-    add("--part", choices=PARTS, help="default: held-out; all of --data without a RUN")
-    add("--documents", type=at_least(1), default=64, help="at most so many for each length")
-    add("--micro-batch", type=at_least(1), default=4, help="documents in memory at once")
+    own = "run directories of train.py (default for tiny/: its own)"
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=own)
+    add = add_shared_flags(parser).add_argument
+    add("--lengths", type=at_least(2), nargs="+", default=[2048, 4096, 8192], metavar="L",
+        help="tokens of a document (default: 2048 4096 8192)")
+    add("--data", type=Path, nargs="+", default=[], metavar="PATH",
+        help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
+    add("--part", choices=PARTS,
+        help="which of the texts (default: held-out; all of --data without a RUN)")
+    add("--documents", type=at_least(1), default=64, metavar="N",
+        help="documents of each length at most (default: 64)")
+    add("--micro-batch", type=at_least(1), default=4, metavar="N",
+        help="documents in memory at once (default: 4)")
     add("--by-position", action="store_true", help="also where the loss is, at the last length")
-    add("--recall", action="store_true", help="also what is remembered; adds window and H2O to RUN")
+    add("--recall", action="store_true",
+        help="also what is remembered; adds a window and H2O to each RUN")
     add("--fact-form", choices=FORMS, default="line",
         help="with --recall: lines `@ name name = word` (default), or sentences as RULER's needles")
     args = parser.parse_args()
@@ -144,13 +158,10 @@ def print_means(
     return rows
 
 
-def main() -> None:
-    args = parse()
-    machine = prepare(args)
-    tokenizer = Tokenizer(args.model)
-    sizes = memory_sizes(args.runs)
-    if args.method or not args.recall:
-        sizes = []  # no more methods than are asked for
+def read_documents(
+    args: argparse.Namespace, tokenizer: Tokenizer
+) -> tuple[list[str], dict[int, Tensor]]:
+    """The parts of the text that are scored; and by length L their documents, (N, L)."""
     streams = token_streams(args.data, tokenizer)
     all_parts = args.data and args.runs in ([], [TINY]) and not args.part
     parts = list(PARTS) if all_parts else [args.part or "held-out"]
@@ -160,22 +171,53 @@ def main() -> None:
         documents[L] = torch.cat(rows)[: args.documents]
         if not len(documents[L]):
             raise UserError(f"--lengths {L}: no {' or '.join(parts)} document is so long")
+    return parts, documents
+
+
+def print_work(models: int, documents: dict[int, Tensor], recall: bool) -> None:
+    """How much there is to do, so that the user can ask for less."""
+    tokens = sum(rows.numel() for rows in documents.values())
+    if recall:
+        tokens += list(documents.values())[-1].numel()
+    work = f"{models * tokens:,} tokens to score with {models} models"
+    print(f"{work}; --documents 8 or one of --lengths takes less", file=sys.stderr)
+
+
+def score(
+    name: str, adapted: AdaptedLlama, documents: dict[int, Tensor], machine: Machine,
+    micro_batch: int,
+) -> tuple[dict, Tensor]:  # fmt: skip
+    """Print the row of a model. Returns its cells, and the nats at the last length, (N, L - 1)."""
+    perplexity = {}
+    for length, rows in documents.items():
+        nats, _, held = token_losses(adapted, rows, machine, micro_batch)
+        perplexity[length] = math.exp(nats.double().mean())
+    slots = adapted.settings.mem or None
+    row = "".join(f"{value:>9.3f}" for value in perplexity.values())
+    print(f"{name:{NAME}} {slots or '-':>6} {held:>12,}{row}", flush=True)
+    return {"slots": slots, "cache bytes": held, "perplexity": perplexity}, nats
+
+
+def main() -> None:
+    args = parse()
+    machine = prepare(args.device, args.dtype, args.seed)
+    tokenizer = Tokenizer(args.model)
+    sizes = memory_sizes(args.runs)
+    if args.method or not args.recall:
+        sizes = []  # no more methods than are asked for
+    parts, documents = read_documents(args, tokenizer)
     L, last = list(documents.items())[-1]
     if args.recall:
         told, told_ago = tell_all(last, args.part or "held-out", tokenizer, args.fact_form)
 
+    print_work(1 + len(args.method) + 2 * len(sizes) + len(args.runs), documents, args.recall)
     print(f"{'':{NAME}} {'slots':>6} {'cache bytes':>12}", *(f"{L:>8}" for L in documents))
-    methods, losses, hits, reach = {}, {}, {}, 0
+    methods, losses, hits = {}, {}, {}
+    reach = 0  # the most entries that a memory holds
     for name, adapted in compared(args, machine, sizes):
-        mem, segment = adapted.settings.mem, adapted.settings.segment
-        reach = max(reach, mem and mem + segment)
-        perplexity = {}
-        for length, rows in documents.items():
-            losses[name], _, held = token_losses(adapted, rows, machine, args.micro_batch)
-            perplexity[length] = math.exp(losses[name].double().mean())
-        row = "".join(f"{value:>9.3f}" for value in perplexity.values())
-        print(f"{name:{NAME}} {mem or '-':>6} {held:>12,}{row}", flush=True)
-        methods[name] = {"slots": mem or None, "cache bytes": held, "perplexity": perplexity}
+        if adapted.settings.mem:
+            reach = max(reach, adapted.settings.mem + adapted.settings.segment)
+        methods[name], losses[name] = score(name, adapted, documents, machine, args.micro_batch)
         if args.recall:
             hits[name] = token_losses(adapted, told, machine, args.micro_batch)[1]
         del adapted

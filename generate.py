@@ -12,6 +12,7 @@ The text goes to standard output, the figures to standard error.
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Iterator
 
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lococo import KINDS, METHODS, Memory, identity, load_adapter, untrained
-from model import KVCache, Llama, Tokenizer, load_base
+from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, identity, load_adapter
+from lococo import untrained
+from model import Entries, KVCache, Llama, Tokenizer, load_base
 from support.command_line import TINY, Parser, at_least, method_flags, output_file, prepare
 from support.command_line import run_program
 from support.files import UserError, checksum, read_file, write_file
@@ -75,20 +77,23 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 
 
 class TracedMemory(Memory):
-    """A memory that also follows W through all compressions, for one layer and key/value head:
-    `shares` (M, N) says how much of each of the N compressed tokens each slot has; `largest`, after
-    each compression, the largest share in each slot and its token, both (M,)."""
+    """A memory that also follows W through all compressions, for one layer and key/value head."""
 
-    layer, head, shares, largest = 0, 0, torch.zeros(0, 0), ()
+    def __init__(self, *args, layer: int, head: int):
+        """`args` as those of Memory."""
+        super().__init__(*args)
+        self.layer, self.head = layer, head
+        self.shares = torch.zeros(0, 0)  # (M, N): how much of each of N tokens each slot has
+        self.largest = []  # after each compression: the largest share in each slot, its token
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
-        arranged, w = super().compress(layer)
+        order, w = super().compress(layer)
         if layer == self.layer:
-            W = self.mixing_matrix(arranged, w)[0, self.head].float().cpu()  # (M, S)
+            W = self.mixing_matrix(order, w)[0, self.head].float().cpu()  # (M, S)
             entered = torch.eye(W.shape[1] - len(self.shares))
             self.shares = W @ torch.block_diag(self.shares, entered)
-            self.largest += (self.shares.max(dim=1),)
-        return arranged, w
+            self.largest = [*self.largest, self.shares.max(dim=1)]
+        return order, w
 
 
 def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
@@ -114,8 +119,12 @@ def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -
 
 def save_memory(file: Path, memory: Memory, owner: dict) -> None:
     """`owner` says which base and adapter the entries belong to."""
-    kinds = ("keys", "values", "scores") if memory.scoring else ("keys", "values")
-    tensors = {f"{kind} {n}": t for kind in kinds for n, t in enumerate(getattr(memory, kind))}
+    tensors = {}
+    for layer in range(memory.config.n_layers):
+        tensors[f"keys {layer}"] = memory.keys[layer].held
+        tensors[f"values {layer}"] = memory.values[layer].held
+        if memory.scoring:
+            tensors[f"scores {layer}"] = memory.scores[layer]
     write_file(file, tensors, seen=memory.seen, compressed=memory.compressed, owner=owner)
 
 
@@ -123,9 +132,11 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
     tensors, about = read_file(file)
     if about.get("owner") != owner:
         raise UserError(f"--load-memory {file}: of another model, adapter, method or --dtype")
-    for name, tensor in tensors.items():
-        kind, layer = name.split()
-        getattr(memory, kind)[int(layer)] = tensor.to(device)
+    for layer in range(memory.config.n_layers):
+        memory.keys[layer] = Entries(tensors[f"keys {layer}"].to(device))
+        memory.values[layer] = Entries(tensors[f"values {layer}"].to(device))
+        if memory.scoring:
+            memory.scores[layer] = tensors[f"scores {layer}"].to(device)
     memory.seen, memory.compressed = about["seen"], about["compressed"]
 
 
@@ -145,47 +156,84 @@ def read_prompt(name: str) -> str:
 
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
-    add = parser.add_argument
+    add = parser.add_argument_group("text").add_argument
     add("--prompt", required=True, metavar="FILE", help="a text file; - for standard input")
-    one = parser.add_mutually_exclusive_group().add_argument
-    one("--adapter", type=Path, metavar="RUN", help="run directory of train.py")
-    one("--method", choices=METHODS, help="a method without training, instead of an adapter")
-    add("--save-memory", type=output_file, metavar="FILE", help="write the memory there, and end")
-    one = parser.add_mutually_exclusive_group().add_argument
+    add("--max-new-tokens", type=at_least(1), default=200, metavar="N",
+        help="tokens to write (default: 200)")
+    add("--temperature", type=at_least(0, float), default=0.8, metavar="T",
+        help="default: 0.8; 0 takes the likeliest token")
+    one = parser.memory.add_mutually_exclusive_group().add_argument
+    one("--adapter", type=Path, metavar="RUN",
+        help="run directory of train.py (default for tiny/: its own)")
+    one("--method", choices=METHODS,
+        help="a method without training, instead of an adapter (default for other models: full)")
+    group = parser.add_argument_group("output")
+    group.add_argument("--save-memory", type=output_file, metavar="FILE",
+                       help="write the memory there, and end")  # fmt: skip
+    one = group.add_mutually_exclusive_group().add_argument
     one("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
     one("--show-memory", type=at_least(0), nargs=2, metavar=("LAYER", "HEAD"),
         help="print what the slots hold, and end")  # fmt: skip
-    add("--max-new-tokens", type=at_least(1), default=200, help="default: 200")
-    add("--temperature", type=at_least(0, float), default=0.8,
-        help="default: 0.8; 0 takes the likeliest token")  # fmt: skip
     args = parser.parse_args()
     parser.refuse_counts(args)
-    if args.method is None and args.adapter is None:
-        embedded = args.model.resolve() == TINY
-        args.adapter, args.method = (TINY, None) if embedded else (None, "full")
     if args.save_memory and args.save_memory.exists():
         parser.error(f"--save-memory {args.save_memory}: there is such a file already")
     return args
 
 
+def model_with_memory(args: argparse.Namespace, model: Llama) -> AdaptedLlama:
+    """The base with the adapter or the method that the flags ask for."""
+    if args.adapter:
+        return load_adapter(args.adapter, model)
+    if args.method:
+        mem = args.mem or 512
+        flags = method_flags(vars(args))
+        return untrained(model, args.method, mem, args.segment or mem, **flags)
+    if args.model.resolve() == TINY:
+        return load_adapter(TINY, model)
+    memory = "its memory is the full cache, which keeps every token"
+    others = "for 512 slots: --method h2o --mem 512, or --adapter RUN after train.py"
+    print(f"this base has no adapter: {memory}; {others}", file=sys.stderr)
+    return untrained(model, "full", 512, 512)
+
+
+def empty_cache(args: argparse.Namespace, adapted: AdaptedLlama) -> KVCache:
+    """With --show-memory a memory that is traced."""
+    settings, config = adapted.settings, adapted.model.config
+    needs_slots = args.save_memory or args.load_memory or args.show_memory
+    if needs_slots and not settings.mem:
+        raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
+    if not args.show_memory:
+        return adapted.cache()
+    layer, head = args.show_memory
+    if layer >= config.n_layers or head >= config.n_kv_heads:
+        raise UserError(f"--show-memory {layer} {head}: no such layer or head")
+    return adapted.cache(partial(TracedMemory, layer=layer, head=head))
+
+
+def figures(cache: KVCache, settings: Settings) -> str:
+    """How much is held, and what the full cache would hold."""
+    full = cache.nbytes // cache.size * cache.seen
+    lines = [
+        f"memory           {settings.mem} slots; {cache.size:,} entries held of {cache.seen:,}",
+        f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {full:,}",
+    ]
+    if settings.mem and cache.compressed:
+        waiting = f"{cache.size - settings.mem} tokens since the last compression"
+        most = f"at most T = {settings.segment}"
+        lines.append(f"entries held     {settings.mem} slots, and {waiting} ({most})")
+    return "\n".join(lines)
+
+
 def main() -> None:
     args = parse()
-    machine = prepare(args)
+    machine = prepare(args.device, args.dtype, args.seed)
     text = read_prompt(args.prompt)
     model, tokenizer = load_base(args.model, machine)
-    ids, mem = tokenizer.encode(text), args.mem or 512
-    if args.adapter:
-        adapted = load_adapter(args.adapter, model)
-    else:
-        adapted = untrained(model, args.method, mem, args.segment or mem, **method_flags(args))
+    ids = tokenizer.encode(text)
+    adapted = model_with_memory(args, model)
     settings = adapted.settings
-    if not settings.mem and (args.save_memory or args.load_memory or args.show_memory):
-        raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
-    cache = adapted.cache(TracedMemory if args.show_memory else Memory)
-    if args.show_memory:
-        cache.layer, cache.head = args.show_memory
-        if cache.layer >= model.config.n_layers or cache.head >= model.config.n_kv_heads:
-            raise UserError(f"--show-memory {cache.layer} {cache.head}: no such layer or head")
+    cache = empty_cache(args, adapted)
     if args.save_memory or args.load_memory:
         owner = identity(adapted) | {"adapter": checksum(adapted.trained(), str(machine.dtype))}
     if args.load_memory:
@@ -194,8 +242,10 @@ def main() -> None:
     answer = 0 if args.save_memory or args.show_memory else args.max_new_tokens
     if settings.positions != "slots" and cache.seen + len(ids) + answer > settings.length:
         print(f"warning: this may pass the {settings.length:,} tokens trained for", file=sys.stderr)
+
     with machine.precision():
-        logits = prefill(model, torch.tensor([ids], device=machine.device), cache, settings.segment)
+        prompt = torch.tensor([ids], device=machine.device)
+        logits = prefill(model, prompt, cache, settings.segment)
         if args.save_memory:
             save_memory(args.save_memory, cache, owner)
         elif args.show_memory:
@@ -205,11 +255,7 @@ def main() -> None:
             for piece in as_text(new, tokenizer, ids):
                 print(piece, end="", flush=True)
             print(flush=True)
-    full = cache.nbytes // cache.size * cache.seen
-    sys.stderr.write(
-        f"memory           {settings.mem} slots; {cache.size:,} entries held of {cache.seen:,}\n"
-        f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {full:,}\n"
-    )
+    print(figures(cache, settings), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ as in model.py. The paper's W is `logits` in (6), `w` after (7); our W is w and 
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from model import KVCache, Llama, LlamaConfig, RMSNorm, causal_mask, rope, rotate
+from model import Entries, KVCache, Llama, LlamaConfig, RMSNorm, causal_mask, rope, rotate
 from support.files import UserError, checksum, read_file
 
 # --- Methods: what a memory of M slots holds -----------------------------------------------------
@@ -21,7 +22,7 @@ KINDS = ("sinks", "heavy", "merged", "recent")  # kinds of slots, in this order
 
 METHODS = {
     "full": lambda M: {},
-    "longlora": lambda M: {},  # other attention while it trains: train.shifted_groups
+    "longlora": lambda M: {},  # other attention while it trains: train.ShiftedGroups
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
     "lococo": lambda M: dict(merged=M),
@@ -61,19 +62,25 @@ class Settings:
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
-    """A row of METHODS at M = mem; `changes` that are not None replace fields. Slots left over are
-    merged, or recent if the row merges none; if that number is given, M is the sum of all. A row
-    without slots keeps all. Raises UserError."""
+    """A row of METHODS at M = mem. Those of `changes` that are not None replace fields.
+
+    Slots that are left over are merged slots, or recent ones if the row merges none. If that number
+    is given, M is the sum of all. A row without slots keeps all entries. Raises UserError.
+    """
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
-    fills = "merged" if "merged" in row else "recent"
-    counts = {name: (row | given).get(name, 0) for name in KINDS}
-    if row and fills not in given:
-        counts[fills] += mem - sum(counts.values())
-    fits = 0 < sum(counts.values()) <= mem if row else sum(counts.values()) == 0
-    if not fits or min(counts.values()) < 0 or ("merged" in row and counts["merged"] == 0):
+    chosen = row | given
+    counts = {kind: chosen.get(kind, 0) for kind in KINDS}
+    filler = "merged" if "merged" in row else "recent"  # the kind that takes what is left over
+    if row and filler not in given:
+        counts[filler] += mem - sum(counts.values())
+
+    total = sum(counts.values())
+    right_total = 0 < total <= mem if row else total == 0
+    nothing_merged = "merged" in row and counts["merged"] == 0
+    if not right_total or nothing_merged or min(counts.values()) < 0:
         raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
-    return Settings(method, segment, length, **row | given | counts)
+    return Settings(method, segment, length, **chosen | counts)
 
 
 # --- Compressor (section 3.2.1) ------------------------------------------------------------------
@@ -90,9 +97,12 @@ class Compressor(nn.Module):
         nn.init.normal_(self.conv.weight)  # as the official code starts
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        """Entries (N, 2D, S) of N heads -> w (N, slots, S). The paper's compressor ignores the rest:
-        from_slot (N, S) marks entries that come from an earlier compression; scores (N, S) is the
-        attention that each has received, if the memory keeps count of it."""
+        """Entries (N, 2D, S) of N heads -> w (N, slots, S).
+
+        `from_slot` (N, S) marks entries that come from an earlier compression. `scores` (N,
+        S) is the attention that each has received, if the memory counts it. The paper's
+        compressor ignores both.
+        """
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official code, it
         # follows the convolution: no weight is negative. A row of zeros becomes a plain mean.
@@ -102,8 +112,11 @@ class Compressor(nn.Module):
     def forward(
         self, k: Tensor, v: Tensor, from_slot: Tensor, scores: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S). W is
-        computed in float32 whatever the model's numbers: logits of 900 are 4 apart in bfloat16."""
+        """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S).
+
+        W is computed in float32 whatever the model's numbers are. In bfloat16 neighbouring numbers
+        near 900, which a logit can reach, are 4 apart.
+        """
         with torch.autocast(k.device.type, enabled=False):
             entries = torch.cat((k, v), dim=-1).float()
             entries = entries.flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
@@ -114,14 +127,22 @@ class Compressor(nn.Module):
 
 
 def attention_weights(q: Tensor, k: Tensor) -> Tensor:
-    """Equation (1) up to its product with V, as H2O must see the weights and fused attention does not
-    return them. The last T of S entries ask: q (B, H, T, D), k (B, G, S, D) -> float32 weights
-    (B, G, H/G * T, S); the query heads of a key/value head stand one below the other."""
+    """Equation (1) up to its product with V. H2O must see these weights, and fused attention does
+    not return them.
+
+    The last T of S entries ask: q (B, H, T, D), k (B, G, S, D) -> float32 weights (B, G, H/G
+    * T, S). The query heads of a key/value head stand one below the other.
+    """
     T, S, heads = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, heads)).flatten(2, 3)  # (B, G, H/G * T, D)
     logits = (q @ k.mT).float() / q.shape[-1] ** 0.5
     hidden = ~causal_mask(T, S, q.device).repeat(heads, 1)
     return logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+
+
+def in_order(entries: Tensor, order: Tensor) -> Tensor:
+    """Entries (B, G, S, D) in the order (B, G, S) of each head."""
+    return entries.gather(2, order[..., None].expand_as(entries))
 
 
 # --- Memory (algorithm 2) ------------------------------------------------------------------------
@@ -148,11 +169,21 @@ class Memory(KVCache):
         self.compressed = False  # True once the slots are filled
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         self.scores: list[Tensor | None] = [None] * config.n_layers  # attention received, (B, G, S)
+        self.recompute = False  # as in Block, for the compressors
+
+    def copy(self) -> "Memory":
+        other = super().copy()
+        other.scores = [*self.scores]
+        return other
 
     def enter(self, T: int) -> int:
-        """Make room for T tokens, return the position of the first. Algorithm 2 compresses right
-        after a segment; as `detach` follows then, no loss would train the convolution. Here M slots
-        and a segment wait for the next tokens, so that decoding compresses once a segment."""
+        """Make room for T new tokens; return the first one's position.
+
+        We compress when the next segment arrives, not right after a segment as algorithm 2
+        does: the loop detaches in between, which would cut the gradient to the convolution.
+        So M slots and a segment wait for the next tokens, and decoding compresses once per
+        segment.
+        """
         assert T <= self.settings.segment
         if self.size + T > self.most:
             for layer in range(self.config.n_layers):
@@ -162,75 +193,115 @@ class Memory(KVCache):
         return self.size if self.settings.positions == "slots" else first
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Heavy hitters (H2O, arXiv 2306.14048) are entries that have received much attention: the
-        sum over all queries so far, the mean over the query heads of a key/value head."""
+        """Attend as a KVCache does, and count the attention that each entry receives.
+
+        Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most: the sum over
+        all queries so far, the mean over the query heads of a key/value head.
+        """
         if not self.scoring:
             return super().attend(layer, q, k, v)
         self.append(layer, k, v)
-        weights = attention_weights(q, self.keys[layer])
+        weights = attention_weights(q, self.keys[layer].held)
         T, heads = q.shape[2], q.shape[1] // k.shape[1]
         received = weights.detach().sum(dim=2) / heads  # (B, G, S)
         if self.scores[layer] is not None:
             received[:, :, :-T] += self.settings.forget * self.scores[layer]  # the older entries
         self.scores[layer] = received
-        read = weights.type_as(v) @ self.values[layer]  # (B, G, H/G * T, D)
+        read = weights.type_as(v) @ self.values[layer].held  # (B, G, H/G * T, D)
         return read.unflatten(2, (heads, T)).flatten(1, 2)
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The operator C of (3), steps 4 and 5: S entries become M slots. One-hot rows of W copy;
-        only w, the block of the merged slots, is multiplied. Returns arranged (B, G, S) and w."""
-        s, k, v = self.settings, self.keys[layer], self.values[layer]
-        front, end, arranged = s.sinks + s.heavy, k.shape[2] - s.recent, self.arrange(layer)
-        k = k.gather(2, arranged[..., None].expand_as(k))
-        v = v.gather(2, arranged[..., None].expand_as(v))
-        if s.positions == "slots":
-            # A key's position is its place in the cache. What is kept is turned to its new place,
-            # all else to position 0, so that (4) mixes unrotated keys; other modes mix rotated.
-            place = torch.zeros(k.shape[2], device=k.device)
-            place[:front] = torch.arange(front)
-            place[end:] = torch.arange(s.mem - s.recent, s.mem)
-            k = self.move(k, place - arranged)
-        if s.merged:
-            # If compressed before, the cache is [front | merged slots | recent slots | segment].
-            from_slot = (arranged[:, :, front:end] < front + s.merged) & self.compressed
-            rest = k[:, :, front:end], v[:, :, front:end]
-            scores = self.scores[layer]
-            if scores is not None:
-                scores = scores.gather(2, arranged)[:, :, front:end]
-            k_new, v_new, w = self.compressors[layer](*rest, from_slot, scores)
-        else:
-            k_new, v_new, w = k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, end - front)
-        if s.positions == "slots":
+        """The operator C of (3), steps 4 and 5: S entries become M slots.
+
+        One-hot rows of W copy. Only w, the block of the merged slots, is multiplied. Returns what
+        `mixing_matrix` needs to make all of W: the order of the entries (B, G, S), and w.
+        """
+        s = self.settings
+        by_slot = s.positions == "slots"
+        front = s.sinks + s.heavy
+        order = self.arrange(layer)  # [front | rest | recent]
+        k = in_order(self.keys[layer].held, order)
+        v = in_order(self.values[layer].held, order)
+        S = order.shape[2]
+        if by_slot:  # what is kept goes to the place of its slot, the rest to place 0
+            k = self.move(k, self.new_places(S, k.device) - order)
+
+        sizes = (front, S - front - s.recent, s.recent)
+        k_front, k_rest, k_recent = k.split(sizes, dim=2)
+        v_front, v_rest, v_recent = v.split(sizes, dim=2)
+        _, places, _ = order.split(sizes, dim=2)
+        k_new, v_new, w = self.merge(layer, k_rest, v_rest, places)
+        if by_slot:  # from place 0 to the places of the merged slots
             k_new = self.move(k_new, torch.arange(front, front + s.merged, device=k.device))
-        self.keys[layer] = torch.cat((k[:, :, :front], k_new, k[:, :, end:]), dim=2)
-        self.values[layer] = torch.cat((v[:, :, :front], v_new, v[:, :, end:]), dim=2)
+
+        self.keys[layer] = Entries(torch.cat((k_front, k_new, k_recent), dim=2))
+        self.values[layer] = Entries(torch.cat((v_front, v_new, v_recent), dim=2))
         if self.scoring:  # a merged slot gets the mean, by w, of what its entries have received
-            W = self.mixing_matrix(arranged, w.detach())
+            W = self.mixing_matrix(order, w.detach())
             self.scores[layer] = (W * self.scores[layer][:, :, None]).sum(dim=3)
-        return arranged, w
+        return order, w
+
+    def merge(
+        self, layer: int, k: Tensor, v: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Merge the rest of the entries: k and v (B, G, R, D), which stand at `places` (B, G,
+        R) of the cache. Returns K', V' and w of the compressor. Without merged slots the rest
+        is dropped."""
+        s = self.settings
+        if not s.merged:
+            return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
+        # If compressed before, the cache is [front | merged slots | recent slots | segment].
+        from_slot = (places < s.sinks + s.heavy + s.merged) & self.compressed
+        scores = self.scores[layer]
+        if scores is not None:
+            scores = scores.gather(2, places)
+        compressor = self.compressors[layer]
+        if self.recompute:
+            return checkpoint(compressor, k, v, from_slot, scores, use_reentrant=False)
+        return compressor(k, v, from_slot, scores)
+
+    def new_places(self, S: int, device: torch.device) -> Tensor:
+        """Where the keys of S entries in order [front | rest | recent] are turned to, (S,),
+        if a key's position is its place in the cache.
+
+        What is kept gets the place of its slot. The rest gets place 0, so that (4) mixes keys that
+        are not rotated. With positions of the text, (4) mixes rotated keys.
+        """
+        s = self.settings
+        places = torch.zeros(S, device=device)
+        front = s.sinks + s.heavy
+        places[:front] = torch.arange(front)
+        places[S - s.recent :] = torch.arange(s.mem - s.recent, s.mem)
+        return places
 
     def arrange(self, layer: int) -> Tensor:
-        """Places in the cache of [sinks and heavy | rest | recent], each in order: (B, G, S)."""
-        s, S = self.settings, self.keys[layer].shape[2]
-        chosen = torch.zeros_like(self.keys[layer][..., 0], dtype=torch.bool)
+        """The places in the cache of [front | rest | recent], each in order: (B, G, S). The front
+        are the entries of sinks and heavy slots."""
+        s = self.settings
+        k = self.keys[layer].held
+        B, G, S, _ = k.shape
+        chosen = torch.zeros(B, G, S, dtype=torch.bool, device=k.device)  # for the front
         chosen[:, :, : s.sinks] = True
         if s.heavy:
             scores = self.scores[layer].masked_fill(chosen, -torch.inf)
-            chosen.scatter_(2, scores[:, :, : S - s.recent].topk(s.heavy, dim=2).indices, True)
-        places = torch.arange(S, device=chosen.device).expand_as(chosen)
-        both = [places[some].view(*chosen.shape[:2], -1) for some in (chosen, ~chosen)]
-        return torch.cat(both, dim=2)  # each head has equally many of each
+            heaviest = scores[:, :, : S - s.recent].topk(s.heavy, dim=2).indices
+            chosen.scatter_(2, heaviest, True)
+        places = torch.arange(S, device=k.device).expand_as(chosen)
+        front = places[chosen].view(B, G, -1)  # each head has equally many
+        others = places[~chosen].view(B, G, -1)
+        return torch.cat((front, others), dim=2)
 
-    def mixing_matrix(self, arranged: Tensor, w: Tensor) -> Tensor:
+    def mixing_matrix(self, order: Tensor, w: Tensor) -> Tensor:
         """All of W (B, G, M, S), as drawn above, from what `compress` returns."""
-        s, S = self.settings, arranged.shape[2]
+        s = self.settings
+        S = order.shape[2]
         front = s.sinks + s.heavy
         W = w.new_zeros(*w.shape[:2], s.mem, S)
         W[:, :, :front, :front] = torch.eye(front)
         W[:, :, front : front + s.merged, front : S - s.recent] = w
         W[:, :, s.mem - s.recent :, S - s.recent :] = torch.eye(s.recent)
         # Columns back in the order of the cache.
-        return torch.zeros_like(W).scatter(3, arranged[:, :, None].expand_as(W), W)
+        return torch.zeros_like(W).scatter(3, order[:, :, None].expand_as(W), W)
 
     def move(self, k: Tensor, by: Tensor) -> Tensor:
         """Rotate keys (B, G, S, D) forward by `by` positions, (S,) or (B, G, S)."""
@@ -243,9 +314,12 @@ class Memory(KVCache):
 def segment_losses(
     model: Llama, tokens: Tensor, cache: KVCache, segment: int, bptt: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Nats of each token of (B, L) after the first, and whether it was the likeliest one, both
-    (B, <= bptt * segment) at a time. Call backward before asking for the next: the graph is cut
-    after `bptt` segments. A segment's last target is the first token of the next."""
+    """Yield the nats of each token of (B, L) after the first, and whether it was the likeliest one,
+    for `bptt` segments at a time: both (B, <= bptt * segment).
+
+    Call backward before asking for the next, as the graph is cut in between. The last target of a
+    segment is the first token of the next.
+    """
     inputs = tokens[:, :-1].split(bptt * segment, dim=1)
     targets = tokens[:, 1:].split(bptt * segment, dim=1)
     for piece, y in zip(inputs, targets):
@@ -292,19 +366,25 @@ class LoRALinear(nn.Module):
 
 # --- Ours: what a memory needs to keep facts -----------------------------------------------------
 
-COMMON = 3  # makes the common filter learn 3 times as fast: AdamW ignores the size of a gradient
-# The (centred) cosine of a fact told twice is .995, of two facts .52; to the power 32, .85 and 0.
-# Times 1,000 a copy loses to all else, in 299 rows of 300 even where logits are 16 times larger.
-POWER, PENALTY = 32, 1000
+COMMON = 3  # scaling the shared filter by 3 triples its change per AdamW step
+# The (centred) cosine of a fact that is told twice is 0.995, that of two facts 0.52. To the
+# power of 32 these are 0.85 and 0. Times 1,000, a copy loses to everything else in 299 of 300
+# rows, even where logits are 16 times larger.
+POWER = 32
+PENALTY = 1000
 TRUST = 2  # at the start an entry with twice the attention gets 2^2 times the weight
 
 
 class FactCompressor(Compressor):
-    """Slots are filled in turn, each mostly with one entry: the most relevant that is no copy of an
-    earlier slot's. A common filter learns what is relevant; a filter of each slot, which of it the
-    slot takes. What comes from a merged or heavy slot has filters of its own, of one tap, that
-    learn to keep it: without them one seed of two forgets (docs/notebook.md). Rows are soft while
-    they learn; the recipe's `sharper` makes them nearly one-hot, as mixed facts cannot be read."""
+    """Slots choose in order. Each takes the most relevant entry that no earlier slot has taken.
+
+    Of entries A, A' (a copy of A) and B, in this order of relevance, two slots hold A and B.
+    A common filter learns what is relevant. A filter of each slot learns which of it the slot
+    takes. What comes from a merged or heavy slot has filters of its own, of one tap, which
+    learn to keep it: without them one seed of two forgets (docs/notebook.md). Rows are soft
+    while they learn. The recipe's `sharper` makes them nearly one-hot afterwards, as mixed
+    facts cannot be read.
+    """
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)
@@ -327,8 +407,9 @@ class FactCompressor(Compressor):
 
 @torch.no_grad()
 def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
-    """How much each entry is a copy of what earlier rows picked, by maximal marginal relevance
-    (Carbonell and Goldstein 1998): relevance (N, slots, S), entries (N, 2D, S) -> (N, slots, S)."""
+    """How much each entry is a copy of what earlier rows have picked, as in maximal marginal
+    relevance (Carbonell and Goldstein 1998). Relevance (N, slots, S), entries (N, 2D, S) ->
+    (N, slots, S)."""
     unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1)  # (N, 2D, S)
     taken, rows = torch.zeros_like(relevance[:, :1]), []
     for row in relevance.split(1, dim=1):  # (N, 1, S)
@@ -340,9 +421,12 @@ def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
 
 
 class ScoredCompressor(FactCompressor):
-    """For the text of a real Llama: slots that start as H2O's. The convolution also sees how much
-    attention an entry has received; its own filters are small at the start. So before training each
-    slot takes the heaviest entry that no earlier slot has taken, and training goes on from there."""
+    """For the text of a real Llama: slots that start as H2O's.
+
+    The convolution also sees how much attention an entry has received, and its filters are small at
+    the start. So before training each slot takes the heaviest entry that no earlier slot has taken.
+    Training goes on from there.
+    """
 
     reads_scores = True
 
@@ -365,13 +449,17 @@ COMPRESSORS = {"paper": Compressor, "facts": FactCompressor, "scored": ScoredCom
 
 
 class AdaptedLlama(nn.Module):
-    """Changes a base in place; run `model` with `cache()`. What trains (section 4.1) requires a
-    gradient and is in float32, or small steps would be rounded away: the compressors; with a rank
-    above 0 also embeddings, norms and LoRA on q, k, v, o. Rank 0 is the inference mode."""
+    """A base with all that trains. It changes the base in place; run `model` with `cache()`.
+
+    Section 4.1 trains the compressors, embeddings, norms and LoRA on q, k, v, o; with rank 0, the
+    inference mode, the compressors alone. What trains requires a gradient and is in float32, or
+    small steps would be rounded away.
+    """
 
     def __init__(self, model: Llama, settings: Settings):
         super().__init__()
         self.settings, self.model = settings, model.requires_grad_(False)
+        self.recompute = False
         config = model.config
         self.compressors = nn.ModuleList(
             COMPRESSORS[settings.compressor](config.head_dim, settings.merged, settings.kernel)
@@ -390,11 +478,21 @@ class AdaptedLlama(nn.Module):
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
-    def cache(self, memory: type = Memory) -> KVCache:
-        """An empty memory, or plain cache where all is kept, for one batch of sequences."""
-        config, settings = self.model.config, self.settings
-        cache = memory(config, settings, self.compressors) if settings.mem else KVCache(config)
-        cache.rope_scale = interpolation(config, settings)
+    def recompute_in_backward(self) -> None:
+        """Train with less memory and more time: the backward pass runs all but attention again."""
+        self.recompute = True
+        for block in self.model.layers:
+            block.recompute = True
+
+    def cache(self, memory: Callable = Memory, plain: Callable = KVCache) -> KVCache:
+        """An empty cache for one batch of sequences: a memory, or a plain one where all is kept."""
+        config = self.model.config
+        if self.settings.mem:
+            cache = memory(config, self.settings, self.compressors)
+            cache.recompute = self.recompute
+        else:
+            cache = plain(config)
+        cache.rope_scale = interpolation(config, self.settings)
         return cache
 
 
@@ -407,7 +505,8 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> Ada
 
 
 def identity(adapted: AdaptedLlama) -> dict:
-    """Identifies the base (in any --dtype) by a sample of each frozen tensor; and the settings."""
+    """The settings, and a checksum by which the base is known: of its configuration and a sample of
+    each frozen tensor, in bfloat16, so that it is the same with any --dtype."""
     frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
     some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
     return dict(settings=asdict(adapted.settings), base=checksum(some, repr(adapted.model.config)))
@@ -417,9 +516,14 @@ def read_adapter(run: Path) -> tuple[Settings, dict[str, Tensor], str]:
     """Of a run directory of train.py: settings, tensors, and which base they belong to."""
     tensors, about = read_file(run / "adapter.safetensors")
     try:
-        return Settings(**about["settings"]), tensors, about["base"]
+        settings = Settings(**about["settings"])
+        base = about["base"]
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None
+    if settings.compressor not in COMPRESSORS:
+        known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
+        raise UserError(f"{run}: its compressor {settings.compressor!r} is unknown; {known}")
+    return settings, tensors, base
 
 
 def load_adapter(run: Path, model: Llama) -> AdaptedLlama:

@@ -10,6 +10,7 @@ token; S cached entries, M slots, H query heads, G key/value heads, D head dimen
 sequence, V vocabulary. The paper's tables swap our L and T.
 """
 
+import copy
 import json
 import math
 from dataclasses import dataclass, field, fields
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from support.files import DAMAGED, UserError, read_tensors
 
@@ -74,8 +76,8 @@ class LlamaConfig:
 
 
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position * theta^(-i/d), i = 0, 2, 4 ..., each (..., D/2); d channels
-    turn, the others have angle 0. In float32: in bfloat16 256 and 257 are the same number."""
+    """Cosine and sine of position * theta^(-i/d), i = 0, 2, 4 ..., each (..., D/2). The first d
+    channels rotate; the rest have angle 0. In float32: in bfloat16 256 and 257 are one number."""
     channels = config.turned * config.head_dim
     i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = (i < channels) * config.rope_theta ** (-i / channels)
@@ -114,20 +116,43 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=grouped)
 
 
-def extended(held: Tensor | None, new: Tensor, most: float) -> Tensor:
-    """torch.cat of entries (B, G, S, D) and (B, G, T, D). Without gradients a buffer, an attribute
-    of the tensor, doubles when it is full, up to `most` entries: torch.cat would copy all entries
-    for each decoded token."""
-    if held is None or torch.is_grad_enabled():
-        return new if held is None else torch.cat((held, new), dim=2)
-    S, end = held.shape[2], held.shape[2] + new.shape[2]
-    buffer = getattr(held, "buffer", held)
-    if buffer.shape[2] < end:
-        buffer = F.pad(held, (0, 0, 0, max(end, min(2 * end, most)) - S))
-    buffer[:, :, S:end] = new
-    front = buffer[:, :, :end]
-    front.buffer = buffer
-    return front
+class Entries:
+    """The keys that one layer holds, or its values: (B, G, S, D). Others can be appended.
+
+    Without gradients the tensor `room` is larger than what is held, and doubles when it is full:
+    torch.cat would copy all entries for each decoded token.
+    """
+
+    def __init__(self, held: Tensor | None = None):
+        self.room = held  # (B, G, S or more, D)
+        self.size = 0 if held is None else held.shape[2]  # S
+
+    @property
+    def held(self) -> Tensor:
+        return self.room[:, :, : self.size]
+
+    def append(self, new: Tensor, most: float) -> None:
+        """Add new entries (B, G, T, D). The room grows up to `most` entries."""
+        end = self.size + new.shape[2]
+        if self.room is None:
+            self.room = new
+        elif torch.is_grad_enabled():  # what is in the graph cannot be written to
+            self.room = torch.cat((self.held, new), dim=2)
+        else:
+            if self.room.shape[2] < end:
+                larger = max(end, min(2 * end, most))
+                self.room = F.pad(self.held, (0, 0, 0, larger - self.size))
+            self.room[:, :, self.size : end] = new
+        self.size = end
+
+    def detach(self) -> None:
+        """Cut the graph. Without one, the room stays as it is."""
+        if self.room is not None and self.room.requires_grad:
+            self.room = self.held.detach()
+
+    def copy(self) -> "Entries":
+        """The copy has no room to spare, so it moves elsewhere before it grows."""
+        return Entries() if self.room is None else Entries(self.held)
 
 
 class KVCache:
@@ -138,39 +163,46 @@ class KVCache:
         self.rope_scale = config.rope_scale
         self.seen = 0  # tokens that have entered
         self.most = float("inf")  # entries that a layer may hold
-        self.keys: list[Tensor | None] = [None] * config.n_layers  # (B, G, S, D), rotated
-        self.values: list[Tensor | None] = [None] * config.n_layers
+        self.keys = [Entries() for _ in range(config.n_layers)]  # rotated
+        self.values = [Entries() for _ in range(config.n_layers)]
 
     @property
     def size(self) -> int:
         """S, the number of entries that each layer holds now."""
-        return 0 if self.keys[0] is None else self.keys[0].shape[2]
+        return self.keys[0].size
 
     @property
     def nbytes(self) -> int:
-        """Of the keys and values held; `extended` may reserve as much again."""
-        return sum(t.nbytes for t in self.keys + self.values if t is not None)
+        """Bytes of the keys and values held. Their room may take as much again."""
+        return sum(entries.held.nbytes for entries in self.keys + self.values if entries.size)
+
+    def copy(self) -> "KVCache":
+        """A cache with the same entries. What enters one does not change the other."""
+        other = copy.copy(self)
+        other.keys = [entries.copy() for entries in self.keys]
+        other.values = [entries.copy() for entries in self.values]
+        return other
 
     def enter(self, T: int) -> int:
-        """T tokens are about to enter every layer; returns the position of the first one."""
+        """Announce T new tokens; return the first one's position."""
         self.seen += T
         return self.seen - T
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A layer's new k and v (B, G, T, D) join what it holds; its queries q (B, H, T, D) -> what
-        its heads read, (B, H, T, D)."""
+        """Append a layer's new k and v (B, G, T, D). Its queries q (B, H, T, D) attend to all
+        that it holds then. Returns what its heads read, (B, H, T, D)."""
         self.append(layer, k, v)
-        return attention(q, self.keys[layer], self.values[layer])
+        return attention(q, self.keys[layer].held, self.values[layer].held)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """New keys and values join what a layer holds (algorithm 1, step 4)."""
-        self.keys[layer] = extended(self.keys[layer], k, self.most)
-        self.values[layer] = extended(self.values[layer], v, self.most)
+        """Add new keys and values to what a layer holds (algorithm 1, step 4)."""
+        self.keys[layer].append(k, self.most)
+        self.values[layer].append(v, self.most)
 
     def detach(self) -> None:
-        """Cut the graph, so that it does not grow with the text. What has none keeps its buffer."""
-        self.keys = [k.detach() if k is not None and k.requires_grad else k for k in self.keys]
-        self.values = [v.detach() if v is not None and v.requires_grad else v for v in self.values]
+        """Cut the graph, so that it does not grow with the text."""
+        for entries in self.keys + self.values:
+            entries.detach()
 
 
 # --- The model -----------------------------------------------------------------------------------
@@ -219,6 +251,7 @@ class Block(nn.Module):
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
         self.layer = layer
+        self.recompute = False  # True takes less memory and more time in training
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
@@ -228,13 +261,19 @@ class Block(nn.Module):
         return self.attention.project(self.attention_norm(x), cos, sin)
 
     def finish(self, x: Tensor, read: Tensor) -> Tensor:
-        """What the heads read, (B, H, T, D), joins the stream x (B, T, dim); then feed-forward."""
+        """Add what the heads read, (B, H, T, D), to the stream x (B, T, dim). Then feed-forward."""
         x = x + self.attention.wo(read.transpose(1, 2).flatten(2))
         return x + self.feed_forward(self.ffn_norm(x))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache) -> Tensor:
-        q, k, v = self.project(x, cos, sin)
-        return self.finish(x, cache.attend(self.layer, q, k, v))
+        if not self.recompute:
+            q, k, v = self.project(x, cos, sin)
+            return self.finish(x, cache.attend(self.layer, q, k, v))
+        # Keep what goes in and comes out of both halves. The backward pass runs them again for the
+        # rest. Attention itself is not run again: the cache would append twice.
+        q, k, v = checkpoint(self.project, x, cos, sin, use_reentrant=False)
+        read = cache.attend(self.layer, q, k, v)
+        return checkpoint(self.finish, x, read, use_reentrant=False)
 
 
 class Llama(nn.Module):
@@ -270,28 +309,48 @@ class Llama(nn.Module):
 # --- Official weights ----------------------------------------------------------------------------
 
 
+# What reading a configuration raises that is not a Llama-2's.
+FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+
+
 def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
-    """A model from a directory in Meta's layout (params.json) or Hugging Face's (config.json). One
-    tensor is copied at a time, so that the weights are never in memory twice."""
-    from_meta = (path / "params.json").is_file()
-    file = path / ("params.json" if from_meta else "config.json")
+    """A model from a directory in Meta's layout (params.json) or Hugging Face's (config.json)."""
+    if (path / "params.json").is_file():
+        file, name_in_file = path / "params.json", str  # our names are Meta's
+        read_config, read_weights = meta_config, meta_weights
+    else:
+        file, name_in_file = path / "config.json", hugging_face_name
+        read_config, read_weights = hugging_face_config, hugging_face_weights
     try:
-        config = (meta_config if from_meta else hugging_face_config)(file)
+        config = read_config(file)
         with torch.device("meta"):  # just shapes
             model = Llama(config)
-        ours = {name if from_meta else hugging_face_name(name): name for name in model.state_dict()}
-        state = {}
-        for name, tensor in (meta_weights if from_meta else hugging_face_weights)(path, config):
-            if name not in ours or not tensor.is_floating_point() or not tensor.isfinite().all():
-                raise ValueError(f"{name}, {tensor.dtype}: no weight of this model or not finite")
+    except FOREIGN as error:
+        raise not_a_llama(file, error) from None
+    ours = {name_in_file(name): name for name in model.state_dict()}
+    state = {}
+    try:
+        for name, tensor in read_weights(path, config):
+            check_weight(name, tensor, ours)
+            # One tensor is copied at a time, so that the weights are never in memory twice.
             state[ours[name]] = tensor.to(device, dtype, copy=True)
-        model.load_state_dict(state, strict=True, assign=True)  # none missing, none of other shape
-    except DAMAGED as error:
-        if isinstance(error, FileNotFoundError) or "allocate" in str(error):  # out of memory
-            raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(f"{file} or its weights: not a plain Llama-2: {reason:.250}") from None
+    except ValueError as error:
+        raise not_a_llama(file, error) from None
+    try:
+        model.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:  # a tensor is missing or has another shape
+        raise not_a_llama(file, error) from None
     return model
+
+
+def not_a_llama(file: Path, error: Exception) -> UserError:
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return UserError(f"{file} or its weights: not a plain Llama-2: {reason:.250}")
+
+
+def check_weight(name: str, tensor: Tensor, ours: dict[str, str]) -> None:
+    if name not in ours or not tensor.is_floating_point() or not tensor.isfinite().all():
+        raise ValueError(f"{name}, {tensor.dtype}: no weight of this model or not finite")
 
 
 def meta_config(file: Path) -> LlamaConfig:
@@ -385,9 +444,9 @@ def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str,
 class Tokenizer:
     """Text to token ids and back, by the files of a model's directory.
 
-    `tokenizer.model` (Llama 2 and its relatives) is read by sentencepiece; where there is none,
-    `tokenizer.json` (Llama 3, SmolLM2) by the package tokenizers. What looks like a special token in
-    a text, "<s>", is plain text.
+    sentencepiece reads `tokenizer.model` (Llama 2 and its relatives). Where there is none, the
+    package tokenizers reads `tokenizer.json` (Llama 3, SmolLM2). What looks like a special token in
+    a text, such as "<s>", is plain text.
     """
 
     def __init__(self, path: Path):
@@ -407,7 +466,7 @@ class Tokenizer:
         self.letter = self.tokens.encode("x")[-1]  # what `piece` puts in front of a token
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that begins here: the prefix, usually the BOS alone, then the text's."""
+        """The ids of a text that begins here: the prefix, usually the BOS alone, then its own."""
         return self.prefix + self.tokens.encode(text.encode("utf-8", "replace").decode())
 
     def decode(self, ids: list[int]) -> str:
@@ -473,7 +532,8 @@ class JsonTokens:
             content = json.loads(file.read_text("utf-8")) if file.is_file() else {}
             token = content.get(f"{kind}_token")  # "<s>", or {"content": "<s>", ...}
             if token:
-                found.append(self.tokenizer.token_to_id(token["content"] if "content" in token else token))
+                text = token["content"] if "content" in token else token
+                found.append(self.tokenizer.token_to_id(text))
             ids = content.get(f"{kind}_token_id")  # 1, or [1, 2]
             found += ids if isinstance(ids, list) else [ids]
         return [i for i in dict.fromkeys(found) if i is not None]

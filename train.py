@@ -16,24 +16,23 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from eval_ppl import ranges, token_losses
-from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, identity, segment_losses
+from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, identity, segment_losses
 from lococo import settings_for, untrained
-from model import Tokenizer, attention, load_base
+from model import KVCache, Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, method_flags, prepare
 from support.command_line import run_program
 from support.facts import FORMS, tell, tell_all
@@ -44,43 +43,90 @@ from support.text import long_documents, sequence, token_streams
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What holds without a flag; first the paper's context extension. Where the paper is silent: no
-    weight decay; the gradients of convolutions and of the rest are each clipped at norm 1."""
+class TrainConfig:
+    """Everything that a run depends on.
 
+    The defaults are the paper's context extension. A recipe, a stored run and flags override them,
+    in this order. Where the paper is silent, there is no weight decay, and the gradients of the
+    convolutions and of all else are each clipped at norm 1. Paths are strings, so that a
+    configuration can be stored as JSON.
+    """
+
+    recipe: str = "paper"  # its name; what it sets is in the other fields
+    # Model and machine.
+    model: str = str(TINY)
+    device: str | None = None  # None: a GPU if there is one
+    dtype: str | None = None  # None: float32 on a CPU, bfloat16 on a GPU
+    seed: int = 0
+    # Memory. None in the second half takes what the method has.
     method: str = "lococo+h2o"  # "Ours" of table 2, and what the official code does by default
-    mem: int = 512  # slots M; section 4.1. A segment (its chunk) is as long
-    seq: int = 8192  # trained length L, in tokens; section 4.3 also takes 16,384 and 32,768
+    mem: int = 512  # slots M; section 4.1
+    segment: int | None = None  # tokens T that enter together (the paper's chunk); None: M
     compressor: str = "paper"  # section 3.2.1
     kernel: int = 21  # taps of the convolution; section 4.1
+    sinks: int | None = None
+    heavy: int | None = None
+    recent: int | None = None
+    positions: str | None = None
+    forget: float | None = None
+    # Text.
+    data: list[str] = field(default_factory=list)  # files and folders; none: Python's own library
+    held_out: list[str] = field(default_factory=list)  # none: a tenth of `data`
+    seq: int = 8192  # trained length L, in tokens; section 4.3 also takes 16,384 and 32,768
+    facts: int = 0  # written into each sequence
+    fact_form: str = "line"  # see support.facts.FORMS
+    # Training.
     lora_rank: int = 8  # section 4.1; with 0 the convolutions train alone
-    lr: float = 5e-5  # of LoRA, embeddings and norms; section 4.1. Both fall linearly to 0
+    lr: float = 5e-5  # of LoRA, embeddings and norms; section 4.1. Both rates fall linearly to 0
     conv_lr: float = 5e-2  # of the convolutions; section 4.1
     # Our choice: 99.2 steps are the 104 million tokens that section 3.3 names for inference mode.
     steps: int = 100
     batch: int | None = 128  # sequences; section 4.1. None: at most 4,096 tokens, at least one
     micro_batch: int = 1  # sequences in memory at once; section 4.1
     bptt: int = 1  # segments that the gradient spans; algorithm 2
-    save_every: int = 1  # steps
-    facts: int = 0  # written into each sequence
+    recompute: bool = False
     answer_weight: float = 1.0  # of a fact's word when told again, for the convolutions
     sharper: float = 1.0  # after training the convolutions' logits are multiplied by this
+    # Scoring and output.
     score_tokens: int = 32768  # so many tokens of held-out documents: 4 of 8,192
+    save_every: int = 1  # steps
+    out: str = ""  # the run's directory
 
 
-RECIPES = {
-    "paper": Recipe(),
-    "paper-inference": Recipe(seq=4096, lora_rank=0, steps=200),  # section 4.1; 104 million tokens
-    "inference": Recipe(  # ours: a real Llama stays as it is; 60 x 4,096 tokens (docs/real-llama.md)
+RECIPES = {  # what each changes of the defaults above
+    "paper": dict(),
+    "paper-inference": dict(seq=4096, lora_rank=0, steps=200),  # section 4.1; 104 million tokens
+    "inference": dict(  # ours: a real Llama stays as it is; 60 x 4,096 tokens (docs/real-llama.md)
         method="lococo+h2o+recent", mem=64, seq=1024, compressor="scored", kernel=3, lora_rank=0,
         conv_lr=2e-2, steps=60, batch=None, micro_batch=4, bptt=4,
     ),
-    "embedded": Recipe(  # ours: twice the pretrained context; 240 x 4,096 tokens; 32 to score
+    "embedded": dict(  # ours: twice the pretrained context; 240 x 4,096 tokens; 32 to score
         method="lococo+window", mem=128, seq=2048, compressor="facts", kernel=3,
         lr=2e-3, conv_lr=7.5e-3, steps=240, batch=None, micro_batch=2, bptt=4, save_every=10,
         facts=8, answer_weight=20.0, sharper=16.0, score_tokens=65536,
     ),
 }  # fmt: skip
+
+
+def table_of(configs: dict[str, TrainConfig]) -> str:
+    """What configurations set, one in a line."""
+    rows = [("", "method", "M", "T", "L", "compressor", "steps x tokens", "LoRA: rank, rate",
+             "conv rate", "facts")]  # fmt: skip
+    for name, c in configs.items():
+        merges = f"{c.compressor}, {c.kernel} taps"
+        tokens = f"{c.steps} x {(c.batch or sequences_of(c.seq)) * c.seq:,}"
+        lora = f"{c.lora_rank}, {c.lr:g}"
+        rows.append((name, c.method, c.mem, c.segment or c.mem, c.seq, merges, tokens,
+                     lora if c.lora_rank else "-", f"{c.conv_lr:g}", c.facts))  # fmt: skip
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows)]
+    lines = ("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def sequences_of(seq: int) -> int:
+    """The sequences of a step of at most 4,096 tokens, at least one."""
+    return max(1, 4096 // seq)
+
 
 # --- Many processes (torchrun) -------------------------------------------------------------------
 
@@ -102,63 +148,101 @@ def add_up(t: Tensor) -> Tensor:
     return t
 
 
+def start_alike(adapted: AdaptedLlama) -> None:
+    """All processes start from the parameters of process 0. Their own may differ where their random
+    numbers do, on another kind of machine for instance."""
+    if WORLD > 1:
+        for p in adapted.trained().values():
+            dist.broadcast(p.data, src=0)
+
+
+def wait_for_all() -> None:
+    """Return when all processes are here."""
+    add_up(torch.zeros(1))  # on the CPU, whatever device trains
+
+
 # --- Training ------------------------------------------------------------------------------------
 
 
-def shifted_groups(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """LongLoRA's KVCache.attend while it trains (arXiv 2309.12307): a sequence enters whole, and
-    attention is within its quarters. For the second half of the heads the borders are moved by half
-    a quarter; both ends are groups of their own, so that the end is not seen at the start."""
-    H, L = q.shape[1], q.shape[2]
-    quarter = math.ceil(L / 4)
-    k, v = (t.repeat_interleave(H // t.shape[1], dim=1) for t in (k, v))
-    read = torch.empty_like(q)
-    for heads, first in ((slice(0, H // 2), 0), (slice(H // 2, H), quarter // 2)):
-        borders = sorted({0, *range(first, L, quarter), L})
-        for start, stop in zip(borders, borders[1:]):
-            group = (slice(None), heads, slice(start, stop))
-            read[group] = attention(q[group], k[group], v[group])
-    return read
+class ShiftedGroups(KVCache):
+    """LongLoRA's attention while it trains (arXiv 2309.12307). A sequence enters whole, so that
+    nothing is cached, and attention is within its quarters."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """For the second half of the heads the borders are moved by half a quarter. Both ends are
+        groups of their own then, so that the end is not seen at the start."""
+        H, L = q.shape[1], q.shape[2]
+        quarter = math.ceil(L / 4)
+        k = k.repeat_interleave(H // k.shape[1], dim=1)
+        v = v.repeat_interleave(H // v.shape[1], dim=1)
+        read = torch.empty_like(q)
+        for heads, first in ((slice(0, H // 2), 0), (slice(H // 2, H), quarter // 2)):
+            borders = sorted({0, *range(first, L, quarter), L})
+            for start, stop in zip(borders, borders[1:]):
+                group = (slice(None), heads, slice(start, stop))
+                read[group] = attention(q[group], k[group], v[group])
+        return read
 
 
-def gradients(adapted: AdaptedLlama, draw: Callable, args: argparse.Namespace, machine: Machine,
+def gradients(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
               step: int, done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
-    """Add the gradient of the step's loss to p.grad; return the loss, nats over tokens. draw(i) is
-    sequence i, as `tell` returns it; the processes share a step's sequences. In the convolutions'
-    gradient a fact told before counts --answer-weight times on average. done(n): n tokens more."""
-    total, scored = 0.0, args.batch * (args.seq - 1)
-    convolutions = list(adapted.compressors.parameters())
-    own = range(step * args.batch + RANK, (step + 1) * args.batch, WORLD)
-    for n in range(0, len(own), args.micro_batch):
-        rows = [draw(i) for i in own[n : n + args.micro_batch]]
+    """Add the gradient of the step's loss to p.grad; return the loss, nats over tokens.
+
+    draw(i) is sequence i, as `tell` returns it. The processes share the sequences of a step.
+    done(n) is called when n tokens more have had their backward pass.
+    """
+    total = 0.0
+    own = range(step * config.batch + RANK, (step + 1) * config.batch, WORLD)
+    for n in range(0, len(own), config.micro_batch):
+        # Sequences, and how long ago the fact of each answer was told; both (micro_batch, L).
+        rows = [draw(i) for i in own[n : n + config.micro_batch]]
         tokens, ago = (torch.stack(row).to(machine.device) for row in zip(*rows))
-        cache, segment = adapted.cache(), args.segment
-        if adapted.settings.method == "longlora":
-            cache.attend, segment = shifted_groups, args.seq
-        answers = (ago > 0)[:, 1:].split(args.bptt * segment, dim=1)
-        with machine.precision():
-            pieces = segment_losses(adapted.model, tokens, cache, segment, args.bptt)
-            turn = step + RANK + n * WORLD  # each third piece has two backward passes
-            for number, ((losses, _), answer) in enumerate(zip(pieces, answers), start=turn):
-                loss = losses.sum() / scored
-                if loss.requires_grad:  # with --lora-rank 0 not before the first compression
-                    if convolutions and answer.any() and number % 3 == 0:
-                        # For the convolutions alone: LoRA would get worse on plain text.
-                        extra = 3 * (args.answer_weight - 1) * losses[answer].sum() / scored
-                        extra.backward(inputs=convolutions, retain_graph=True)
-                    loss.backward()  # for all; now, so that the graph never spans more
-                total += loss.item()
-                done(losses.numel())
-    for p in adapted.trained().values():
+        turn = step + RANK + n * WORLD
+        for loss, scored in backward_by_pieces(adapted, tokens, ago > 0, config, machine, turn):
+            total += loss
+            done(scored)
+    for p in adapted.trained().values():  # a process without a sequence has no gradient
         p.grad = add_up(torch.zeros_like(p) if p.grad is None else p.grad)
     return add_up(torch.tensor(total, dtype=torch.float64)).item()
 
 
-def make_optimizer(adapted: AdaptedLlama, args: argparse.Namespace) -> AdamW:
-    """A "rate" for the convolutions, one for the rest; `train` makes the falling "lr" of them."""
+def backward_by_pieces(
+    adapted: AdaptedLlama, tokens: Tensor, answers: Tensor, config: TrainConfig,
+    machine: Machine, turn: int,
+) -> Iterator[tuple[float, int]]:  # fmt: skip
+    """Backward passes of sequences (n, L), one for each `bptt` segments, so that the graph never
+    spans more. Yields what each adds to the step's loss, and how many tokens it has scored.
+
+    In the convolutions' gradient a token that is an answer counts `answer_weight` times. Its extra
+    part is taken from each third piece alone, and counts three times there: the mean is the same.
+    """
+    longlora = adapted.settings.method == "longlora"
+    cache = adapted.cache(plain=ShiftedGroups if longlora else KVCache)
+    segment = config.seq if longlora else config.segment
+    convolutions = list(adapted.compressors.parameters())
+    scored_in_step = config.batch * (config.seq - 1)
+    pieces = segment_losses(adapted.model, tokens, cache, segment, config.bptt)
+    answers = answers[:, 1:].split(config.bptt * segment, dim=1)
+    for number, answer in enumerate(answers, start=turn):
+        with machine.precision():
+            losses, _ = next(pieces)
+        # Outside autocast, as PyTorch advises: a backward pass has the numbers of its forward pass.
+        loss = losses.sum() / scored_in_step
+        if loss.requires_grad:  # with --lora-rank 0 this is not so before the first compression
+            if convolutions and answer.any() and number % 3 == 0:
+                # For the convolutions alone: LoRA would get worse on plain text.
+                extra = 3 * (config.answer_weight - 1) * losses[answer].sum() / scored_in_step
+                extra.backward(inputs=convolutions, retain_graph=True)
+            loss.backward()
+        yield loss.item(), losses.numel()
+
+
+def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
+    """A "rate" for the convolutions and one for the rest. `train` makes the falling "lr" of
+    them."""
     convolutions = list(adapted.compressors.parameters())
     rest = [p for p in adapted.model.parameters() if p.requires_grad]
-    groups = [{"params": convolutions, "rate": args.conv_lr}, {"params": rest, "rate": args.lr}]
+    groups = [{"params": convolutions, "rate": config.conv_lr}, {"params": rest, "rate": config.lr}]
     return AdamW([group for group in groups if group["params"]], weight_decay=0.0)
 
 
@@ -179,29 +263,29 @@ def noted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def train(adapted: AdaptedLlama, draw: Callable, args: argparse.Namespace, machine: Machine,
+def train(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
           optimizer: AdamW, begin: int, save: Callable[[int], None]) -> int:  # fmt: skip
-    """Steps from `begin` to args.steps; save(steps done) is called after every args.save_every. A
+    """Steps from `begin` to `steps`; save(steps done) is called after every `save_every`. A
     signal to any process ends all after the step that is under way. Returns its number, or 0."""
-    tokens = len(range(RANK, args.batch, WORLD)) * (args.seq - 1)  # of a step, in this process
-    bar = tqdm(desc="training", total=args.steps * tokens, initial=begin * tokens, unit=" tokens",
+    tokens = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)  # of a step, in this process
+    bar = tqdm(desc="training", total=config.steps * tokens, initial=begin * tokens, unit=" tokens",
                unit_scale=True, mininterval=1, disable=RANK > 0)  # fmt: skip
     with noted_signals() as noted, bar:
-        for step in range(begin, args.steps):
+        for step in range(begin, config.steps):
             for group in optimizer.param_groups:
-                group["lr"] = group["rate"] * (1 - step / args.steps)
+                group["lr"] = group["rate"] * (1 - step / config.steps)
             optimizer.zero_grad()
-            loss = gradients(adapted, draw, args, machine, step, bar.update)
+            loss = gradients(adapted, draw, config, machine, step, bar.update)
             norms = [torch.nn.utils.clip_grad_norm_(g["params"], 1) for g in optimizer.param_groups]
             if not sum(norms).isfinite():
                 raise UserError(f"step {step + 1}: a gradient is not finite; lower --lr, --conv-lr")
             optimizer.step()
-            bar.set_postfix_str(f"step {step + 1}/{args.steps}, loss {loss:.3f}", refresh=False)
+            bar.set_postfix_str(f"step {step + 1}/{config.steps}, loss {loss:.3f}", refresh=False)
             if RANK == 0:
-                with open(args.out / "log.jsonl", "a") as log:
+                with open(Path(config.out, "log.jsonl"), "a") as log:
                     log.write(json.dumps({"step": step + 1, "loss": loss}) + "\n")
             stop = add_up(torch.tensor(len(noted))) > 0
-            if stop or (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+            if stop or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
                 save(step + 1)
             if stop:
                 return max(noted, default=signal.SIGTERM)
@@ -212,7 +296,8 @@ def train(adapted: AdaptedLlama, draw: Callable, args: argparse.Namespace, machi
 
 
 def save_state(adapted: AdaptedLlama, optimizer: AdamW, file: Path, about: dict, step: int) -> None:
-    """What trains, AdamW's moments and `about`. Nothing in a step is random."""
+    """Write what trains, AdamW's moments and `about`. Nothing in a step is random, so that a
+    run which goes on from here ends with the same bytes."""
     tensors = {}
     for name, p in adapted.trained().items():
         tensors[f"value {name}"] = p
@@ -220,7 +305,7 @@ def save_state(adapted: AdaptedLlama, optimizer: AdamW, file: Path, about: dict,
             tensors[f"{key} {name}"] = moment
     if RANK == 0:
         write_file(file, tensors, **about | {"step": step})
-    add_up(torch.zeros(1))  # wait for the file: torchrun ends all when one ends with an error
+    wait_for_all()  # for the file: torchrun ends all processes when one ends with an error
 
 
 @torch.no_grad()
@@ -243,162 +328,281 @@ def odd(text: str) -> int:
     return number
 
 
-def parse(line: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, Tensor], dict]:
-    """The arguments of a line (None: the program's own), and the state to resume from: its tensors
-    (none at a start), its `about`."""
+def make_parser() -> Parser:
+    """A flag that is not given is None; what holds then is said by TrainConfig and RECIPES."""
     parser = Parser(__doc__)
-    add, count, whole = parser.add_argument, at_least(1), at_least(0)
-    add("--data", type=Path, nargs="+", default=[], help='texts; .jsonl: {"text": ...}')
-    add("--held-out", type=Path, nargs="+", default=[], metavar="DATA",
+    recipes = {name: TrainConfig(**RECIPES[name]) for name in RECIPES}
+    parser.epilog = f"what a recipe sets:\n{table_of(recipes)}"
+    count = at_least(1)
+    whole = at_least(0)
+    number = at_least(0, float)
+    parser.set_defaults(model=None, seed=None)
+
+    add = parser.memory.add_argument
+    add("--method", choices=METHODS, help="what the slots hold: a row of lococo.METHODS")
+    add("--compressor", choices=COMPRESSORS, help="what merges entries: the paper's or ours")
+    add("--kernel", type=odd, metavar="TAPS", help="width of the convolution, odd")
+
+    add = parser.add_argument_group("text").add_argument
+    add("--data", type=Path, nargs="+", metavar="PATH",
+        help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
+    add("--held-out", type=Path, nargs="+", metavar="PATH",
         help="texts to score; all of --data trains then (default: a tenth of --data is scored)")
-    add("--out", type=Path, help="new directory of the run (default: in runs/)")
-    add("--recipe", choices=RECIPES, help="default: embedded for tiny/, paper for other models")
-    add("--method", choices=METHODS)
-    add("--seq", type=at_least(2), help="trained length L, in tokens")
-    add("--compressor", choices=COMPRESSORS, help="the paper's, or ours for facts")
-    add("--kernel", type=odd, help="taps of the convolution")
-    add("--lora-rank", type=whole, help="0: only the convolutions train (inference mode)")
-    add("--lr", type=at_least(0, float), help="learning rate of LoRA, embeddings and norms")
-    add("--conv-lr", type=at_least(0, float), help="learning rate of the convolutions")
-    add("--steps", type=count)
-    add("--batch", type=count, help="sequences per step")
-    add("--micro-batch", type=count, help="sequences in memory at once")
-    add("--facts", type=whole, metavar="N",
-        help="facts to write into a sequence (support/facts.py)")
-    add("--fact-form", choices=FORMS, default="line", help="default: line; as in eval_ppl.py")
-    add("--answer-weight", type=at_least(0, float), metavar="W", help="of a fact told again")
-    add("--sharper", type=at_least(0, float), metavar="N", help="logits times N after training")
-    add("--bptt", type=count, help="segments that the gradient spans")
-    add("--recompute", action="store_true", help="less memory, more time")
-    add("--save-every", type=count, metavar="STEPS", help="of the state to resume from")
-    add("--score-tokens", type=whole, metavar="N", help="of held-out documents to score")
+    add("--seq", type=at_least(2), metavar="L", help="trained length, in tokens")
+    add("--facts", type=whole, metavar="N", help="facts to write into each sequence")
+    add("--fact-form", choices=FORMS,
+        help="lines `@ name name = word` (default), or sentences as RULER's needles")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--recipe", choices=RECIPES,
+        help="values of the flags that are not given (default: embedded for tiny/, else paper)")
+    add("--lora-rank", type=whole, metavar="RANK",
+        help="0: only the convolutions train (inference mode)")
+    add("--lr", type=number, metavar="RATE", help="learning rate of LoRA, embeddings and norms")
+    add("--conv-lr", type=number, metavar="RATE", help="learning rate of the convolutions")
+    add("--steps", type=count, help="optimizer steps; the rates fall linearly to 0 at the last")
+    add("--batch", type=count, metavar="N", help="sequences per step")
+    add("--micro-batch", type=count, metavar="N", help="sequences in memory at once")
+    add("--bptt", type=count, metavar="N", help="segments that the gradient spans")
+    add("--recompute", action="store_true", default=None,
+        help="compute activations again in the backward pass: less memory, more time")
+    add("--answer-weight", type=number, metavar="W",
+        help="of a fact that is told again, in the convolutions' gradient")
+    add("--sharper", type=number, metavar="N",
+        help="multiply the convolutions' logits by N after training")
+
+    add = parser.add_argument_group("scoring and output").add_argument
+    add("--score-tokens", type=whole, metavar="N",
+        help="tokens of held-out documents to score; 0: none")
+    add("--out", type=Path, metavar="RUN", help="new directory of the run (default: in runs/)")
+    add("--save-every", type=count, metavar="STEPS", help="between two saved states")
     add("--resume", type=Path, metavar="RUN", help="go on with a run; other flags win over its own")
-    args = parser.parse_args(line)
-    if args.resume:
-        tensors, about = read_file(args.resume / "state.safetensors")
-        if about["args"].keys() != vars(args).keys():
-            parser.error(f"--resume {args.resume}: made by another version of this program")
-        parser.set_defaults(**about["args"])
+    return parser
+
+
+def as_json(value):
+    """Paths become strings that mean the same in any working directory."""
+    if isinstance(value, Path):
+        return str(value.resolve())
+    if isinstance(value, list):
+        return [as_json(element) for element in value]
+    return value
+
+
+def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor], dict]:
+    """The configuration that a command line asks for (None: the program's own), and the state to
+    resume from: its tensors (none at a start) and its `about`."""
+    parser = make_parser()
+    flags = parser.parse_args(line)
+    given = {name: as_json(value) for name, value in vars(flags).items() if value is not None}
+    if flags.resume:
+        tensors, about = read_file(flags.resume / "state.safetensors")
+        recipe, stored = {}, about.get("config", {})
+        given["out"] = given.pop("resume")
+        if stored.keys() != {f.name for f in fields(TrainConfig)}:
+            parser.error(f"--resume {flags.resume}: made by another version of this program")
     else:
-        if RANK == 0 and args.out and args.out.exists() and any(args.out.iterdir()):
-            parser.error(f"--out {args.out}: it is there already; give a new directory")
-        recipe = args.recipe or ("embedded" if args.model.resolve() == TINY else "paper")
-        parser.set_defaults(recipe=recipe, **asdict(RECIPES[recipe]))
+        name = flags.recipe or ("embedded" if (flags.model or TINY).resolve() == TINY else "paper")
+        recipe, stored = RECIPES[name] | {"recipe": name}, {}
         tensors, about = {}, {"step": 0, "scores": {}}
-    args = parser.parse_args(line)  # again: a flag wins over the recipe or the stored run
-    if about["step"] > args.steps:
-        parser.error(f"--steps {args.steps}: this run is at step {about['step']}")
-    args.segment = args.segment or args.mem
-    args.batch = args.batch or max(1, 4096 // args.seq)
-    args.model, args.data = args.model.resolve(), [Path(data).resolve() for data in args.data]
-    args.held_out = [Path(data).resolve() for data in args.held_out]
-    ends = ("", *(f"-{i}" for i in range(2, 1000)))
-    names = (HERE / "runs" / f"{args.method}-mem{args.mem}-seq{args.seq}{end}" for end in ends)
-    args.out = args.resume or args.out or next(out for out in names if not any(out.glob("*")))
-    about["args"] = json.loads(json.dumps(vars(args), default=str))
-    return args, tensors, about
+        if RANK == 0 and flags.out and flags.out.exists() and any(flags.out.iterdir()):
+            parser.error(f"--out {flags.out}: it is there already; give a new directory")
+    config = TrainConfig(**recipe | stored | given)
+    config = replace(  # what follows from the other fields
+        config,
+        segment=config.segment or config.mem,
+        batch=config.batch or sequences_of(config.seq),
+        out=config.out or new_directory(config),
+    )
+    if about["step"] > config.steps:
+        parser.error(f"--steps {config.steps}: this run is at step {about['step']}")
+    about.setdefault("config", asdict(config))
+    return config, tensors, about
 
 
-def chosen_settings(args: argparse.Namespace) -> Settings:
+def new_directory(config: TrainConfig) -> str:
+    """The first of runs/NAME, runs/NAME-2, runs/NAME-3 ... that is empty or not there."""
+    name = f"{config.method}-mem{config.mem}-seq{config.seq}"
+    out = HERE / "runs" / name
+    number = 1
+    while any(out.glob("*")):
+        number += 1
+        out = HERE / "runs" / f"{name}-{number}"
+    return str(out)
+
+
+def chosen_settings(config: TrainConfig) -> Settings:
     """Raises UserError if nothing would train."""
-    settings = settings_for(args.method, args.mem, args.segment, args.seq, **method_flags(args))
-    if settings.merged and args.seq - 1 <= settings.mem + args.segment:
-        raise UserError(f"--seq {args.seq}: it fits into memory and segment: nothing to compress")
-    if not settings.merged and not args.lora_rank:
-        raise UserError(f"--lora-rank 0 --method {args.method}: there is nothing to train")
+    flags = method_flags(asdict(config))
+    settings = settings_for(config.method, config.mem, config.segment, config.seq, **flags)
+    if settings.merged and config.seq - 1 <= settings.mem + config.segment:
+        raise UserError(f"--seq {config.seq}: it fits into memory and segment: nothing to compress")
+    if not settings.merged and not config.lora_rank:
+        raise UserError(f"--lora-rank 0 --method {config.method}: there is nothing to train")
     return settings
 
 
-def texts(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[np.ndarray, Tensor]:
-    """Token ids to train on, and documents (N, L) to score. If no document falls into the training
-    part, another part is trained on and scoring is skipped."""
-    streams = token_streams(args.data, tokenizer)
-    if args.held_out:
-        held_out = np.concatenate([*token_streams(args.held_out, tokenizer).values()])
-        most = args.score_tokens // args.seq
-        documents = long_documents(held_out, tokenizer.bos, args.seq, most)
-        return np.concatenate([*streams.values()]), documents
+class Texts(NamedTuple):
+    """What a run trains on and scores."""
+
+    ids: np.ndarray  # tokens to train on
+    documents: Tensor  # to score, (N, L)
+    about: str  # for the user
+
+
+def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
+    """Read the texts of --data and --held-out. If no document falls into the training part, another
+    part is trained on and nothing is scored."""
+    streams = token_streams([Path(name) for name in config.data], tokenizer)
+    sizes = {part: size_of(ids, tokenizer) for part, ids in streams.items()}
     part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
-    scored = part == "training" and args.score_tokens
-    most = max(1, args.score_tokens // args.seq) if scored else 0
-    return streams[part], long_documents(streams["held-out"], tokenizer.bos, args.seq, most)
+    ids, held_out = streams[part], streams["held-out"]
+    about = f"text: {sizes['training']} to train on, {sizes['held-out']} held out, "
+    about += f"{sizes['choosing']} for choosing"
+    reason = f"no document that is held out has --seq {config.seq} tokens"
+    if config.held_out:
+        others = token_streams([Path(name) for name in config.held_out], tokenizer)
+        ids, held_out = (np.concatenate([*some.values()]) for some in (streams, others))
+        about = f"text: {size_of(ids, tokenizer)} to train on, "
+        about += f"{size_of(held_out, tokenizer)} held out"
+    elif part != "training":
+        held_out = held_out[:0]
+        reason = f"no file name falls into the training part, so the {part} documents train"
+
+    most = max(1, config.score_tokens // config.seq) if config.score_tokens else 0
+    documents = long_documents(held_out, tokenizer.bos, config.seq, most)
+    about += f"\n{len(documents)} documents to score"
+    if most and not len(documents):
+        about += f": {reason}; others can be named by --held-out"
+    return Texts(ids, documents, about)
+
+
+def size_of(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    documents = (ids == tokenizer.bos).sum()  # each begins with a BOS
+    return f"{documents:,} documents ({len(ids):,} tokens)"
+
+
+def draw_sequence(ids: np.ndarray, tokenizer: Tokenizer, config: TrainConfig,
+                  i: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Training sequence i with its facts, as `tell` returns it."""
+    tokens = sequence(ids, config.seq, config.seed, i)
+    return tell(tokens, config.facts, "training", config.seed, i, tokenizer, config.fact_form)
 
 
 def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
-          args: argparse.Namespace, machine: Machine) -> dict[str, float]:  # fmt: skip
+          config: TrainConfig, machine: Machine) -> dict[str, float]:  # fmt: skip
     """Perplexity of documents (N, L); with --facts, recall of facts told in each, by distance."""
-    nats, _, _ = token_losses(adapted, documents, machine, args.micro_batch)
+    nats, _, _ = token_losses(adapted, documents, machine, config.micro_batch)
     row = {"perplexity": math.exp(nats.double().mean())}
-    if args.facts:
-        told, ago = tell_all(documents, "held-out", tokenizer, args.fact_form)
-        _, hits, _ = token_losses(adapted, told, machine, args.micro_batch)
-        mem = adapted.settings.mem or args.mem
-        for distance, mask in ranges("recall ", ago, mem + args.segment).items():
+    if config.facts:
+        told, ago = tell_all(documents, "held-out", tokenizer, config.fact_form)
+        _, hits, _ = token_losses(adapted, told, machine, config.micro_batch)
+        mem = adapted.settings.mem or config.mem
+        for distance, mask in ranges("recall ", ago, mem + config.segment).items():
             row[distance] = hits[mask].double().mean().item()
     return row
 
 
-def start_or_resume(adapted: AdaptedLlama, args: argparse.Namespace, ids: np.ndarray,
+def start_or_resume(adapted: AdaptedLlama, config: TrainConfig, ids: np.ndarray,
                     state: dict[str, Tensor], about: dict) -> AdamW:  # fmt: skip
-    """Everything as it is at the start, or as it was in the run to resume."""
+    """Make everything as it is at the start, or as it was in the run to resume."""
     owner = identity(adapted) | {"text": checksum({"ids": torch.from_numpy(ids)}, "")}
     if about.setdefault("owner", owner) != owner:
-        raise UserError(f"--resume {args.out}: its model, text, method or version differs")
-    optimizer = make_optimizer(adapted, args)
+        run = os.path.relpath(config.out)
+        raise UserError(f"--resume {run}: its model, text, method or version differs")
+    optimizer = make_optimizer(adapted, config)
     if state:
         restore_state(adapted, optimizer, state)
-    if args.recompute:  # the backward pass runs these again: all but attention
-        again = [(block, n) for block in adapted.model.layers for n in ("project", "finish")]
-        for module, name in again + [(c, "forward") for c in adapted.compressors]:
-            setattr(module, name, partial(checkpoint, getattr(module, name), use_reentrant=False))
+        steps = about["config"]["steps"]
+        if config.steps != steps:
+            print(f"--steps {config.steps} instead of {steps}: "
+                  f"from here on the rates fall to 0 at step {config.steps}")  # fmt: skip
+    about["config"] = asdict(config)
+    print(f"{sum(p.numel() for p in adapted.trained().values()):,} parameters train")
+    start_alike(adapted)
+    if config.recompute:
+        adapted.recompute_in_backward()
     return optimizer
 
 
-def run(args: argparse.Namespace, state: dict[str, Tensor], about: dict) -> None:
-    settings, machine = chosen_settings(args), prepare(args)
-    model, tokenizer = load_base(args.model, machine)
-    ids, documents = texts(args, tokenizer)
+@contextmanager
+def explained(sentence: str) -> Iterator[None]:
+    """If Ctrl-C ends what is done here, say so in a sentence."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if RANK == 0:
+            print(sentence, file=sys.stderr)
+        raise
 
-    def draw(i: int) -> tuple[Tensor, Tensor]:
-        text = sequence(ids, args.seq, args.seed, i)
-        return tell(text, args.facts, "training", args.seed, i, tokenizer, args.fact_form)
 
-    def add_score(name: str, adapted: AdaptedLlama) -> None:
-        if RANK == 0 and len(documents):
-            about["scores"][name] = score(adapted, documents, tokenizer, args, machine)
+def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
+    """A row for each scored memory."""
+    columns = next(iter(scores.values()), [])
+    print(f"{f'{documents} held-out documents':40}", *columns, sep="  ")
+    for name, row in scores.items():
+        cells = (f"{row.get(column, math.nan):>{len(column)}.3f}" for column in columns)
+        print(f"{name:40}", *cells, sep="  ")
 
-    draw(0)  # refuses a text that is too short
-    window = untrained(model, "streaming", settings.mem or args.mem, args.segment)
-    if WORLD > 1 and RANK == 0:
-        join()
-    print(f"recipe {args.recipe} on {args.model}, {machine.dtype} on {machine.device}")
-    print(f"text: {len(ids):,} tokens to train on, {len(documents)} documents to score")
-    args.out.mkdir(parents=True, exist_ok=True)
-    if not state:
-        add_score("window of equal memory, base untouched", window)
-    adapted = AdaptedLlama(model, settings)  # changes the base, so the window is scored before
-    optimizer = start_or_resume(adapted, args, ids, state, about)
-    print(settings)
-    print(f"{sum(p.numel() for p in adapted.trained().values()):,} parameters train")
-    save = partial(save_state, adapted, optimizer, args.out / "state.safetensors", about)
-    if not state:
-        add_score(f"{args.method}, before training", adapted)
-        save(0)
-    stopped = train(adapted, draw, args, machine, optimizer, about["step"], save)
+
+def print_start(config: TrainConfig, settings: Settings, machine: Machine, text: Texts) -> None:
+    print(f"recipe {config.recipe} on {config.model}, {machine.dtype} on {machine.device}")
+    print(text.about)
+    if not config.data and Path(config.model) != TINY:
+        print("no --data: it trains on Python's standard library; name your own text by --data")
+    print(table_of({"this run": config}))
+    slots = [f"{getattr(settings, kind)} {kind}" for kind in KINDS if getattr(settings, kind)]
+    if slots:
+        print(f"slots: {', '.join(slots)}; positions: {settings.positions}")
+
+
+def run(config: TrainConfig, state: dict[str, Tensor], about: dict) -> None:
+    out = Path(config.out)
+    settings = chosen_settings(config)
+    machine = prepare(config.device, config.dtype, config.seed)
+    with explained("stopped before the first step: nothing is lost"):
+        model, tokenizer = load_base(Path(config.model), machine)
+        text = texts(config, tokenizer)
+        draw = partial(draw_sequence, text.ids, tokenizer, config)
+        draw(0)  # refuses a text that is too short
+        if WORLD > 1 and RANK == 0:
+            join()
+        print_start(config, settings, machine, text)
+        out.mkdir(parents=True, exist_ok=True)
+
+        def add_score(name: str, adapted: AdaptedLlama) -> None:
+            if RANK == 0 and len(text.documents):
+                about["scores"][name] = score(adapted, text.documents, tokenizer, config, machine)
+
+        if not state:  # the window is scored first, as the base is changed then
+            window = untrained(model, "streaming", settings.mem or config.mem, config.segment)
+            add_score("window of equal memory, base untouched", window)
+        adapted = AdaptedLlama(model, settings)
+        optimizer = start_or_resume(adapted, config, text.ids, state, about)
+        save = partial(save_state, adapted, optimizer, out / "state.safetensors", about)
+        if not state:
+            add_score(f"{config.method}, before training", adapted)
+            save(0)
+
+    stopped = train(adapted, draw, config, machine, optimizer, about["step"], save)
+    again = f"python train.py --resume {os.path.relpath(out)}"
     if stopped:
-        print(f"stopped; to go on: python train.py --resume {os.path.relpath(args.out)}")
+        print(f"stopped; to go on: {again}")
         raise SystemExit(128 + stopped)
-    if RANK > 0:
-        return
-    for p in adapted.compressors.parameters():
-        p.data *= args.sharper  # the logits of "facts" are linear in all of them
-    write_file(args.out / "adapter.safetensors", adapted.trained(), **identity(adapted))
-    add_score(f"{args.method}, after training", adapted)
-    columns = next(iter(about["scores"].values()), [])
-    print(f"{f'{len(documents)} held-out documents':40}", *columns, sep="  ")
-    for name, row in about["scores"].items():
-        print(f"{name:40}", *(f"{row.get(c, math.nan):>{len(c)}.3f}" for c in columns), sep="  ")
-    print(f"adapter: {os.path.relpath(args.out / 'adapter.safetensors')}")
+    if RANK == 0:
+        with explained(f"stopped after the last step; to score: {again}"):
+            write_adapter(adapted, config)
+            add_score(f"{config.method}, after training", adapted)
+        print_scores(about["scores"], len(text.documents))
+        print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
+
+
+def write_adapter(adapted: AdaptedLlama, config: TrainConfig) -> None:
+    with torch.no_grad():
+        for p in adapted.compressors.parameters():
+            p *= config.sharper  # the logits of "facts" are linear in all of them
+    file = Path(config.out, "adapter.safetensors")
+    write_file(file, adapted.trained(), **identity(adapted))
 
 
 def main(line: list[str] | None = None) -> None:
@@ -411,7 +615,8 @@ def main(line: list[str] | None = None) -> None:
             dist.destroy_process_group()  # or gloo may abort a process while it ends
     except BaseException:
         if RANK > 0:
-            time.sleep(3)  # process 0 prints an error that all have; when it ends, so do the others
+            # Process 0 prints an error that all have. torchrun ends the others when one has ended.
+            time.sleep(3)
         raise
 
 

@@ -5,14 +5,15 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
+from typing import Callable, NoReturn
 
 import torch
 
-from support.files import UserError
+from support.files import UserError, is_out_of_memory
 
 HERE = Path(__file__).resolve().parent.parent  # the project's folder
 TINY = HERE / "tiny"  # the embedded model and its adapter
+KEPT = {"--sinks": "first tokens", "--heavy": "most attended entries", "--recent": "last tokens"}
 POSITIONS = ("interpolated", "original", "slots")  # see lococo.interpolation
 
 
@@ -44,21 +45,29 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-        add = self.add_argument
-        add("--model", type=Path, default=TINY, help="directory of the base model")
+        self.machine = self.add_argument_group("model and machine")
+        add = self.machine.add_argument
+        add("--model", type=Path, default=TINY, help="directory of the base model (default: tiny/)")
         add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
-        add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU")
-        add("--seed", type=at_least(0), default=0)
-        add("--mem", type=at_least(4), help="slots M, from 4 on (default: 512, or the recipe's)")
-        add("--segment", type=at_least(1), help="tokens T that enter together (default: as --mem)")
-        for flag in ("--sinks", "--heavy", "--recent"):
-            add(flag, type=at_least(0), help=f"{flag[2:]} slots, instead of the method's")
-        add("--positions", choices=POSITIONS, help="of keys, instead of the method's")
+        add("--dtype", choices=("float32", "bfloat16"),
+            help="of the base model (default: float32 on a CPU, bfloat16 on a GPU)")
+        add("--seed", type=at_least(0), default=0, help="of all random numbers (default: 0)")
+        self.memory = self.add_argument_group("memory")
+        add = self.memory.add_argument
+        add("--mem", type=at_least(4), metavar="M",
+            help="slots, from 4 on (default: 512, or the recipe's)")
+        add("--segment", type=at_least(1), metavar="T",
+            help="tokens that enter together (default: as --mem)")
+        for flag, kept in KEPT.items():
+            add(flag, type=at_least(0), metavar="N",
+                help=f"slots that keep the {kept} (default: the method's)")
+        add("--positions", choices=POSITIONS,
+            help="of keys: in the text, divided; in the text; in the cache (default: the method's)")
         add("--forget", type=at_least(0, float), metavar="F",
-            help="heavy slots: factor of earlier attention scores at each segment, 0 to 1")
+            help="heavy slots: factor of earlier attention at each segment, 0 to 1")
 
     def refuse_counts(self, args: argparse.Namespace) -> None:
-        given = {args.mem, args.segment, *method_flags(args).values()} - {None}
+        given = {args.mem, args.segment, *method_flags(vars(args)).values()} - {None}
         if given and not args.method:
             self.error("--mem and the like go with --method; a trained adapter has its own")
 
@@ -68,10 +77,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def method_flags(args: argparse.Namespace) -> dict:
-    """The flags that change a row of METHODS; train.py has three more than the others."""
+def method_flags(flags: dict) -> dict:
+    """Those of the flags that change a row of METHODS. train.py has three more than the others."""
     names = ("sinks", "heavy", "recent", "positions", "forget", "compressor", "kernel", "lora_rank")
-    return {name: vars(args)[name] for name in names if name in args}
+    return {name: flags[name] for name in names if name in flags}
 
 
 @dataclass(frozen=True)
@@ -87,21 +96,22 @@ class Machine:
         return torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32)
 
 
-def prepare(args: argparse.Namespace) -> Machine:
-    """The machine that the flags ask for. Sets the random state, too."""
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+def prepare(device: str | None, dtype: str | None, seed: int = 0) -> Machine:
+    """The machine that the flags ask for; None takes the default. Sets the random state, too."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError):
         raise UserError(f"--device {device}: this torch has no such device") from None
     usual = "float32" if torch.device(device).type == "cpu" else "bfloat16"
-    torch.manual_seed(args.seed)
+    torch.manual_seed(seed)
     torch.set_flush_denormal(True)  # a CPU is many times slower with a softmax's tiny weights
-    return Machine(device, getattr(torch, args.dtype or usual))
+    return Machine(device, getattr(torch, dtype or usual))
 
 
 def run_program(main: Callable[[], None]) -> None:
-    """What the user can mend is one sentence and exit code 2."""
+    """Run a program. A mistake that the user can fix is one sentence and exit code 2; what only a
+    bug of ours can cause is a traceback."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal may not have every character
     try:
@@ -111,14 +121,16 @@ def run_program(main: Callable[[], None]) -> None:
         sys.exit(130)
     except BrokenPipeError:  # `| head` has seen enough
         os._exit(1)
-    except (UserError, OSError, RuntimeError, MemoryError) as error:
-        sentence = str(error)
-        if isinstance(error, OSError) and error.filename:
-            sentence = f"{error.filename}: {error.strerror}"
-        scarce = "allocate" in sentence or "out of memory" in sentence
-        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and scarce):
-            sentence = "out of memory: try a smaller --mem or --segment; docs/training.md says what else"
-        elif isinstance(error, RuntimeError):
+    except UserError as error:
+        end_with(str(error))
+    except OSError as error:
+        end_with(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
-        print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
-        sys.exit(2)
+        end_with("out of memory: try a smaller --mem or --segment; docs/training.md says more")
+
+
+def end_with(sentence: str) -> NoReturn:
+    print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
+    sys.exit(2)

@@ -13,12 +13,20 @@ from torch import Tensor
 
 
 class UserError(Exception):
-    """What the user can mend: the programs print its sentence and exit with code 2."""
+    """A mistake that the user can fix. Programs print it and exit with code 2."""
 
 
 # What reading a damaged or foreign file can raise.
 DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionError, TypeError,
            AttributeError, ArithmeticError, pickle.UnpicklingError, SafetensorError)  # fmt: skip
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """PyTorch has a type for a full GPU. For a full main memory it raises a bare RuntimeError, so
+    that words have to tell it: "not enough memory: you tried to allocate ..."."""
+    if isinstance(error, RuntimeError) and "you tried to allocate" in str(error):
+        return True
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """lococo.py: methods, memory, segment loop, positions, LoRA; and what --show-memory shows."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from reference import by_loop, official_rows, slow_memory
 from generate import TracedMemory, describe_slots, prefill
 from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, interpolation, segment_losses
 from lococo import settings_for
-from model import Llama
+from model import Entries, Llama
 
 TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -80,7 +81,8 @@ def check_against_slow_memory(adapted, rows):
     for b in range(2):
         for g in range(2):
             own = [(q[b, 2 * g : 2 * g + 2], k[b, g], v[b, g]) for q, k, v in segments]
-            ours = cache.keys[0], cache.values[0], cache.W, cache.scores[0], read
+            held = cache.keys[0].held, cache.values[0].held
+            ours = *held, cache.W, cache.scores[0], read
             for fast, slow in zip(ours, slow_memory(adapted, own, rows)):
                 if fast is not None:  # there are scores only for heavy hitters
                     assert torch.allclose(fast[b, g].double(), slow, atol=1e-4)
@@ -141,7 +143,7 @@ def test_losses_and_prefill_go_through_the_memory(model, method, bptt, widths):
     assert torch.equal(torch.cat(right, dim=1), logits[:, :-1].argmax(dim=2) == tokens[:, 1:])
     read = cache()
     assert torch.allclose(prefill(model, tokens, read, 6), logits[:, -1], atol=1e-4)
-    assert read.seen == 40 and not read.keys[0].requires_grad
+    assert read.seen == 40 and not read.keys[0].held.requires_grad
 
 
 def test_lora_starts_unchanged_and_equals_merged_weights(model):
@@ -174,14 +176,13 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, layer,
         def compress(self, n):
             arranged, w = super().compress(n)
             if n == layer:
-                held = torch.cat((self.keys[n], self.values[n]), dim=3)[0, head]
+                held = torch.cat((self.keys[n].held, self.values[n].held), dim=3)[0, head]
                 assert torch.allclose(self.shares @ torch.cat(entered), held, atol=1e-4)
                 largest.append(self.shares.max(dim=1))
             return arranged, w
 
     adapted = AdaptedLlama(model, settings)
-    cache = adapted.cache(Followed)
-    cache.layer, cache.head = layer, head
+    cache = adapted.cache(partial(Followed, layer=layer, head=head))
     logits = [prefill(model, TOKENS[:1], memory, 8) for memory in (cache, adapted.cache())]
     assert torch.equal(*logits)
     assert cache.size == 8 + 8 and len(largest) == len(cache.largest) == 3
@@ -194,8 +195,8 @@ def test_slots_are_described_by_their_largest_shares(model, tokenizer):
     largest share of the first of them."""
     ids = tokenizer.encode("def f(x):\n    return [x]")
     settings = Settings("a method", 2, 64, 1, 1, 1, 1, kernel=3, lora_rank=0)
-    cache = AdaptedLlama(model, settings).cache(TracedMemory)
-    cache.layer, cache.head, cache.keys[0] = 1, 0, torch.zeros(1, 2, 6, 8)
+    cache = AdaptedLlama(model, settings).cache(partial(TracedMemory, layer=1, head=0))
+    cache.keys[0] = Entries(torch.zeros(1, 2, 6, 8))
     first = "layer 1, head 0: 6 entries after 12 tokens"
     assert list(describe_slots(cache, ids, tokenizer)) == [first]  # all tokens are held
     cache.compressed, cache.shares = True, torch.zeros(4, len(ids))

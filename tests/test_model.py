@@ -7,6 +7,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from generate import prefill
 from lococo import AdaptedLlama, identity, load_adapter, settings_for
 from model import KVCache, Llama, LlamaConfig, Tokenizer, hugging_face_config, hugging_face_name
 from model import load_llama, rope, rotate
-from support.files import UserError, checksum, read_file, write_file
+from support.files import UserError, checksum, is_out_of_memory, read_file, write_file
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
 SMALL = LlamaConfig(32, 2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)
@@ -153,9 +154,29 @@ def test_a_cache_grows_in_place_without_gradients(model):
             for cache in (full, memory):
                 model(TOKENS[:, :1] + t, cache)
                 cache.detach()  # as where a text is scored
-            places.add(full.keys[0].data_ptr())
-            assert memory.keys[0].untyped_storage().nbytes() <= 4 * 2 * 8 * 14
+            places.add(full.keys[0].room.data_ptr())
+            assert memory.keys[0].room.nbytes <= 4 * 2 * 8 * 14
     assert len(places) <= 5  # for 1, 4, 10, 22, 46
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("method", ["full", "h2o"])
+def test_a_copied_cache_leaves_the_original_as_it_is(model, method, gradients):
+    """Both go on with other tokens: each gives what it gives where there is no other."""
+    adapted = AdaptedLlama(model, settings_for(method, 8, 6, 40))
+    ends = (TOKENS, TOKENS.flip(1))
+    expected = []
+    for end in ends:
+        cache = adapted.cache()
+        expected.append([model(x, cache) for x in (*TOKENS.split(4, dim=1), *end.split(3, dim=1))])
+    with torch.set_grad_enabled(gradients):
+        cache = adapted.cache()
+        for x in TOKENS.split(4, dim=1):
+            model(x, cache)
+        copied = cache.copy()
+        for n in range(4):  # in turns, so that a room they shared would be overwritten
+            for which, end, logits in zip((cache, copied), ends, expected):
+                assert torch.allclose(model(end.split(3, dim=1)[n], which), logits[3 + n], atol=1e-5)
 
 
 def test_metas_layout_as_the_70b_has_it(tmp_path, tokenizer):
@@ -220,6 +241,19 @@ def test_missing_configurations_and_shards_are_noticed(tmp_path, model):
 def test_a_wrong_tensor_is_named(tmp_path, model, files, fault, named):
     q = WQ if files[0] in META else Q_PROJ
     refusal(write_model(tmp_path, model, files, lambda state: fault(state, q)), named)
+
+
+@pytest.mark.parametrize("error", [
+    AttributeError("a bug of ours"), TypeError("another"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")])
+def test_what_is_not_the_files_fault_is_not_called_so(tmp_path, model, monkeypatch, error):
+    """While weights are copied, a bug is a traceback, and a full memory is told as such."""
+    write_model(tmp_path, model, [HF])
+    monkeypatch.setattr("model.check_weight", Mock(side_effect=error))
+    with pytest.raises(type(error)) as raised:
+        load_llama(tmp_path)
+    assert raised.value is error
+    assert is_out_of_memory(error) == isinstance(error, RuntimeError)
 
 
 class Intruder:
@@ -335,6 +369,15 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     assert loaded.settings == adapted.settings
     assert torch.equal(*(prefill(m.model, tokens, m.cache(), 8) for m in (adapted, loaded)))
     assert same(load_adapter(tmp_path, rounded.bfloat16()).trained(), adapted.trained())
+
+
+def test_an_adapter_with_an_unknown_compressor_is_refused(model, tmp_path):
+    """A program that adds a compressor to COMPRESSORS makes adapters that the others cannot read."""
+    adapted = adapter(model)
+    about = identity(adapted)
+    about["settings"]["compressor"] = "magic"
+    write_file(tmp_path / "adapter.safetensors", adapted.trained(), **about)
+    refusal(tmp_path, "its compressor 'magic' is unknown", call=load_adapter, args=(model,))
 
 
 @pytest.mark.parametrize("change", [

@@ -74,9 +74,7 @@ def test_a_segments_loss_trains_the_compression_before_it(model, monkeypatch, bp
             model(segment, start)
 
     def loss():
-        cache = adapted.cache()
-        cache.keys, cache.values, cache.seen = [*start.keys], [*start.values], start.seen
-        cache.compressed = start.compressed
+        cache = start.copy()
         *_, (nats, _) = segment_losses(model, tokens[:, start.seen :], cache, 6)
         return nats.sum().item()
 

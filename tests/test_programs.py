@@ -112,13 +112,18 @@ def test_recipes(monkeypatch):
 
     def parsed(words):
         monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
-        return vars(train.parse()[0])
+        return asdict(train.parse()[0])
 
     for words, name in (("--model other", "paper"), ("", "embedded"),
                         ("--model other --recipe paper-inference", "paper-inference")):  # fmt: skip
-        recipe = {key: n for key, n in asdict(train.RECIPES[name]).items() if n is not None}
-        assert parsed(words).items() >= (recipe | {"recipe": name}).items()
-    paper, inference = train.RECIPES["paper"], train.RECIPES["paper-inference"]
+        recipe = {key: n for key, n in train.RECIPES[name].items() if n is not None}
+        defaults = asdict(train.TrainConfig(**recipe))
+        same = defaults.keys() - {"model", "segment", "batch", "out", "recipe"}
+        found = parsed(words)
+        assert found["recipe"] == name and all(found[key] == defaults[key] for key in same)
+    paper, inference = (
+        train.TrainConfig(**train.RECIPES[name]) for name in ("paper", "paper-inference")
+    )
     assert (paper.method, paper.mem, paper.kernel, paper.batch) == ("lococo+h2o", 512, 21, 128)
     assert (paper.lr, paper.conv_lr, paper.compressor, paper.bptt) == (5e-5, 5e-2, "paper", 1)
     assert (paper.seq, inference.seq, paper.facts) == (8192, 4096, 0)
@@ -127,7 +132,7 @@ def test_recipes(monkeypatch):
     assert (inference.steps, inference.lora_rank, paper.lora_rank) == (200, 0, 8)  # section 4.1
     monkeypatch.setattr(train, "HERE", Path.cwd())
     for end in ("", "-2", "-3"):  # a run gets a directory of its own
-        out = parsed("")["out"]
+        out = Path(parsed("")["out"])
         out.mkdir(parents=True)
         (out / "log.jsonl").touch()  # an empty one is taken again
         assert out.name == f"lococo+window-mem128-seq2048{end}"
@@ -142,6 +147,67 @@ def test_a_text_that_is_all_held_out_is_trained_on_and_not_scored(run):
     code, out, err = run(train, f"{LINES[train]} --data 1.txt")
     assert code == 0 and "0 documents to score" in out, err
     assert "1 of 64 tokens" in run(eval_ppl, f"{LINES[eval_ppl]} --data 1.txt")[1]
+
+
+def test_what_a_run_says_at_its_start(run, tokenizer, monkeypatch):
+    """What it trains on, where the other documents are, and what it sets."""
+    code, out, err = run(train, f"{LINES[train]} --score-tokens 200 --conv-lr 0.5")
+    assert code == 0, err
+    counts = []
+    for part, purpose in (("training", "to train on"), ("held-out", "held out"),
+                          ("choosing", "for choosing")):  # fmt: skip
+        ids = token_streams([Path("text")], tokenizer)[part]
+        counts.append(f"{(ids == tokenizer.bos).sum()} documents ({len(ids):,} tokens) {purpose}")
+    assert f"text: {', '.join(counts)}\n2 documents to score\n" in out
+    assert cells(out)["this run"][:6] == ["lococo+window", "16", "16", "96", "facts, 3 taps", "2 x 192"]
+    assert cells(out)["this run"][6:9] == ["8, 0.002", "0.5", "8"]
+    assert "slots: 4 sinks, 4 merged, 8 recent; positions: slots\n" in out
+
+    words = f"{LINES[train]} --score-tokens 200 --seq 192 --steps 1".replace("run", "long")
+    shorter = Path("text/0.py").read_text()[:300]
+    for file in Path("text").iterdir():
+        file.write_text(shorter)
+    code, out, _ = run(train, words)
+    reason = "no document that is held out has --seq 192 tokens; others can be named by --held-out"
+    assert code == 0 and f"0 documents to score: {reason}" in out
+    code, out, _ = run(train, f"{words.replace('long', 'own')} --held-out text/1.py")
+    assert code == 0 and "1 documents (" in out and "tokens) held out\n0 documents" in out
+
+
+def test_a_real_model_without_a_text_is_told_what_it_trains_on(run, monkeypatch):
+    """Python's library is for tiny/. Here a few files stand for it."""
+    monkeypatch.setattr("support.text.find_files", lambda paths: sorted(Path("text").iterdir()))
+    asked = "no --data: it trains on Python's standard library; name your own text by --data\n"
+    shutil.copytree(TINY, "base")
+    words = "--mem 16 --seq 96 --batch 1 --steps 1 --score-tokens 0"
+    for flags, said in (("", False), ("--model base", True), ("--model base --data text", False)):
+        code, out, err = run(train, f"{words} {flags} --out run{len(flags)}")
+        assert code == 0 and (asked in out) == said, err
+
+
+def test_ctrl_c_before_the_first_step_and_after_the_last(run, monkeypatch):
+    """What is lost, and how to go on."""
+    usual, calls = train.score, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) in (2, 5):  # of a run that is scored three times, then of another
+            raise KeyboardInterrupt
+        return usual(*args)
+
+    monkeypatch.setattr(train, "score", interrupted)
+    code, _, err = run(train, f"{LINES[train]} --score-tokens 100")
+    assert (code, err.splitlines()[-1]) == (130, "stopped before the first step: nothing is lost")
+    code, _, err = run(train, f"{LINES[train]} --score-tokens 100")
+    assert code == 130 and "to score: python train.py --resume run" in err.splitlines()[-1]
+    code, out, err = run(train, "--resume run")
+    assert code == 0 and "lococo+window, after training" in out, err
+
+
+def test_help_says_what_a_recipe_sets(run):
+    table = cells(run(train, "--help")[1])
+    paper = ["lococo+h2o", "512", "512", "8192", "paper, 21 taps", "100 x 1,048,576"]
+    assert table["paper"][:6] == paper and set(table) >= set(train.RECIPES)
 
 
 def test_the_table_and_the_loss_by_position(run, tokenizer):
@@ -176,9 +242,9 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, mon
     """What is kept for the backward pass of a whole sequence, with its compressions."""
     found = []
 
-    def measure(adapted, draw, args, *_):
+    def measure(adapted, draw, config, *_):
         losses, model, tokens = [], adapted.model, draw(0)[0][None]
-        pieces = segment_losses(model, tokens, adapted.cache(), args.segment, bptt=99)
+        pieces = segment_losses(model, tokens, adapted.cache(), config.segment, bptt=99)
         kept = remembered(lambda: losses.extend(nats for nats, _ in pieces))
         losses[0].sum().backward()
         found.append(sum(kept.values()))
@@ -244,6 +310,22 @@ def test_greedy_text_and_figures(run, tokenizer, words):
     assert slots == adapted.settings.mem and seen == len(ids) + 12
     assert held <= 16 + 16 if slots else held == seen
     assert (nbytes, full) == (ENTRY * held, ENTRY * seen)
+
+
+def test_a_base_without_an_adapter_says_what_it_does(run):
+    """And a memory, what the entries beside its slots are."""
+    shutil.copytree(TINY, "base", ignore=shutil.ignore_patterns("adapter*"))
+    ask = "--prompt text/0.py --max-new-tokens 3 --temperature 0"
+    code, out, err = run(generate, f"{ask} --model base")
+    sentence = "its memory is the full cache, which keeps every token; for 512 slots: --method h2o"
+    assert code == 0 and sentence in err.splitlines()[0]
+    assert (code, out) == run(generate, f"{ask} --method full")[:2]
+    for words in ("", SINKS):
+        err = run(generate, f"{ask} {words}")[2]
+        assert sentence not in err
+        slots, held = re.search(r"(\d+) slots; (\d+) entries held", err).groups()
+        waiting = int(held) - int(slots)
+        assert f"{slots} slots, and {waiting} tokens since the last compression" in err
 
 
 def test_a_warning_where_a_text_with_its_answer_passes_the_trained_length(run, tokenizer):
@@ -374,7 +456,7 @@ def test_help_and_terminals(run):
     """A terminal of ASCII only; and `| head`, which closes the pipe."""
     for program in LINES:
         code, out, _ = run(program, "--help")
-        assert code == 0 and f"python {program.__name__}.py" in out and "--mem MEM" in out
+        assert code == 0 and f"python {program.__name__}.py" in out and "--mem M " in out
     ascii = os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
     line = [sys.executable, generate.__file__, *LINES[generate].split(), "--show-memory", "0", "0"]
     usual, closed = (Popen(line, stdout=PIPE, stderr=PIPE, text=True, env=ascii) for _ in range(2))

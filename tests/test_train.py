@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -35,10 +34,13 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
     adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2)).double()
     tokens, ago = torch.randint(3, 64, (2, 41)), torch.zeros(2, 41, dtype=torch.int64)
     ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (2, 5))
-    args = Namespace(batch=2, micro_batch=1, seq=41, segment=6, bptt=bptt, answer_weight=weight)
+    config = train.TrainConfig(
+        batch=2, micro_batch=1, seq=41, segment=6, bptt=bptt, answer_weight=weight
+    )
     machine = Machine("cpu", torch.float32)  # no autocast
     rows = [(tokens[n], ago[n]) for n in (0, 0, 1, 0, 1, 1)]  # each text at each turn modulo 3
-    losses = [train.gradients(adapted, rows.__getitem__, args, machine, step) for step in range(3)]
+    draw = rows.__getitem__
+    losses = [train.gradients(adapted, draw, config, machine, step) for step in range(3)]
     found, plain, weighted = {n: p.grad / 3 for n, p in adapted.trained().items()}, 0.0, 0.0
     for n in range(2):
         cache = adapted.cache()
@@ -58,11 +60,34 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
         assert trained and all(torch.allclose(found[n], p.grad) for n, p in trained.items())
 
 
+def test_backward_passes_run_outside_autocast(model, monkeypatch):
+    """As PyTorch advises; the forward passes are in it."""
+    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2))
+    config = train.TrainConfig(batch=1, seq=40, segment=6, answer_weight=2.0)
+    text = torch.randint(3, 64, (40,)), torch.ones(40, dtype=torch.int64)
+    found = {"forward": set(), "backward": set()}
+
+    def watch(module, name, kind):
+        usual = getattr(module, name)
+
+        def watched(*args, **kwargs):
+            found[kind].add(torch.is_autocast_enabled("cpu"))
+            return usual(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(torch.Tensor, "backward", "backward")
+    watch(model, "forward", "forward")
+    train.gradients(adapted, lambda i: text, config, Machine("cpu", torch.bfloat16), step=0)
+    assert found == {"forward": {True}, "backward": {False}}
+
+
 @pytest.mark.parametrize("L", [3, 8, 10, 21])
-def test_which_keys_longlora_sees_while_it_trains(L):
+def test_which_keys_longlora_sees_while_it_trains(config, L):
     """A query that weights all alike reads the mean of the keys' numbers that its head may see."""
     q, v = torch.zeros(1, 4, L, L), torch.eye(L).expand(1, 2, L, L)
-    seen = train.shifted_groups(0, q, torch.randn(1, 2, L, L), v)[0] > 0  # head, query, key
+    cache = train.ShiftedGroups(config)
+    seen = cache.attend(0, q, torch.randn(1, 2, L, L), v)[0] > 0  # head, query, key
     quarter = -(-L // 4)
     for head in range(4):
         moved = quarter // 2 if head >= 2 else 0
@@ -96,10 +121,10 @@ def before_step(patch, n, then):
     """Something happens before the gradients of step n, counted from 1."""
     usual = train.gradients
 
-    def gradients(adapted, draw, args, machine, step, done):
+    def gradients(adapted, draw, config, machine, step, done):
         if step + 1 == n:
             then()
-        return usual(adapted, draw, args, machine, step, done)
+        return usual(adapted, draw, config, machine, step, done)
 
     patch.setattr(train, "gradients", gradients)
 
@@ -179,13 +204,14 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
         code, _, err = trained("--resume run")
         file.write_bytes(before)
         assert (code, err.count("\n")) == (2, 1) and sentence in err, err
-    assert trained("--resume run --micro-batch 2 --recompute --data text --steps 3")[0] == 0
+    code, out, _ = trained("--resume run --micro-batch 2 --recompute --data text --steps 3")
+    assert code == 0 and "--steps 3 instead of 4: from here on the rates fall to 0 at step 3" in out
     about = read_file(STATE)[1]
-    assert about["step"] == about["args"]["steps"] == 3 and about["args"]["micro_batch"] == 2
+    assert about["step"] == about["config"]["steps"] == 3 and about["config"]["micro_batch"] == 2
 
 
-# train.py as each process runs it. It keeps the gradients of each step, and where STOP is set the
-# second process is asked to end in the second step.
+# train.py as each process runs it. The second process has other random numbers. Each keeps the
+# gradients of each step, and where STOP is set the second is asked to end in the second step.
 PROCESS = """
 import os, signal
 import torch, train
@@ -199,7 +225,15 @@ def note(adapted, *rest):
         os.kill(os.getpid(), signal.SIGTERM)
     return loss
 
+def with_other_numbers(*args):
+    adapted = train.lococo_model(*args)
+    if rank == "1":
+        for p in adapted.trained().values():
+            p.data += 1
+    return adapted
+
 train.gradients = note
+train.lococo_model, train.AdaptedLlama = train.AdaptedLlama, with_other_numbers
 train.run_program(train.main)
 """
 THREE = f"{SMALL} --seq 192 --batch 3 --bptt 2 --steps 3 --answer-weight 5 --save-every 9"
@@ -215,7 +249,8 @@ def torchrun(words, **environment):
 
 
 def test_two_processes_train_as_one(trained, monkeypatch):
-    """Stopped in the second step, they go on with --resume. Any mistake is one sentence."""
+    """They start from the parameters of the first one. Stopped in the second step, they go on with
+    --resume. Any mistake is one sentence."""
     Path("process.py").write_text(PROCESS)
     alone = {"RANK": "0", "PYTHONPATH": str(HERE), "LOCOCO_CACHE": support.text.CACHE}
     line = [sys.executable, "process.py", *f"{THREE} one".split()]

@@ -34,10 +34,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import prefill  # noqa: E402
 from lococo import AdaptedLlama, settings_for  # noqa: E402
-from model import KVCache, Llama, LlamaConfig, Tokenizer  # noqa: E402
+from model import Entries, KVCache, Llama, LlamaConfig, Tokenizer  # noqa: E402
 from support.command_line import TINY, Machine, prepare, run_program  # noqa: E402
 from support.facts import fact_tokens, tell  # noqa: E402
-from train import gradients, make_optimizer  # noqa: E402
+from train import TrainConfig, gradients, make_optimizer  # noqa: E402
 
 ROWS = {  # the row's name: method and settings
     "full": dict(method="full"),
@@ -72,6 +72,14 @@ def make(row: str, model: Llama, args: argparse.Namespace) -> AdaptedLlama:
     return AdaptedLlama(copy.deepcopy(model), settings)
 
 
+def config_of(adapted: AdaptedLlama, L: int, args: argparse.Namespace) -> TrainConfig:
+    """The configuration of train.py that trains on one sequence of L tokens at a time."""
+    return TrainConfig(
+        seq=L, segment=adapted.settings.segment, bptt=args.bptt, batch=1, micro_batch=1,
+        answer_weight=20.0, lr=1e-5, conv_lr=1e-5,
+    )  # fmt: skip
+
+
 # --- What is measured ----------------------------------------------------------------------------
 
 
@@ -90,13 +98,13 @@ def add_gradients(adapted: AdaptedLlama, L: int, args: argparse.Namespace, n: in
         told, ago = tell(ids, facts, "training", 0, i, tokenizer)
         return told % args.vocab, ago
 
-    own = argparse.Namespace(**vars(args) | {"seq": L, "segment": adapted.settings.segment})
-    gradients(adapted, draw, own, machine_of(args), n, done)
+    config = config_of(adapted, L, args)
+    gradients(adapted, draw, config, machine_of(args), n, done)
 
 
 def train_time(adapted: AdaptedLlama, args: argparse.Namespace) -> float:
     """Seconds of a step, as train.py takes it."""
-    optimizer = make_optimizer(adapted, args)
+    optimizer = make_optimizer(adapted, config_of(adapted, args.seq, args))
 
     def three_steps() -> None:
         for n in range(3):
@@ -122,8 +130,8 @@ def filled(adapted: AdaptedLlama, n: int, args: argparse.Namespace) -> KVCache:
     dtype = getattr(torch, args.dtype)
     for layer in range(config.n_layers):
         shape = (1, config.n_kv_heads, held, config.head_dim)
-        cache.keys[layer] = torch.randn(shape, device=args.device, dtype=dtype)
-        cache.values[layer] = torch.randn(shape, device=args.device, dtype=dtype)
+        cache.keys[layer] = Entries(torch.randn(shape, device=args.device, dtype=dtype))
+        cache.values[layer] = Entries(torch.randn(shape, device=args.device, dtype=dtype))
         if s.mem and cache.scoring:
             cache.scores[layer] = torch.rand(shape[:3], device=args.device)
     cache.seen, cache.compressed = n, held < n
@@ -225,13 +233,12 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="turns of each method; one more warms up")
     add("--device", default="cpu")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.set_defaults(seed=0, answer_weight=20.0, batch=1, micro_batch=1, lr=1e-5, conv_lr=1e-5)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
-    prepare(args)
+    prepare(args.device, args.dtype)
     heads = dict(n_heads=args.heads, n_kv_heads=args.heads)
     config = LlamaConfig(args.dim, args.layers, **heads, ffn_dim=args.ffn, vocab_size=args.vocab)
     model = Llama(config).to(args.device, getattr(torch, args.dtype))

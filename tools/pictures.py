@@ -13,6 +13,7 @@ of the fact in assets/prompt.txt is, compression after compression.
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +35,9 @@ from support.text import long_documents, token_streams  # noqa: E402
 class Watched(Memory):
     """A memory that remembers W (M, S) of each layer's head 0 at its last compression."""
 
-    mixing: dict[int, Tensor]
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.mixing = {}
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         arranged, w = super().compress(layer)
@@ -44,6 +47,11 @@ class Watched(Memory):
 
 class Following(TracedMemory):
     """Remembers after each compression how much of token `word` is in each slot, (M,)."""
+
+    def __init__(self, *args, word: int, **place: int):
+        super().__init__(*args, **place)
+        self.word = word
+        self.path = []
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         result = super().compress(layer)
@@ -97,8 +105,7 @@ def follow(adapted: AdaptedLlama, ids: list[int], word: int) -> tuple[Tensor, in
     paths = {}
     for layer in range(adapted.model.config.n_layers):
         for head in range(adapted.model.config.n_kv_heads):
-            memory = adapted.cache(Following)
-            memory.layer, memory.head, memory.word, memory.path = layer, head, word, []
+            memory = adapted.cache(partial(Following, layer=layer, head=head, word=word))
             prefill(adapted.model, torch.tensor([ids]), memory, adapted.settings.segment)
             paths[layer, head] = torch.stack(memory.path)
     best = max(paths, key=lambda key: paths[key][-1].max())
@@ -111,7 +118,7 @@ def main() -> None:
     parser.add_argument("--tuned", type=Path, nargs="*", default=[], help="more runs to compare")
     parser.add_argument("--out", type=Path, default=HERE / "assets")
     args = parser.parse_args()
-    machine = prepare(argparse.Namespace(device="cpu", dtype="float32", seed=0))
+    machine = prepare("cpu", "float32")
     model, tokenizer = load_base(TINY, machine)
     streams = token_streams([], tokenizer)
     documents = long_documents(streams["held-out"], tokenizer.bos, 2048, 64)
@@ -121,7 +128,6 @@ def main() -> None:
     masks = ranges("", ago, s.mem + s.segment)
 
     memory = adapted.cache(Watched)
-    memory.mixing = {}
     prefill(model, documents[:1], memory, s.segment)
     draw_mixing(memory.mixing, s, args.out / "mixing.png")
 

@@ -315,7 +315,7 @@ def main() -> None:
     args = parse()
     if not args.print:
         args.model, args.prose = args.model.resolve(), args.prose.resolve()
-        machine = prepare(argparse.Namespace(device="cpu", dtype="bfloat16", seed=0))
+        machine = prepare("cpu", "bfloat16")
         for seed in args.seeds:
             for key in args.rows:
                 name = cell_name(ROWS[key], seed, args)

@@ -242,7 +242,7 @@ def main() -> None:
     args.segment = args.mem if args.data else 128
     if args.data:
         args.facts, args.part = 0, "held-out+choosing"
-    machine = prepare(argparse.Namespace(device="cpu", dtype="float32", seed=0))
+    machine = prepare("cpu", "float32")
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip()
     for seed in args.seeds:

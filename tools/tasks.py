@@ -31,7 +31,6 @@ import json
 import re
 import sys
 import zlib
-from copy import copy
 from itertools import islice
 from pathlib import Path
 from typing import Callable, Iterator
@@ -247,16 +246,6 @@ def is_task(row: dict) -> bool:
     return ends and answer in range(len(texts)) and all(text.strip() for text in prompts + texts)
 
 
-def fork(cache: KVCache) -> KVCache:
-    """An independent copy: what enters it does not enter the original. A fresh view of a tensor has
-    no buffer to grow in."""
-    other = copy(cache)
-    for name, held in vars(cache).items():
-        if isinstance(held, list):
-            setattr(other, name, [None if t is None else t[:] for t in held])
-    return other
-
-
 @torch.no_grad()
 def score_choices(
     adapted: AdaptedLlama, row: dict, tokenizer: Tokenizer, device: str
@@ -272,7 +261,7 @@ def score_choices(
             start, cache = tokenizer.encode(prompt.rstrip()), adapted.cache()
             prefill(model, torch.tensor([start[:-1]], device=device), cache, T)
         rest = start[-1:] + tokenizer.encode(f"{prompt} {choice}")[len(start) :]
-        pieces = segment_losses(model, torch.tensor([rest], device=device), fork(cache), T)
+        pieces = segment_losses(model, torch.tensor([rest], device=device), cache.copy(), T)
         scores.append(-sum(nats.sum().item() for nats, _ in pieces))
     by_length = [score / len(choice) for score, choice in zip(scores, row["choices"])]
     likeliest = {"acc": np.argmax(scores), "acc_norm": np.argmax(by_length)}
@@ -289,7 +278,7 @@ def score_answer(
     ids, most = tokenizer.encode(row["prompt"]), row.get("max_tokens", 32)
     logits = prefill(model, torch.tensor([ids], device=device), cache, adapted.settings.segment)
     text, stop = "", row.get("stop", "\n")
-    for piece in as_text(decode(model, tokenizer, logits, fork(cache), most, 0), tokenizer, ids):
+    for piece in as_text(decode(model, tokenizer, logits, cache.copy(), most, 0), tokenizer, ids):
         text += piece
         if "longbench" in row:
             text = text.lstrip("\n")  # as it does, so that a first line is not empty
@@ -333,7 +322,7 @@ def summary(columns: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def score(args: argparse.Namespace) -> None:
     """A table for each file: means over its rows ± standard error."""
-    machine = prepare(args)
+    machine = prepare(args.device, args.dtype, args.seed)
     files = {file: list(read_rows(file, is_task)) for file in args.files}
     for file, rows in files.items():
         if not rows:

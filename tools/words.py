@@ -60,7 +60,7 @@ def main() -> None:
         add(name, type=Path, nargs="+", required=True, metavar="RUN")
     add("--out", type=Path, default=HERE / "assets" / "words.png")
     args = parser.parse_args()
-    machine = prepare(argparse.Namespace(device="cpu", dtype="float32", seed=0))
+    machine = prepare("cpu", "float32")
     settings = read_adapter(args.memory[0])[0]
     nats = {}
     for group in ("window", "memory", "full"):
