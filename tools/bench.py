@@ -2,9 +2,11 @@
 
     python tools/bench.py                                        # minutes on one core of a CPU
     python tools/bench.py --device cuda --dtype bfloat16 --mem 512 --segment 512 --seq 8192
+    python tools/bench.py --model SmolLM2-135M --dtype bfloat16 --rows window h2o lococo+h2o+recent \\
+        --parts prefill decode --mem 64 --segment 64 --contexts 1024 8192
 
-The model has random weights. Methods take turns, for several rounds. The table has the medians and,
-behind each, how many times the window's that is.
+The model has random weights, or those of --model. Methods take turns, for several rounds. The table
+has the medians and, behind each, how many times the window's that is.
 
     train    an optimizer step on --batch sequences, as train.py takes it, the mean of three: with
              our compressor there are --facts in a text, and a third of its pieces has a second
@@ -34,7 +36,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import prefill  # noqa: E402
 from lococo import AdaptedLlama, settings_for  # noqa: E402
-from model import Entries, KVCache, Llama, LlamaConfig, Tokenizer  # noqa: E402
+from model import Entries, KVCache, Llama, LlamaConfig, Tokenizer, load_llama  # noqa: E402
 from support.command_line import TINY, Machine, prepare, run_program  # noqa: E402
 from support.facts import fact_tokens, tell  # noqa: E402
 from train import TrainConfig, gradients, make_optimizer  # noqa: E402
@@ -44,6 +46,7 @@ ROWS = {  # the row's name: method and settings
     "window": dict(method="streaming"),
     "h2o": dict(method="h2o"),
     "lococo+window": dict(method="lococo+window", kernel=3, compressor="facts"),  # the recipe
+    "lococo+h2o+recent": dict(method="lococo+h2o+recent", kernel=3, compressor="scored"),
     "lococo": dict(method="lococo", kernel=21),  # the paper's, as the next one
     "lococo+h2o": dict(method="lococo+h2o", kernel=21),
 }
@@ -220,6 +223,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
+    add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="the window is always there")
+    add("--model", type=Path, help="a base model instead of random weights of these sizes:")
     sizes = dict(dim=256, layers=4, heads=4, ffn=688, vocab=2048)
     for name, size in sizes.items():
         add(f"--{name}", type=int, default=size)
@@ -239,12 +244,18 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     prepare(args.device, args.dtype)
-    heads = dict(n_heads=args.heads, n_kv_heads=args.heads)
-    config = LlamaConfig(args.dim, args.layers, **heads, ffn_dim=args.ffn, vocab_size=args.vocab)
-    model = Llama(config).to(args.device, getattr(torch, args.dtype))
+    if args.model:
+        model = load_llama(args.model, getattr(torch, args.dtype), args.device)
+        args.vocab = model.config.vocab_size
+    else:
+        heads = dict(n_heads=args.heads, n_kv_heads=args.heads)
+        sizes = dict(ffn_dim=args.ffn, vocab_size=args.vocab)
+        config = LlamaConfig(args.dim, args.layers, **heads, **sizes)
+        model = Llama(config).to(args.device, getattr(torch, args.dtype))
+    rows = [row for row in ROWS if row == "window" or row in args.rows]
     print(f"M = {args.mem}, T = {args.segment}, L = {args.seq:,}; {args.dtype} on {args.device}, "
           f"{torch.get_num_threads()} threads, torch {torch.__version__}; {args.rounds} rounds")
-    print_table(measure({row: make(row, model, args) for row in ROWS}, args), list(ROWS))
+    print_table(measure({row: make(row, model, args) for row in rows}, args), rows)
 
 
 if __name__ == "__main__":
