@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Iterable, NamedTuple
 
 import numpy as np
 import torch
@@ -45,49 +45,67 @@ def fact_tokens(tokenizer: Tokenizer, form: str = "line") -> FactTokens:
     pieces = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
     words = [i for i, piece in enumerate(pieces) if re.fullmatch(" [a-z]{3,}", piece)]
     breaks = frozenset(i for i, piece in enumerate(pieces) if piece.endswith("\n"))
-    start, middle, end = FORMS[form]
-    parts = ids_behind("x\n", start), ids_behind("x", middle), ids_behind("x", end)
-    if [tokenizer.decode(tokenizer.encode("x")[1:] + ids) for ids in parts] != [
-        f"x{text}" for text in FORMS[form]
-    ]:
-        raise UserError(f"{tokenizer.file}: it has no tokens of their own for the parts of a fact")
+    before, between, after = FORMS[form]
+    parts = ids_behind("x\n", before), ids_behind("x", between), ids_behind("x", after)
+    x = tokenizer.encode("x")[1:]
+    for text, ids in zip(FORMS[form], parts):
+        if tokenizer.decode(x + ids) != f"x{text}":
+            raise UserError(f"{tokenizer.file}: it has no tokens of their own for {text!r} in a fact")
     return FactTokens(words, breaks, *parts)
 
 
-def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int, tokenizer: Tokenizer,
-         form: str = "line") -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write facts into a text (L,): lines `@ message number = socket`, a name of two words and a
-    word, or another of FORMS. Each is due in the first half, then after gaps of 64 to L tokens (log-uniform), and told
-    at the next line break. Its name's checksum decides which of PARTS it belongs to. Returns the
-    text, cut at L, and for the word of each fact how long ago it was last told, (L,), else 0."""
-    words, breaks, before, between, after = fact_tokens(tokenizer, form)
-    rng, L = np.random.default_rng((seed, i)), len(tokens)
-    lines, mentions = {}, []
-    length = len(before) + len(between) + len(after) + 3
-    wanted = min(facts, L // length)
-    for _ in range(1000 * wanted if words else 0):  # few words do not make many names
-        if len(lines) == wanted:
+def choose_facts(
+    number: int, part: str, rng: np.random.Generator, tokenizer: Tokenizer, form: str
+) -> dict[str, list[int]]:
+    """So many facts, by name: the ids of their lines. The checksum of a name says to which of PARTS
+    it belongs. Raises UserError if the tokenizer's words do not make so many names."""
+    words, _, before, between, after = fact_tokens(tokenizer, form)
+    lines = {}
+    for _ in range(1000 * number if words else 0):
+        if len(lines) == number:
             break
         a, b, word = rng.choice(words, 3).tolist()
         name = tokenizer.piece(a) + tokenizer.piece(b)
         spelled = name.replace(" ", "\u2581")  # as sentencepiece spells it: tiny/ was trained so
         if zlib.crc32(spelled.encode()) % 20 in PARTS[part]:
             lines[name] = [*before, a, b, *between, word, *after]
-    if len(lines) < wanted:
-        sentence = f"its {len(words)} words of one token do not make {wanted} names of facts"
+    if len(lines) < number:
+        sentence = f"its {len(words)} words of one token do not make {number} names of facts"
         raise UserError(f"{tokenizer.file}: {sentence}")
-    for name in lines:
+    return lines
+
+
+def schedule(names: Iterable[str], L: int, rng: np.random.Generator) -> list[tuple[float, str]]:
+    """When each fact is due in a text of L tokens, the first one last: once in the first half, then
+    after gaps of 64 to L tokens (log-uniform)."""
+    mentions = []
+    for name in names:
         place = rng.uniform(0, L / 2)
         while place < L:
             mentions.append((place, name))
             place += np.exp(rng.uniform(np.log(64), np.log(max(L, 64))))
-    mentions.sort(reverse=True)
+    return sorted(mentions, reverse=True)
+
+
+def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int, tokenizer: Tokenizer,
+         form: str = "line") -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Write facts into text number i, (L,): lines `@ message number = socket`, a name of two words and
+    a word, or another of FORMS. Each is told at the first line break after it is due.
+
+    Returns the text, cut at L, and for the word of each fact how long ago it was last told, else 0:
+    both (L,).
+    """
+    rng, L = np.random.default_rng((seed, i)), len(tokens)
+    _, breaks, before, between, after = fact_tokens(tokenizer, form)
+    length = len(before) + len(between) + len(after) + 3  # of a line
+    lines = choose_facts(min(facts, L // length), part, rng, tokenizer, form)
+    due = schedule(lines, L, rng)
     told, ago, last = [], [], {}
     for token in tokens.tolist():
         told.append(token)
         ago.append(0)
-        while token in breaks and mentions and len(told) >= mentions[-1][0]:
-            _, name = mentions.pop()
+        while token in breaks and due and len(told) >= due[-1][0]:
+            _, name = due.pop()
             told += lines[name]
             here = len(told) - 1 - len(after)  # where the word is
             ago += [0] * length
