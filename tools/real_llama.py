@@ -1,4 +1,4 @@
-"""A real Llama with its base frozen: which memory loses least? Makes the tables of docs/real-llama.md.
+"""A real Llama with its base frozen: which memory loses least? Makes docs/real-llama.md's tables.
 
     python tools/real_llama.py --model SmolLM2-135M --prose prose              # every row, one seed
     python tools/real_llama.py --model SmolLM2-135M --prose prose --rows ours --seeds 0 1 2
@@ -8,13 +8,13 @@
 
 A cell of a table is one row with one seed: train.py trains its convolutions on three books and on
 WikiText-2's valid part, then documents of --seq tokens are scored. Forms are chosen on the fourth
-book (--part choosing); the documents of WikiText-2's test part are scored once, when nothing is left
-to choose. A row without convolutions is not trained.
+book (--part choosing). The documents of WikiText-2's test part are scored once, when nothing is
+left to choose. A row without convolutions is not trained.
 
-Runs are in runs/real-llama/ and go on where they were stopped. The figures of a cell are one line of
-docs/real-llama.jsonl, with the nats of each document, the date and the commit. A cell is named by
-all that makes it: flags, base, texts, and a checksum of the source files that compute it. A change of
-any of these is another cell, so that a stored figure is never an answer to another question.
+Runs are in runs/real-llama/ and go on where they were stopped. The figures of a cell are one line
+of docs/real-llama.jsonl, with the nats of each document, the date and the commit. A cell is named
+by all that makes it: flags, base, texts, and a checksum of the source files that compute it. A
+change of any of these is another cell, so a stored figure never answers another question.
 """
 
 import argparse
@@ -101,17 +101,21 @@ ROWS = {
         trained=False,
     ),
     "lococo": Row("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
-    "lococo+h2o": Row("the paper's `lococo+h2o`: M/2 heavy, M/2 merged", f"--method lococo+h2o {PAPER}"),
+    "lococo+h2o": Row(
+        "the paper's `lococo+h2o`: M/2 heavy, M/2 merged", f"--method lococo+h2o {PAPER}"
+    ),
     "official code": Row(
         "the official code: M/2 heavy, M/2 mixed with the next heavy ones",
         f"--method lococo+h2o {PAPER} --compressor official --forget 0",
     ),
     "window merged": Row("window with M/4 merged", f"{RECIPE} --method lococo+window"),
-    "ours, paper's compressor": Row("H2O with M/4 merged, by the paper's compressor", f"{RECIPE} {PAPER}"),
-    "ours, softmax": Row("H2O with M/4 merged, by a softmax alone", f"{RECIPE} --compressor softmax"),
-    "ours, no forgetting": Row("H2O with M/4 merged, our compressor", f"{RECIPE} --forget 1"),
-    "ours": Row("H2O with forgetting and M/4 merged, our compressor", RECIPE),
-}  # fmt: skip
+    "ours, paper's compressor": Row(
+        "ours with the paper's compressor instead", f"{RECIPE} {PAPER}"
+    ),
+    "ours, softmax": Row("ours with a softmax alone", f"{RECIPE} --compressor softmax"),
+    "ours, no forgetting": Row("ours without forgetting", f"{RECIPE} --forget 1"),
+    "ours": Row("**ours**: 3M/8 heavy, M/4 merged, 3M/8 last", RECIPE),
+}
 
 SHORT = ("full", "window", "h2o", "h2o text", "lococo+h2o", "ours")  # README.md's rows
 PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
@@ -132,13 +136,14 @@ def all_flags(row: Row, mem: int, more: str) -> str:
 
 def cell_name(row: Row, seed: int, args: argparse.Namespace) -> dict:
     """All that makes a cell."""
+    weights = sorted(args.model.glob("*.json")) + sorted(args.model.glob("*.safetensors"))
     return {
         "flags": all_flags(row, args.mem, args.flags),
         "steps": args.steps if row.trained else 0,
         "seed": seed if row.trained else 0,
         "mem": args.mem,
         "seq": args.seq,
-        "base": checksum_of_files(sorted(args.model.glob("*.json")) + sorted(args.model.glob("*.safetensors"))),
+        "base": checksum_of_files(weights),
         "texts": checksum_of_files([args.prose / text for text in BOOKS]),
         "sources": checksum_of_files([HERE / source for source in SOURCES]),
         "part": args.part,
@@ -208,7 +213,8 @@ def make_cell(row: Row, name: dict, args: argparse.Namespace, machine: Machine) 
     about["trained parameters"] = sum(p.numel() for p in adapted.trained().values())
     about["cache bytes"] = held
     means = nats.double().mean(dim=1)
-    return about | {"nats": means.mean().item(), "by document": [round(x, 5) for x in means.tolist()]}
+    by_document = [round(nats, 5) for nats in means.tolist()]
+    return about | {"nats": means.mean().item(), "by document": by_document}
 
 
 # --- Stored cells and tables ---------------------------------------------------------------------
@@ -241,8 +247,8 @@ def best_h2o(nats: dict[tuple, np.ndarray]) -> np.ndarray | None:
 
 def table(cells: list[dict], **about) -> str:
     """A line for each row that has cells like `about`: nats per token, the mean of its seeds;
-    perplexity; the paired difference from the better H2O with its standard error over documents; and
-    which part of that H2O's gap to full attention is closed, by each seed."""
+    perplexity; the paired difference from the better H2O with its standard error over documents;
+    and which part of that H2O's gap to full attention is closed, by each seed."""
     latest = {}  # of cells that are made by today's flags
     for cell in cells:
         flags = all_flags(ROWS[cell["row"]], cell["mem"], cell["extra"])
@@ -298,12 +304,12 @@ def parse() -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, default=[0])
     add("--steps", type=int, default=60, help="training steps of 4,096 tokens (default: 60)")
     add("--mem", type=int, default=64, help="slots M; a segment has as many tokens (default: 64)")
-    add("--seq", type=int, default=1024, help="tokens of a sequence, of a document (default: 1,024)")
+    add("--seq", type=int, default=1024, help="tokens of a document (default: 1,024)")
     add("--part", choices=PARTS, default="test", help="documents to score (default: test)")
     add("--documents", type=int, default=48, help="documents to score at most (default: 48)")
     add("--flags", default="", help="more flags of train.py, for an ablation")
     add("--print", action="store_true", help="print the tables of stored cells; make none")
-    add("--write", action="store_true", help="write them into README.md and docs/real-llama.md, too")
+    add("--write", action="store_true", help="write the tables into the pages, too")
     args = parser.parse_args()
     args.print = args.print or args.write
     if not args.print and not (args.model and args.prose):
@@ -311,27 +317,32 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def make_cells(args: argparse.Namespace) -> None:
+    """Make and store the cells that are asked for, but for those that are stored already."""
+    machine = prepare("cpu", "bfloat16")
+    threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    for seed in args.seeds:
+        for key in args.rows:
+            name = cell_name(ROWS[key], seed, args)
+            if any(name.items() <= cell.items() for cell in read()):
+                continue
+            print(f"{key} {args.flags}, seed {seed}", file=sys.stderr)
+            about = {"row": key, "extra": args.flags, "date": str(date.today())}
+            about |= {"commit": commit(), "machine": f"{platform.machine()}, {threads}"}
+            cell = make_cell(ROWS[key], name, args, machine)
+            RESULTS.parent.mkdir(exist_ok=True)
+            with open(RESULTS, "a", encoding="utf-8") as file:
+                file.write(json.dumps(about | name | cell) + "\n")
+
+
 def main() -> None:
     args = parse()
     if not args.print:
         args.model, args.prose = args.model.resolve(), args.prose.resolve()
-        machine = prepare("cpu", "bfloat16")
-        for seed in args.seeds:
-            for key in args.rows:
-                name = cell_name(ROWS[key], seed, args)
-                if any(name.items() <= cell.items() for cell in read()):
-                    continue
-                print(f"{key} {args.flags}, seed {seed}", file=sys.stderr)
-                cell = make_cell(ROWS[key], name, args, machine)
-                about = {"row": key, "extra": args.flags, "date": str(date.today()), "commit": commit(),
-                         "machine": f"{platform.processor() or platform.machine()}, "
-                                    f"{torch.get_num_threads()} threads, torch {torch.__version__}"}  # fmt: skip
-                RESULTS.parent.mkdir(exist_ok=True)
-                with open(RESULTS, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(about | name | cell) + "\n")
+        make_cells(args)
     for page in PAGES if args.write else ():
         page.write_text(with_tables(page.read_text("utf-8"), read()), "utf-8")
-    kinds = dict.fromkeys((c["part"], c["mem"], c["seq"]) for c in read())
+    kinds = dict.fromkeys((cell["part"], cell["mem"], cell["seq"]) for cell in read())
     for part, mem, seq in kinds:
         print(f"\n{part}, M = T = {mem}, {seq:,} tokens\n")
         print(table(read(), part=part, mem=mem, seq=seq), end="")
