@@ -49,7 +49,7 @@ class Settings:
     merged: int = 0  # slots that the convolution fills; without any, all other entries are dropped
     recent: int = 0  # slots that keep the last tokens
     positions: str = "interpolated"  # or "original" or "slots", see `interpolation`
-    compressor: str = "paper"  # or "facts", see COMPRESSORS
+    compressor: str = "paper"  # or another of COMPRESSORS
     kernel: int = 21  # taps of the convolution
     lora_rank: int = 8
     lora_alpha: int = 16  # the official code's; the paper names none

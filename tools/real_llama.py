@@ -90,8 +90,12 @@ RECIPE = "--recipe inference"
 ROWS = {
     "full": Row("full attention", "--method full", trained=False),
     "window": Row("window: 4 first, M - 4 last", "--method streaming", trained=False),
-    "h2o": Row("H2O: M/2 heavy, M/2 last", "--method h2o --positions slots", trained=False),
-    "h2o text": Row("H2O, positions of the text", "--method h2o", trained=False),
+    "h2o": Row(
+        "H2O: M/2 heavy, M/2 last, positions of the slots",
+        "--method h2o --positions slots",
+        trained=False,
+    ),
+    "h2o text": Row("the same, positions of the text", "--method h2o", trained=False),
     "h2o forget": Row(
         "H2O with forgetting (0.75)", "--method h2o --forget 0.75", trained=False
     ),
@@ -114,7 +118,7 @@ ROWS = {
     ),
     "ours, softmax": Row("ours with a softmax alone", f"{RECIPE} --compressor softmax"),
     "ours, no forgetting": Row("ours without forgetting", f"{RECIPE} --forget 1"),
-    "ours": Row("**ours**: 3M/8 heavy, M/4 merged, 3M/8 last", RECIPE),
+    "ours": Row("**ours**, `lococo+h2o+recent`: 3M/8 heavy, M/4 merged, 3M/8 last", RECIPE),
 }
 
 SHORT = ("full", "window", "h2o", "h2o text", "lococo+h2o", "ours")  # README.md's rows
