@@ -180,7 +180,7 @@ def print_work(models: int, documents: dict[int, Tensor], recall: bool) -> None:
     if recall:
         tokens += list(documents.values())[-1].numel()
     work = f"{models * tokens:,} tokens to score with {models} models"
-    print(f"{work}; --documents 8 or one of --lengths takes less", file=sys.stderr)
+    print(f"{work}; fewer --documents or --lengths take less", file=sys.stderr)
 
 
 def score(

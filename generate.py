@@ -222,6 +222,9 @@ def figures(cache: KVCache, settings: Settings) -> str:
         waiting = f"{cache.size - settings.mem} tokens since the last compression"
         most = f"at most T = {settings.segment}"
         lines.append(f"entries held     {settings.mem} slots, and {waiting} ({most})")
+    elif settings.mem:
+        room = f"M + T = {settings.mem + settings.segment:,} entries"
+        lines.append(f"entries held     all: nothing is compressed up to {room}")
     return "\n".join(lines)
 
 

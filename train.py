@@ -541,8 +541,11 @@ def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
     columns = next(iter(scores.values()), [])
     print(f"{f'{documents} held-out documents':40}", *columns, sep="  ")
     for name, row in scores.items():
-        cells = (f"{row.get(column, math.nan):>{len(column)}.3f}" for column in columns)
-        print(f"{name:40}", *cells, sep="  ")
+        line = f"{name:40}"
+        for column in columns:
+            value = row.get(column, math.nan)  # of no questions there is no recall
+            line += f"  {'-' if math.isnan(value) else f'{value:.3f}':>{len(column)}}"
+        print(line)
 
 
 def print_start(config: TrainConfig, settings: Settings, machine: Machine, text: Texts) -> None:
@@ -554,6 +557,8 @@ def print_start(config: TrainConfig, settings: Settings, machine: Machine, text:
     slots = [f"{getattr(settings, kind)} {kind}" for kind in KINDS if getattr(settings, kind)]
     if slots:
         print(f"slots: {', '.join(slots)}; positions: {settings.positions}")
+    if not settings.merged:
+        print("nothing is merged: this method uses no compressor")
 
 
 def run(config: TrainConfig, state: dict[str, Tensor], about: dict) -> None:
