@@ -1,7 +1,8 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a small convolution.
 
-First the paper (arXiv 2406.05317), by its equation numbers; then ours, which keeps facts. Letters
-as in model.py. The paper's W is `logits` in (6), `w` after (7); our W is w and the rows that copy.
+First comes the paper (arXiv 2406.05317), by its equation numbers; then ours. Letters are those of
+model.py. The paper's W of (6) is called `logits` here, and its normalised form (7) is called `w`.
+W has all M rows: those of w, and the one-hot rows that copy an entry.
 """
 
 from dataclasses import asdict, dataclass
@@ -29,7 +30,10 @@ METHODS = {
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
     "lococo+h2o+recent": lambda M: dict(
-        heavy=M * 3 // 8, merged=M // 4, recent=M - M * 3 // 8 - M // 4, forget=0.75
+        heavy=M * 3 // 8,  # 24, 16 and 24 slots at M = 64
+        merged=M // 4,
+        recent=M - M * 3 // 8 - M // 4,
+        forget=0.75,
     ),
     "lococo+window": lambda M: dict(
         sinks=4, merged=min(M // 4, 24), recent=M - min(M // 4, 24) - 4, positions="slots"
@@ -53,7 +57,7 @@ class Settings:
     kernel: int = 21  # taps of the convolution
     lora_rank: int = 8
     lora_alpha: int = 16  # the official code's; the paper names none
-    forget: float = 1.0  # earlier attention counts so much less with each segment; H2O: 1
+    forget: float = 1.0  # earlier attention is multiplied by this at each segment; 1 in H2O
 
     @property
     def mem(self) -> int:
@@ -130,8 +134,9 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     """Equation (1) up to its product with V. H2O must see these weights, and fused attention does
     not return them.
 
-    The last T of S entries ask: q (B, H, T, D), k (B, G, S, D) -> float32 weights (B, G, H/G
-    * T, S). The query heads of a key/value head stand one below the other.
+    The last T of S entries ask: q (B, H, T, D), k (B, G, S, D) -> weights in float32,
+    (B, G, H/G * T, S). The query heads of a key/value head stand one below the other. Under
+    autocast the logits are rounded to its numbers before the softmax.
     """
     T, S, heads = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, heads)).flatten(2, 3)  # (B, G, H/G * T, D)
@@ -151,8 +156,8 @@ def in_order(entries: Tensor, order: Tensor) -> Tensor:
 class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer.
 
-    When the next segment does not fit, S entries become M slots by K' = W K and V' = W V. Every
-    method is a W. Its columns are memory, then segment; the paper's (6) has them the other way.
+    When the next segment does not fit, S entries become M slots by K' = W K and V' = W V. Each
+    method is a choice of the matrix W. Its columns are memory, then segment; the paper's (6) has them the other way.
     For M = 4 and T = 3, with one sink, two merged slots and one recent token:
 
                      memory     segment
@@ -196,7 +201,8 @@ class Memory(KVCache):
         """Attend as a KVCache does, and count the attention that each entry receives.
 
         Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most: the sum over
-        all queries so far, the mean over the query heads of a key/value head.
+        all queries so far, the mean over the query heads of a key/value head. What was received
+        before a segment is multiplied by `forget`; T tokens are T / segment of a segment.
         """
         if not self.scoring:
             return super().attend(layer, q, k, v)
@@ -205,7 +211,8 @@ class Memory(KVCache):
         T, heads = q.shape[2], q.shape[1] // k.shape[1]
         received = weights.detach().sum(dim=2) / heads  # (B, G, S)
         if self.scores[layer] is not None:
-            received[:, :, :-T] += self.settings.forget * self.scores[layer]  # the older entries
+            kept = self.settings.forget ** (T / self.settings.segment)
+            received[:, :, :-T] += kept * self.scores[layer]  # the older entries
         self.scores[layer] = received
         read = weights.type_as(v) @ self.values[layer].held  # (B, G, H/G * T, D)
         return read.unflatten(2, (heads, T)).flatten(1, 2)
@@ -213,8 +220,8 @@ class Memory(KVCache):
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         """The operator C of (3), steps 4 and 5: S entries become M slots.
 
-        One-hot rows of W copy. Only w, the block of the merged slots, is multiplied. Returns what
-        `mixing_matrix` needs to make all of W: the order of the entries (B, G, S), and w.
+        One-hot rows of W copy. Only w, the block of the merged slots, multiplies keys and values.
+        Returns what `mixing_matrix` needs to make all of W: the order of the entries (B, G, S), and w.
         """
         s = self.settings
         by_slot = s.positions == "slots"
@@ -364,7 +371,7 @@ class LoRALinear(nn.Module):
         return self.base(x) + self.factor * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
-# --- Ours: what a memory needs to keep facts -----------------------------------------------------
+# --- Ours: compressors whose slots choose in order -----------------------------------------------
 
 COMMON = 3  # scaling the shared filter by 3 triples its change per AdamW step
 # The (centred) cosine of a fact that is told twice is 0.995, that of two facts 0.52. To the
@@ -372,15 +379,17 @@ COMMON = 3  # scaling the shared filter by 3 triples its change per AdamW step
 # rows, even where logits are 16 times larger.
 POWER = 32
 PENALTY = 1000
-TRUST = 2  # at the start an entry with twice the attention gets 2^2 times the weight
+# At the start an entry with twice the attention gets 2^2 times the weight. The factor also
+# doubles the change of ScoredCompressor.trust per AdamW step.
+TRUST = 2
 
 
 class FactCompressor(Compressor):
     """Slots choose in order. Each takes the most relevant entry that no earlier slot has taken.
 
     Of entries A, A' (a copy of A) and B, in this order of relevance, two slots hold A and B.
-    A common filter learns what is relevant. A filter of each slot learns which of it the slot
-    takes. What comes from a merged or heavy slot has filters of its own, of one tap, which
+    A common filter learns what is relevant. Each slot also has its own filter, which learns
+    which of the relevant entries it takes. What comes from a merged or heavy slot has filters of its own, of one tap, which
     learn to keep it: without them one seed of two forgets (docs/notebook.md). Rows are soft
     while they learn. The recipe's `sharper` makes them nearly one-hot afterwards, as mixed
     facts cannot be read.
@@ -421,11 +430,11 @@ def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
 
 
 class ScoredCompressor(FactCompressor):
-    """For the text of a real Llama: slots that start as H2O's.
+    """For the text of a real Llama: slots that start from heavy hitters.
 
-    The convolution also sees how much attention an entry has received, and its filters are small at
-    the start. So before training each slot takes the heaviest entry that no earlier slot has taken.
-    Training goes on from there.
+    The logarithm of the attention that an entry has received is added to the convolution's logits,
+    and the filters are small at the start. So before training a slot is a mean of entries, weighted
+    by about the square of their attention, without those that earlier slots have taken.
     """
 
     reads_scores = True
@@ -437,7 +446,7 @@ class ScoredCompressor(FactCompressor):
         self.trust = nn.Parameter(torch.ones(1))
 
     def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        received = (scores + 1e-4).log()
+        received = (scores + 1e-4).log()  # entries below 0.0001 are alike
         received = received - received.mean(dim=-1, keepdim=True)  # (N, S)
         filtered = super().relevance(entries, from_slot, scores)
         return filtered + TRUST * self.trust * received[:, None]
@@ -507,9 +516,11 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> Ada
 def identity(adapted: AdaptedLlama) -> dict:
     """The settings, and a checksum by which the base is known: of its configuration and a sample of
     each frozen tensor, in bfloat16, so that it is the same with any --dtype."""
+    config = adapted.model.config
+    about = repr(config) + (repr(config.llama3_rope) if config.llama3_rope else "")
     frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
     some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
-    return dict(settings=asdict(adapted.settings), base=checksum(some, repr(adapted.model.config)))
+    return dict(settings=asdict(adapted.settings), base=checksum(some, about))
 
 
 def read_adapter(run: Path) -> tuple[Settings, dict[str, Tensor], str]:

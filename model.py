@@ -64,7 +64,7 @@ class LlamaConfig:
     tied: bool = False  # the embeddings are the output matrix, too
     qkv_bias: bool = False  # True for ChatGLM3 (tools/chatglm3.py)
     turned: float = 1.0  # the share of a head's channels that `rotate` turns; ChatGLM3: a half
-    # Not in the repr, by which an adapter knows its base: adapters of other models stay valid.
+    # Not in the repr, so that an adapter of another model still knows its base (lococo.identity).
     llama3_rope: Llama3Rope | None = field(default=None, repr=False)
 
     @property
@@ -532,7 +532,7 @@ class JsonTokens:
             content = json.loads(file.read_text("utf-8")) if file.is_file() else {}
             token = content.get(f"{kind}_token")  # "<s>", or {"content": "<s>", ...}
             if token:
-                text = token["content"] if "content" in token else token
+                text = token["content"] if isinstance(token, dict) else token
                 found.append(self.tokenizer.token_to_id(text))
             ids = content.get(f"{kind}_token_id")  # 1, or [1, 2]
             found += ids if isinstance(ids, list) else [ids]

@@ -2,7 +2,7 @@
 
     python train.py                               # the embedded model, on a CPU
     python train.py --mem 512 --seq 8192          # the same, at 8 times its pretrained context
-    python train.py --recipe inference --mem 128 --seq 1024 --batch 4    # the base stays as it is
+    python train.py --model SmolLM2-135M --recipe inference --data books/    # base stays as it is
     python train.py --model Llama-2-7b-hf --data RedPajama/ --mem 512 --seq 32768
     python train.py --resume runs/my-run          # go on after Ctrl-C, a crash or a power cut
     torchrun --nproc_per_node=4 train.py ...      # the sequences of a step are dealt out to 4 GPUs

@@ -191,7 +191,7 @@ def slow_memory(adapted, segments, rows):
         if len(k) + len(k_new) > s.mem + s.segment:
             k, v, scores, from_slot, W = slow_compress(k, v, scores, from_slot, adapted, rows)
         k, v = torch.cat((k, k_new.double())), torch.cat((v, v_new.double()))
-        scores = F.pad(s.forget * scores, (0, len(k_new)))
+        scores = F.pad(s.forget ** (len(k_new) / s.segment) * scores, (0, len(k_new)))
         from_slot = torch.cat((from_slot, torch.zeros(len(k_new)).bool()))
         out = torch.zeros_like(q).double()
         for t in range(len(k_new)):

@@ -100,5 +100,6 @@ def test_rows_are_settings(monkeypatch):
         "full": (0, 0, 0, 0, "interpolated", 1.0), "window": (4, 0, 0, 60, "slots", 1.0),
         "h2o": (0, 32, 0, 32, "slots", 1.0), "h2o text": (0, 32, 0, 32, "interpolated", 1.0),
         "h2o forget": (0, 32, 0, 32, "interpolated", 0.75),
+        "h2o 5/8 forget": (0, 40, 0, 24, "interpolated", 0.75),
         "official h2o": (0, 64, 0, 0, "interpolated", 0.0),
     }  # fmt: skip

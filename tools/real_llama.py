@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
 import train  # noqa: E402
 from eval_ppl import token_losses  # noqa: E402
-from lococo import COMMON, COMPRESSORS, AdaptedLlama, Compressor, FactCompressor  # noqa: E402
+from lococo import COMPRESSORS, AdaptedLlama, Compressor  # noqa: E402
 from lococo import load_adapter, settings_for  # noqa: E402
 from model import load_base  # noqa: E402
 from official_code import OfficialCompressor  # noqa: E402
@@ -62,15 +62,7 @@ class SoftmaxCompressor(Compressor):
         return self.conv(entries).softmax(dim=-1)
 
 
-class AtOnceCompressor(FactCompressor):
-    """Ours without turns: the rows do not know of each other."""
-
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        return self.relevance(entries, from_slot, scores).softmax(dim=-1)
-
-
 COMPRESSORS["softmax"] = SoftmaxCompressor
-COMPRESSORS["at once"] = AtOnceCompressor
 assert COMPRESSORS["official"] is OfficialCompressor
 
 # --- Rows ----------------------------------------------------------------------------------------
@@ -97,7 +89,12 @@ ROWS = {
     ),
     "h2o text": Row("the same, positions of the text", "--method h2o", trained=False),
     "h2o forget": Row(
-        "H2O with forgetting (0.75)", "--method h2o --forget 0.75", trained=False
+        "H2O with forgetting: earlier attention times 0.75 per segment", "--method h2o --forget 0.75", trained=False
+    ),
+    "h2o 5/8 forget": Row(
+        "H2O with forgetting, 5M/8 heavy, 3M/8 last: ours without merging",
+        "--method h2o --heavy {heavy} --forget 0.75",
+        trained=False,
     ),
     "official h2o": Row(
         "H2O of the official code: M heavy, by the last segment's attention",
@@ -135,7 +132,7 @@ def checksum_of_files(files: list[Path]) -> str:
 
 
 def all_flags(row: Row, mem: int, more: str) -> str:
-    return f"{row.flags.format(mem=mem)} {more}".strip()
+    return f"{row.flags.format(mem=mem, heavy=mem * 5 // 8)} {more}".strip()
 
 
 def cell_name(row: Row, seed: int, args: argparse.Namespace) -> dict:
@@ -177,7 +174,7 @@ def train_cell(name: dict, args: argparse.Namespace) -> Path:
 
 
 def untrained_model(row: Row, args: argparse.Namespace, machine: Machine) -> AdaptedLlama:
-    flags = f"{row.flags.format(mem=args.mem)} --lora-rank 0 {args.flags}".split()
+    flags = f"{all_flags(row, args.mem, args.flags)} --lora-rank 0".split()
     values = dict(zip(flags[::2], flags[1::2]))
     method = values.pop("--method")
     changes = {flag[2:].replace("-", "_"): value for flag, value in values.items()}
