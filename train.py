@@ -133,13 +133,13 @@ def sequences_of(seq: int) -> int:
 
 # --- Many processes (torchrun) -------------------------------------------------------------------
 
-RANK = int(os.environ.get("RANK") or 0)  # of this process; 0 alone prints, scores, writes files
+RANK = int(os.environ.get("RANK") or 0)  # of this process; 0 alone prints, scores and writes
 WORLD = int(os.environ.get("WORLD_SIZE") or 1)  # processes
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # it sets these
 
 
 def check_environment() -> None:
-    """Raises UserError where a part of torchrun's variables is set, as a job may leave it behind."""
+    """Raises UserError where a job has left behind a part of torchrun's variables."""
     missing = [name for name in TORCHRUN if not os.environ.get(name)]
     if missing and (RANK > 0 or WORLD > 1):
         found = f"RANK is {RANK} and WORLD_SIZE is {WORLD}, but {', '.join(missing)} is not set"

@@ -380,7 +380,7 @@ def test_a_text_without_tokens_is_refused(run, monkeypatch):
     monkeypatch.setattr(generate, "load_base", load_base)
     Path("blank").write_bytes(b"\n")
     Path("mark").write_bytes(b"\xef\xbb\xbf")
-    for name, sentence in (("blank", "no token for its text; write more"), ("mark", "no text in it")):
+    for name, sentence in (("blank", "no token for its text"), ("mark", "no text in it")):
         code, _, err = run(generate, f"{SINKS} --prompt {name}")
         assert (code, err.count("\n")) == (2, 1) and f"--prompt {name}: " in err and sentence in err
 

@@ -186,7 +186,8 @@ def test_texts_without_tokens_are_named(run, monkeypatch):
     usual = tasks.Tokenizer.encode
     dropped = lambda self, text: usual(self, text.replace("\u200b", "").rstrip())  # noqa: E731
     monkeypatch.setattr(tasks.Tokenizer, "encode", dropped)
-    for change in (dict(choices=["1", "\u200b"]), dict(prompt="\u200b"), dict(prompt=["x", "\u200b"])):
+    prompts = "\u200b", ["x", "\u200b"]
+    for change in (dict(choices=["1", "\u200b"]), *(dict(prompt=prompt) for prompt in prompts)):
         Path("rows").write_text(f"{json.dumps(CHOICES)}\n\n{json.dumps(CHOICES | change)}")
         code, out, err = run(tasks, "score rows")
         assert (code, out, err.count("\n")) == (2, "", 1)
