@@ -34,9 +34,9 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
-def read_text(file: Path) -> str:
+def read_text(file: Path, encoding: str = UTF8) -> str:
     """The text of a file, with the line breaks that it has."""
-    return file.read_bytes().decode(UTF8)
+    return file.read_bytes().decode(encoding)
 
 
 def read_json(file: Path) -> Any:

@@ -29,12 +29,15 @@ CACHE = os.environ.get("LOCOCO_CACHE") or "~/.cache/lococo"  # of tokens; safe t
 PARTS = {"held-out": range(0, 2), "choosing": range(2, 3), "training": range(3, 20)}
 
 
+def library() -> Path:
+    """Python's own: real text on every machine that runs this program."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
 def find_files(paths: list[Path]) -> list[Path]:
-    """The files, and in folders all but hidden ones; without a path Python's own standard library,
-    which is real text on every machine that runs this program."""
-    library = Path(sysconfig.get_paths()["stdlib"])
+    """The files, and in folders all but hidden ones; without a path those of Python's library."""
     if not paths:
-        return sorted(f for f in library.rglob("*.py") if "site-packages" not in f.parts)
+        return sorted(f for f in library().rglob("*.py") if "site-packages" not in f.parts)
     files = []
     for path in paths:
         if not path.exists():
@@ -87,7 +90,9 @@ def read_documents(file: Path) -> Iterator[tuple[str, str]]:
         for number, row in read_rows(file, is_row):
             yield f"{file.name}:{number}", row["text"]
     else:
-        yield file.name, read_text(file)
+        # The library has two files with a byte order mark. It stays there: what is measured on
+        # these texts, and what is trained on them, is the same with any version of this program.
+        yield file.name, read_text(file, "utf-8" if library() in file.parents else UTF8)
 
 
 def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
@@ -108,7 +113,7 @@ def name_of_tokens(files: list[Path], tokenizer: Tokenizer) -> str:
     """By all that tokens are made from: the texts, the names that choose a part, the tokenizer and
     how it begins a text, and how this module reads them (a number to raise)."""
     texts = [(f.name, str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    made_from = repr(("int32, 2", texts, tokenizer.prefix)).encode() + tokenizer.file.read_bytes()
+    made_from = repr(("int32, 3", texts, tokenizer.prefix)).encode() + tokenizer.file.read_bytes()
     return f"{hashlib.sha256(made_from).hexdigest()[:24]}.safetensors"
 
 

@@ -144,6 +144,14 @@ def test_files_as_others_write_them(tokenizer, name, content, expected):
     assert texts([file.parent], tokenizer) == expected
 
 
+def test_the_library_is_read_as_it_is(tokenizer, monkeypatch):
+    """So that a training without --data is the same with any version of this program."""
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": "text"})
+    for file in FOLDER.iterdir():
+        file.write_bytes(MARK + b"x")
+    assert set(texts([], tokenizer)) == {"\ufeffx"}
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.JSONL.xz", "a.txt.gz", "a.json.bz2"])
 def test_texts_that_are_packed_otherwise_are_refused(tokenizer, name):
     Path(name).write_text("seems to be text")
