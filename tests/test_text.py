@@ -15,7 +15,7 @@ from conftest import names_in
 
 import support.text
 from eval_ppl import ranges
-from support.facts import tell
+from support.facts import fact_tokens, tell
 from support.files import UserError
 from support.text import long_documents, sequence, token_streams
 
@@ -253,3 +253,14 @@ def test_facts_in_rulers_sentences(tokenizer):
     for t in ago.nonzero()[:, 0].tolist():
         assert told[t] == told[t - int(ago[t])]
         assert tokenizer.decode(told[:t].tolist()).endswith(" is:")
+
+
+@pytest.mark.parametrize("few", [0, 2])
+def test_a_tokenizer_of_few_words_has_no_facts(tokenizer, monkeypatch, few):
+    """It does not look for names for ever."""
+    facts = fact_tokens(tokenizer)
+    monkeypatch.setattr(
+        "support.facts.fact_tokens", lambda *args: facts._replace(words=facts.words[:few])
+    )
+    with pytest.raises(UserError, match=f"its {few} words of one token do not make 8 names"):
+        tell(torch.tensor(tokenizer.encode(CODE)), 8, "held-out", 0, 0, tokenizer)
