@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -49,6 +50,12 @@ def token_losses(
         rows.append([torch.cat(piece, dim=1).cpu() for piece in zip(*pieces)])
     losses, hits = (torch.cat(row) for row in zip(*rows))
     return losses, hits, cache.nbytes // len(batch)
+
+
+def perplexity(nats: Tensor) -> float:
+    """Infinite where exp overflows, above 709 nats."""
+    mean = nats.double().mean().item()
+    return math.exp(mean) if mean < 709 else math.inf
 
 
 def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
@@ -170,8 +177,17 @@ def read_documents(
         rows = [long_documents(streams[part], tokenizer.bos, L, args.documents) for part in parts]
         documents[L] = torch.cat(rows)[: args.documents]
         if not len(documents[L]):
-            raise UserError(f"--lengths {L}: no {' or '.join(parts)} document is so long")
+            raise UserError(f"--lengths {L}: {why_none(streams, parts, tokenizer.bos, L)}")
     return parts, documents
+
+
+def why_none(streams: dict[str, np.ndarray], parts: list[str], bos: int, L: int) -> str:
+    """Why there is no document of L tokens: one of one's own may have fallen into another part."""
+    sentence = f"no {' or '.join(parts)} document is so long"
+    for part in PARTS:
+        if len(long_documents(streams[part], bos, L, 1)):
+            return f"{sentence}, but by its name one is in the {part} part; --part {part} scores it"
+    return f"{sentence}; name a smaller one, or longer texts by --data"
 
 
 def print_work(models: int, documents: dict[int, Tensor], recall: bool) -> None:
@@ -188,14 +204,14 @@ def score(
     micro_batch: int,
 ) -> tuple[dict, Tensor]:  # fmt: skip
     """Print the row of a model. Returns its cells, and the nats at the last length, (N, L - 1)."""
-    perplexity = {}
+    by_length = {}
     for length, rows in documents.items():
         nats, _, held = token_losses(adapted, rows, machine, micro_batch)
-        perplexity[length] = math.exp(nats.double().mean())
+        by_length[length] = perplexity(nats)
     slots = adapted.settings.mem or None
-    row = "".join(f"{value:>9.3f}" for value in perplexity.values())
+    row = "".join(f"{value:>9.3f}" for value in by_length.values())
     print(f"{name:{NAME}} {slots or '-':>6} {held:>12,}{row}", flush=True)
-    return {"slots": slots, "cache bytes": held, "perplexity": perplexity}, nats
+    return {"slots": slots, "cache bytes": held, "perplexity": by_length}, nats
 
 
 def main() -> None:

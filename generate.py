@@ -12,6 +12,7 @@ The text goes to standard output, the figures to standard error.
 
 import argparse
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Iterator
@@ -25,7 +26,7 @@ from lococo import untrained
 from model import Entries, KVCache, Llama, Tokenizer, load_base
 from support.command_line import TINY, Parser, at_least, method_flags, output_file, prepare
 from support.command_line import run_program
-from support.files import UserError, checksum, read_file, write_file
+from support.files import UTF8, UserError, checksum, created, read_file, write_file
 
 # --- Text as it comes ----------------------------------------------------------------------------
 
@@ -146,12 +147,13 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
 def read_prompt(name: str) -> str:
     """The text of a file; of standard input if the name is -."""
     data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    if not data:
-        raise UserError(f"--prompt {name}: there is no text in it")
     try:
-        return data.decode()
+        text = data.decode(UTF8)
     except UnicodeDecodeError as error:
         raise UserError(f"--prompt {name}: not UTF-8 text (byte {error.start})") from None
+    if not text:
+        raise UserError(f"--prompt {name}: there is no text in it")
+    return text
 
 
 def parse() -> argparse.Namespace:
@@ -234,6 +236,9 @@ def main() -> None:
     text = read_prompt(args.prompt)
     model, tokenizer = load_base(args.model, machine)
     ids = tokenizer.encode(text)
+    if len(ids) == len(tokenizer.prefix):
+        sentence = "the tokenizer has no token for its text; write more"
+        raise UserError(f"--prompt {args.prompt}: {sentence}")
     adapted = model_with_memory(args, model)
     settings = adapted.settings
     cache = empty_cache(args, adapted)
@@ -246,7 +251,8 @@ def main() -> None:
     if settings.positions != "slots" and cache.seen + len(ids) + answer > settings.length:
         print(f"warning: this may pass the {settings.length:,} tokens trained for", file=sys.stderr)
 
-    with machine.precision():
+    saved = created(args.save_memory) if args.save_memory else nullcontext()
+    with saved, machine.precision():
         prompt = torch.tensor([ids], device=machine.device)
         logits = prefill(model, prompt, cache, settings.segment)
         if args.save_memory:

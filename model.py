@@ -11,7 +11,6 @@ sequence, V vocabulary. The paper's tables swap our L and T.
 """
 
 import copy
-import json
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -23,7 +22,7 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from support.files import DAMAGED, UserError, read_tensors
+from support.files import DAMAGED, UserError, read_json, read_tensors, read_text
 
 if TYPE_CHECKING:
     from support.command_line import Machine
@@ -66,6 +65,15 @@ class LlamaConfig:
     turned: float = 1.0  # the share of a head's channels that `rotate` turns; ChatGLM3: a half
     # Not in the repr, so that an adapter of another model still knows its base (lococo.identity).
     llama3_rope: Llama3Rope | None = field(default=None, repr=False)
+
+    def __post_init__(self):
+        """Numbers get their field's type: 10000 and 10000.0 in a file are the same model."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type in (int, float):
+                if f.type(value) != value:
+                    raise ValueError(f"{f.name} {value!r} is not of type {f.type.__name__}")
+                setattr(self, f.name, f.type(value))
 
     @property
     def head_dim(self) -> int:
@@ -332,6 +340,8 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
     try:
         for name, tensor in read_weights(path, config):
             check_weight(name, tensor, ours)
+            if ours[name] in state:
+                raise ValueError(f"{name} is in two files; remove the one that is left over")
             # One tensor is copied at a time, so that the weights are never in memory twice.
             state[ours[name]] = tensor.to(device, dtype, copy=True)
     except ValueError as error:
@@ -354,7 +364,7 @@ def check_weight(name: str, tensor: Tensor, ours: dict[str, str]) -> None:
 
 
 def meta_config(file: Path) -> LlamaConfig:
-    params = json.loads(file.read_text())
+    params = read_json(file)
     if params.get("use_scaled_rope"):  # Llama 3.1 and later, whose factors are not in the file
         raise ValueError("use_scaled_rope is not implemented; take Hugging Face's layout")
     shard = read_tensors(file.parent / "consolidated.00.pth")
@@ -388,7 +398,7 @@ def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]
 
 
 def hugging_face_config(file: Path) -> LlamaConfig:
-    c = json.loads(file.read_text())
+    c = read_json(file)
     newer = c.get("rope_parameters") or {}  # newer files keep theta and the scaling in here
     scaling = c.get("rope_scaling") or newer
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
@@ -429,9 +439,28 @@ def hugging_face_name(name: str) -> str:
     return ".".join(HUGGING_FACE_NAMES.get(part, part) for part in name.split("."))
 
 
+def weight_files(path: Path) -> list[Path]:
+    """Those that an index names; all, where there is none."""
+    for name, ending in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+        files = sorted(path.glob(f"{name}*{ending}"))
+        index = path / f"{name}{ending}.index.json"
+        if files and index.is_file():
+            try:
+                named = {path / shard for shard in read_json(index)["weight_map"].values()}
+                whole = path / f"{name}{ending}"
+                if whole in files and whole not in named:
+                    raise ValueError(f"it does not name {whole.name}; remove one of the two")
+                return sorted(named)
+            except FOREIGN as error:
+                raise not_a_llama(index, error) from None
+        if files:
+            return files
+    return []
+
+
 def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
     """Rows of q and k are already in the order of `rotate`."""
-    for file in sorted(path.glob("model*.safetensors")) or sorted(path.glob("pytorch_model*.bin")):
+    for file in weight_files(path):
         for name, tensor in read_tensors(file).items():
             stored_twice = config.tied and name == "lm_head.weight"
             if not stored_twice and not name.endswith("inv_freq"):  # `rope` has it in float32
@@ -457,7 +486,7 @@ class Tokenizer:
         try:
             self.tokens = reader(self.file)
             self.vocab_size = self.tokens.vocab_size
-            self.prefix = json.loads(prefix.read_text()) if prefix.is_file() else [self.tokens.bos]
+            self.prefix = read_json(prefix) if prefix.is_file() else [self.tokens.bos]
             self.bos = self.prefix[0]  # begins each text
             self.ends = self.tokens.ends  # ids, each of which ends a text
         except DAMAGED as error:
@@ -482,9 +511,11 @@ class Tokenizer:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The one of a model's directory, or of Meta's parent of it."""
-    places = (path / "tokenizer.model", path / "tokenizer.json", path.parent / "tokenizer.model")
-    for file in places:
+    """The one of a model's directory, or of Meta's parent of it. That of "." or of a link is the
+    parent of the directory itself."""
+    parents = (path.parent, path.resolve().parent)
+    places = [path / "tokenizer.model", path / "tokenizer.json"]
+    for file in places + [parent / "tokenizer.model" for parent in parents]:
         if file.is_file():
             return file
     raise UserError(f"{path}: there is no tokenizer.model and no tokenizer.json in it")
@@ -494,8 +525,11 @@ class SentencePieceTokens:
     def __init__(self, file: Path):
         self.sp = SentencePieceProcessor(model_file=str(file))
         self.vocab_size = self.sp.vocab_size()
-        self.bos = self.sp.bos_id()
-        self.ends = {self.sp.eos_id()}
+        self.ends = {self.sp.eos_id()} - {-1}  # -1: there is none
+        begins = [self.sp.bos_id()] if self.sp.bos_id() >= 0 else sorted(self.ends)
+        if not begins:
+            raise ValueError("it names no token that begins or ends a text")
+        self.bos = begins[0]
         self.encode = self.sp.encode
         self.decode = self.sp.decode
         self.name = self.sp.id_to_piece
@@ -512,7 +546,7 @@ class JsonTokens:
             sentence = "to read this tokenizer one more package is needed: pip install tokenizers"
             raise UserError(f"{file}: {sentence}") from None
         try:
-            self.tokenizer = JsonTokenizer.from_file(str(file))
+            self.tokenizer = JsonTokenizer.from_str(read_text(file))
         except Exception as error:  # the package raises nothing more special
             raise ValueError(error) from None
         self.tokenizer.encode_special_tokens = True  # as plain text
@@ -529,7 +563,7 @@ class JsonTokens:
         found = []
         for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
             file = folder / name
-            content = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+            content = read_json(file) if file.is_file() else {}
             token = content.get(f"{kind}_token")  # "<s>", or {"content": "<s>", ...}
             if token:
                 text = token["content"] if isinstance(token, dict) else token

@@ -9,9 +9,11 @@
 """
 
 import argparse
+import fcntl
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -19,8 +21,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -29,10 +32,10 @@ from torch import Tensor
 from torch.optim import AdamW
 from tqdm import tqdm
 
-from eval_ppl import ranges, token_losses
+from eval_ppl import perplexity, ranges, token_losses
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, identity, segment_losses
 from lococo import settings_for, untrained
-from model import KVCache, Tokenizer, attention, load_base
+from model import KVCache, Llama, Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, method_flags, prepare
 from support.command_line import run_program
 from support.facts import FORMS, tell, tell_all
@@ -130,8 +133,17 @@ def sequences_of(seq: int) -> int:
 
 # --- Many processes (torchrun) -------------------------------------------------------------------
 
-RANK = int(os.environ.get("RANK", "0"))  # of this process; 0 alone prints, scores, writes files
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))  # processes
+RANK = int(os.environ.get("RANK") or 0)  # of this process; 0 alone prints, scores and writes
+WORLD = int(os.environ.get("WORLD_SIZE") or 1)  # processes
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # it sets these
+
+
+def check_environment() -> None:
+    """Raises UserError where a job has left behind a part of torchrun's variables."""
+    missing = [name for name in TORCHRUN if not os.environ.get(name)]
+    if missing and (RANK > 0 or WORLD > 1):
+        found = f"RANK is {RANK} and WORLD_SIZE is {WORLD}, but {', '.join(missing)} is not set"
+        raise UserError(f"{found}; start many processes by torchrun, or unset both for one")
 
 
 def join() -> None:
@@ -263,7 +275,7 @@ def noted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def train(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
+def train(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine, log: TextIO,
           optimizer: AdamW, begin: int, save: Callable[[int], None]) -> int:  # fmt: skip
     """Steps from `begin` to `steps`; save(steps done) is called after every `save_every`. A
     signal to any process ends all after the step that is under way. Returns its number, or 0."""
@@ -281,9 +293,8 @@ def train(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: M
                 raise UserError(f"step {step + 1}: a gradient is not finite; lower --lr, --conv-lr")
             optimizer.step()
             bar.set_postfix_str(f"step {step + 1}/{config.steps}, loss {loss:.3f}", refresh=False)
-            if RANK == 0:
-                with open(Path(config.out, "log.jsonl"), "a") as log:
-                    log.write(json.dumps({"step": step + 1, "loss": loss}) + "\n")
+            log.write(json.dumps({"step": step + 1, "loss": loss}) + "\n")
+            log.flush()
             stop = add_up(torch.tensor(len(noted))) > 0
             if stop or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
                 save(step + 1)
@@ -333,7 +344,7 @@ def make_parser() -> Parser:
     parser = Parser(__doc__)
     recipes = {name: TrainConfig(**RECIPES[name]) for name in RECIPES}
     parser.epilog = f"what a recipe sets:\n{table_of(recipes)}"
-    count = at_least(1)
+    positive = at_least(1)
     whole = at_least(0)
     number = at_least(0, float)
     parser.set_defaults(model=None, seed=None)
@@ -360,10 +371,10 @@ def make_parser() -> Parser:
         help="0: only the convolutions train (inference mode)")
     add("--lr", type=number, metavar="RATE", help="learning rate of LoRA, embeddings and norms")
     add("--conv-lr", type=number, metavar="RATE", help="learning rate of the convolutions")
-    add("--steps", type=count, help="optimizer steps; the rates fall linearly to 0 at the last")
-    add("--batch", type=count, metavar="N", help="sequences per step")
-    add("--micro-batch", type=count, metavar="N", help="sequences in memory at once")
-    add("--bptt", type=count, metavar="N", help="segments that the gradient spans")
+    add("--steps", type=positive, help="optimizer steps; the rates fall linearly to 0 at the last")
+    add("--batch", type=positive, metavar="N", help="sequences per step")
+    add("--micro-batch", type=positive, metavar="N", help="sequences in memory at once")
+    add("--bptt", type=positive, metavar="N", help="segments that the gradient spans")
     add("--recompute", action="store_true", default=None,
         help="compute activations again in the backward pass: less memory, more time")
     add("--answer-weight", type=number, metavar="W",
@@ -375,7 +386,7 @@ def make_parser() -> Parser:
     add("--score-tokens", type=whole, metavar="N",
         help="tokens of held-out documents to score; 0: none")
     add("--out", type=Path, metavar="RUN", help="new directory of the run (default: in runs/)")
-    add("--save-every", type=count, metavar="STEPS", help="between two saved states")
+    add("--save-every", type=positive, metavar="STEPS", help="between two saved states")
     add("--resume", type=Path, metavar="RUN", help="go on with a run; other flags win over its own")
     return parser
 
@@ -405,14 +416,13 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
         name = flags.recipe or ("embedded" if (flags.model or TINY).resolve() == TINY else "paper")
         recipe, stored = RECIPES[name] | {"recipe": name}, {}
         tensors, about = {}, {"step": 0, "scores": {}}
-        if RANK == 0 and flags.out and flags.out.exists() and any(flags.out.iterdir()):
+        if RANK == 0 and flags.out and is_used(flags.out):
             parser.error(f"--out {flags.out}: it is there already; give a new directory")
     config = TrainConfig(**recipe | stored | given)
     config = replace(  # what follows from the other fields
         config,
         segment=config.segment or config.mem,
         batch=config.batch or sequences_of(config.seq),
-        out=config.out or new_directory(config),
     )
     if about["step"] > config.steps:
         parser.error(f"--steps {config.steps}: this run is at step {about['step']}")
@@ -420,15 +430,53 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
     return config, tensors, about
 
 
-def new_directory(config: TrainConfig) -> str:
-    """The first of runs/NAME, runs/NAME-2, runs/NAME-3 ... that is empty or not there."""
+def is_used(out: Path) -> bool:
+    """Whether a folder has files. The empty log of a run that never began does not count."""
+    return any(f.name != "log.jsonl" or f.stat().st_size for f in out.glob("*"))
+
+
+def new_directories(config: TrainConfig) -> Iterator[Path]:
+    """Those of runs/NAME, runs/NAME-2, runs/NAME-3 ... that are not used."""
     name = f"{config.method}-mem{config.mem}-seq{config.seq}"
-    out = HERE / "runs" / name
-    number = 1
-    while any(out.glob("*")):
-        number += 1
-        out = HERE / "runs" / f"{name}-{number}"
-    return str(out)
+    for number in count(1):
+        out = HERE / "runs" / (name if number == 1 else f"{name}-{number}")
+        if not is_used(out):
+            yield out
+
+
+def claim(config: TrainConfig, begun: int | None) -> tuple[TrainConfig, TextIO]:
+    """The configuration with the folder of the run, and its log, which is locked, so that no other
+    process writes there. `begun`: steps of a run to resume. Raises UserError."""
+    if RANK > 0:
+        return config, open(os.devnull, "a")
+    for out in [Path(config.out)] if config.out else new_directories(config):
+        log = lock_log(out)
+        if log and begun is not None:
+            forget_crash(out, log, begun)
+        if log and (begun is not None or not is_used(out)):
+            return replace(config, out=str(out)), log
+    sentence = "another process trains in this folder; wait until it ends, or name a new --out"
+    raise UserError(f"{os.path.relpath(config.out)}: {sentence}")
+
+
+def lock_log(out: Path) -> TextIO | None:
+    """The log in a run's folder, locked until it is closed; None if another process has it."""
+    out.mkdir(parents=True, exist_ok=True)
+    log = open(out / "log.jsonl", "a+", encoding="utf-8")
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    return log
+
+
+def forget_crash(out: Path, log: TextIO, step: int) -> None:
+    """Remove what a crash left: half a file, half a line, lines of steps that are taken again."""
+    for part in out.glob("*.part"):
+        part.unlink()
+    log.seek(0)
+    kept = takewhile(lambda line: line[-1] == "\n" and json.loads(line)["step"] <= step, log)
+    log.truncate(sum(len(line) for line in kept))  # each character is a byte
 
 
 def chosen_settings(config: TrainConfig) -> Settings:
@@ -493,7 +541,7 @@ def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
           config: TrainConfig, machine: Machine) -> dict[str, float]:  # fmt: skip
     """Perplexity of documents (N, L); with --facts, recall of facts told in each, by distance."""
     nats, _, _ = token_losses(adapted, documents, machine, config.micro_batch)
-    row = {"perplexity": math.exp(nats.double().mean())}
+    row = {"perplexity": perplexity(nats)}
     if config.facts:
         told, ago = tell_all(documents, "held-out", tokenizer, config.fact_form)
         _, hits, _ = token_losses(adapted, told, machine, config.micro_batch)
@@ -561,19 +609,33 @@ def print_start(config: TrainConfig, settings: Settings, machine: Machine, text:
         print("nothing is merged: this method uses no compressor")
 
 
+BEFORE = "stopped before the first step: nothing is lost"
+
+
 def run(config: TrainConfig, state: dict[str, Tensor], about: dict) -> None:
-    out = Path(config.out)
+    """Refuse what cannot work, then claim the folder of the run."""
     settings = chosen_settings(config)
     machine = prepare(config.device, config.dtype, config.seed)
-    with explained("stopped before the first step: nothing is lost"):
+    with explained(BEFORE):
         model, tokenizer = load_base(Path(config.model), machine)
         text = texts(config, tokenizer)
-        draw = partial(draw_sequence, text.ids, tokenizer, config)
-        draw(0)  # refuses a text that is too short
+        draw_sequence(text.ids, tokenizer, config, 0)  # refuses a text that is too short
+        config, log = claim(config, about["step"] if state else None)
+    with log:
         if WORLD > 1 and RANK == 0:
             join()
         print_start(config, settings, machine, text)
-        out.mkdir(parents=True, exist_ok=True)
+        train_and_score((model, tokenizer), text, config, machine, state, about, log)
+
+
+def train_and_score(
+    base: tuple[Llama, Tokenizer], text: Texts, config: TrainConfig, machine: Machine,
+    state: dict[str, Tensor], about: dict, log: TextIO,
+) -> None:  # fmt: skip
+    """All that is written goes into the folder of the run."""
+    (model, tokenizer), settings, out = base, chosen_settings(config), Path(config.out)
+    draw = partial(draw_sequence, text.ids, tokenizer, config)
+    with explained(BEFORE):
 
         def add_score(name: str, adapted: AdaptedLlama) -> None:
             if RANK == 0 and len(text.documents):
@@ -589,8 +651,8 @@ def run(config: TrainConfig, state: dict[str, Tensor], about: dict) -> None:
             add_score(f"{config.method}, before training", adapted)
             save(0)
 
-    stopped = train(adapted, draw, config, machine, optimizer, about["step"], save)
-    again = f"python train.py --resume {os.path.relpath(out)}"
+    stopped = train(adapted, draw, config, machine, log, optimizer, about["step"], save)
+    again = f"python train.py --resume {shlex.quote(os.path.relpath(out))}"
     if stopped:
         print(f"stopped; to go on: {again}")
         raise SystemExit(128 + stopped)
@@ -611,12 +673,15 @@ def write_adapter(adapted: AdaptedLlama, config: TrainConfig) -> None:
 
 
 def main(line: list[str] | None = None) -> None:
+    check_environment()
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")
         join()  # process 0 refuses flags and texts, and tokenizes, before it comes
     try:
         run(*parse(line))
         if WORLD > 1:
+            sys.stdout.flush()
+            wait_for_all()  # for the scores of process 0: torchrun ends it when another one dies
             dist.destroy_process_group()  # or gloo may abort a process while it ends
     except BaseException:
         if RANK > 0:

@@ -4,7 +4,10 @@ import hashlib
 import json
 import os
 import pickle
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Callable, Iterator
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +18,8 @@ from torch import Tensor
 class UserError(Exception):
     """A mistake that the user can fix. Programs print it and exit with code 2."""
 
+
+UTF8 = "utf-8-sig"  # of all text files, whatever the locale says; a byte order mark is no text
 
 # What reading a damaged or foreign file can raise.
 DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionError, TypeError,
@@ -27,6 +32,15 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, RuntimeError) and "you tried to allocate" in str(error):
         return True
     return isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+def read_text(file: Path, encoding: str = UTF8) -> str:
+    """The text of a file, with the line breaks that it has."""
+    return file.read_bytes().decode(encoding)
+
+
+def read_json(file: Path) -> Any:
+    return json.loads(read_text(file))
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -50,19 +64,40 @@ def checksum(tensors: dict[str, Tensor], about: str) -> str:
 
 
 def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
-    """A safetensors file with a JSON object and a checksum. It is written under another name,
-    synced, then renamed. One key of metadata: the order of several would differ between runs."""
+    """A safetensors file with a JSON object and a checksum. One key of metadata: the order of
+    several would differ between runs."""
     tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
     text = json.dumps(about)
-    beside = file.with_name(file.name + ".part")
+    metadata = {"content": json.dumps([text, checksum(tensors, text)])}
+    write_whole(file, lambda beside: save_file(tensors, beside, metadata))
+
+
+def write_whole(file: Path, save: Callable[[Path], None]) -> None:
+    """Write a file by save(path): under a name that no other process has, synced, then renamed."""
+    beside = file.with_name(f"{file.name}.{uuid4().hex[:8]}.part")
     try:
-        save_file(tensors, beside, {"content": json.dumps([text, checksum(tensors, text)])})
+        save(beside)
         with open(beside, "rb") as written:
             os.fsync(written.fileno())
         os.replace(beside, file)
     except DAMAGED as error:
         beside.unlink(missing_ok=True)
         raise UserError(f"{file}: cannot be written ({error}); nothing is changed") from None
+
+
+@contextmanager
+def created(file: Path) -> Iterator[None]:
+    """Take a file's name, so that no other process takes it while its content is made; give it back
+    if that fails. Raises UserError."""
+    try:
+        file.open("x").close()
+    except FileExistsError:
+        raise UserError(f"{file}: there is such a file already; name another one") from None
+    try:
+        yield
+    except BaseException:
+        file.unlink()
+        raise
 
 
 def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:

@@ -6,34 +6,38 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import sys
 import sysconfig
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from support.files import DAMAGED, UserError, read_file, write_file
+from support.files import DAMAGED, UTF8, UserError, read_file, read_text, write_file
 
 if TYPE_CHECKING:
     from model import Tokenizer
 
-CACHE = os.environ.get("LOCOCO_CACHE", "~/.cache/lococo")  # of tokens; safe to delete
+CACHE = os.environ.get("LOCOCO_CACHE") or "~/.cache/lococo"  # of tokens; safe to delete
 
 # By the checksum of a document's name, modulo 20. Tune on the choosing part, then score held-out.
 PARTS = {"held-out": range(0, 2), "choosing": range(2, 3), "training": range(3, 20)}
 
 
+def library() -> Path:
+    """Python's own: real text on every machine that runs this program."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
 def find_files(paths: list[Path]) -> list[Path]:
-    """The files, and in folders all but hidden ones; without a path Python's own standard library,
-    which is real text on every machine that runs this program."""
-    library = Path(sysconfig.get_paths()["stdlib"])
+    """The files, and in folders all but hidden ones; without a path those of Python's library."""
     if not paths:
-        return sorted(f for f in library.rglob("*.py") if "site-packages" not in f.parts)
+        return sorted(f for f in library().rglob("*.py") if "site-packages" not in f.parts)
     files = []
     for path in paths:
         if not path.exists():
@@ -45,8 +49,8 @@ def find_files(paths: list[Path]) -> list[Path]:
 
 def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, dict]]:
     """Number and object of each line of a .jsonl or .jsonl.gz file, for which `check` must hold."""
-    opener, number = gzip.open if file.suffix == ".gz" else open, 0
-    with opener(file, "rt", encoding="utf-8") as content:
+    opener, number = gzip.open if file.suffix.lower() == ".gz" else open, 0
+    with opener(file, "rt", encoding=UTF8) as content:
         try:
             for number, line in enumerate(content, start=1):
                 if line.strip():
@@ -58,13 +62,37 @@ def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, 
             raise UserError(f"{file}, line {number}: not as --help says ({error!r})") from None
 
 
+def is_row(row: Any) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("text"), str)
+
+
+def has_rows(file: Path) -> bool:
+    """Whether each line is a document. In capitals or not, .jsonl, .jsonl.gz and .json.gz say so,
+    and a .json file whose first line is one. Raises UserError if texts are packed otherwise."""
+    name = file.name.lower()
+    if name.endswith((".jsonl", ".jsonl.gz", ".json.gz")):
+        return True
+    if re.search(r"\.(jsonl?|txt)\.(gz|zst|xz|bz2|lz4|zip|7z)$", name):
+        sentence = "texts that are packed so are not read; unpack it, or pack rows as .jsonl.gz"
+        raise UserError(f"{file}: {sentence}")
+    if not name.endswith(".json"):
+        return False
+    with open(file, encoding=UTF8) as content:
+        try:
+            return is_row(json.loads(content.readline()))
+        except ValueError:  # an object of many lines, or no JSON: a plain text
+            return False
+
+
 def read_documents(file: Path) -> Iterator[tuple[str, str]]:
-    """(name, text) of a text file, or of each line of a .jsonl or .jsonl.gz file."""
-    if file.name.endswith((".jsonl", ".jsonl.gz")):
-        for number, row in read_rows(file, lambda row: isinstance(row["text"], str)):
+    """(name, text) of a text file, or of each line of a file of rows."""
+    if has_rows(file):
+        for number, row in read_rows(file, is_row):
             yield f"{file.name}:{number}", row["text"]
     else:
-        yield file.name, file.read_bytes().decode()
+        # The library has two files with a byte order mark. It stays there: what is measured on
+        # these texts, and what is trained on them, is the same with any version of this program.
+        yield file.name, read_text(file, "utf-8" if library() in file.parents else UTF8)
 
 
 def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
@@ -73,7 +101,7 @@ def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
     for file in tqdm(files, "tokenizing", leave=False, disable=None):
         try:
             for name, text in read_documents(file):
-                number = zlib.crc32(name.encode()) % 20
+                number = zlib.crc32(name.encode("utf-8", "surrogateescape")) % 20
                 part = next(part for part in PARTS if number in PARTS[part])
                 streams[part].append(np.array(tokenizer.encode(text), np.int32))
         except UnicodeDecodeError:
@@ -81,19 +109,36 @@ def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
     return {part: torch.from_numpy(np.concatenate(ids)) for part, ids in streams.items()}
 
 
+def name_of_tokens(files: list[Path], tokenizer: Tokenizer) -> str:
+    """By all that tokens are made from: the texts, the names that choose a part, the tokenizer and
+    how it begins a text, and how this module reads them (a number to raise)."""
+    texts = [(f.name, str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    made_from = repr(("int32, 3", texts, tokenizer.prefix)).encode() + tokenizer.file.read_bytes()
+    return f"{hashlib.sha256(made_from).hexdigest()[:24]}.safetensors"
+
+
+def store(file: Path, streams: dict[str, Tensor]) -> None:
+    """Keep tokens for the next time. Where that cannot be, a warning is enough."""
+    try:
+        if file.parts[0].startswith("~"):
+            raise UserError(f"{file}: there is no home directory")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, streams)
+    except (OSError, UserError) as error:
+        remedy = "the environment variable LOCOCO_CACHE can name another folder"
+        print(f"warning: the tokens are not stored; {remedy} ({error})", file=sys.stderr)
+
+
 def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    """The ids of each of PARTS, mapped into memory; a BOS begins each document. Tokenized once: the
-    name of the stored file says which texts and tokenizer it is made from."""
+    """The ids of each of PARTS, mapped into memory; a BOS begins each document. Tokenized once and
+    stored."""
     files = find_files(paths)
-    key = repr([(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files])
-    digest = hashlib.sha256(f"int32 {key}".encode() + tokenizer.file.read_bytes()).hexdigest()
-    stored = Path(CACHE).expanduser() / f"{digest[:24]}.safetensors"
+    stored = Path(os.path.expanduser(CACHE), name_of_tokens(files, tokenizer))
     try:
         streams, _ = read_file(stored)
     except UserError:  # not there yet, or damaged
         streams = tokenize(files, tokenizer)
-        stored.parent.mkdir(parents=True, exist_ok=True)
-        write_file(stored, streams)
+        store(stored, streams)
     if not any(len(ids) for ids in streams.values()):
         raise UserError(f"--data {' '.join(map(str, paths))}: there is no text in it")
     return {part: ids.numpy() for part, ids in streams.items()}

@@ -90,6 +90,27 @@ def test_a_wrong_tensor_is_named(tmp_path, change, named):
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+def disk_is_full(tensors, file) -> None:
+    Path(file).write_bytes(b"the first half")
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("program", [llama2c, chatglm3])
+def test_a_full_disk_leaves_nothing_that_looks_like_a_model(tmp_path, monkeypatch, program):
+    source, out = tmp_path / "official", tmp_path / "out"
+    if program is chatglm3:
+        write(source, random_weights()[0])
+        monkeypatch.setattr("chatglm3.save_file", disk_is_full)
+    else:
+        sizes = 8, 8, 1, 2, 2, -9, 4
+        source.write_bytes(struct.pack("7i", *sizes) + bytes(4 * (2 * 72 + 3 * 8 + 7 * 64 + 16)))
+        out.mkdir()
+        monkeypatch.setattr("torch.save", disk_is_full)
+    with pytest.raises(UserError, match="out/.*: cannot be written .*No space left on device"):
+        program.convert(source, out)
+    assert {file.name for file in out.iterdir()} <= {"about.json"}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_checkpoint_becomes_a_llama(tmp_path, tied):
     torch.manual_seed(0)

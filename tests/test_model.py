@@ -13,12 +13,13 @@ import pytest
 import torch
 from reference import meta_state, permute, reference_logits
 from safetensors.torch import save_file
+from sentencepiece import SentencePieceTrainer
 
 from generate import prefill
 from lococo import AdaptedLlama, identity, load_adapter, settings_for
 from model import KVCache, Llama, LlamaConfig, Tokenizer, hugging_face_config, hugging_face_name
 from model import load_llama, rope, rotate
-from support.files import UserError, checksum, is_out_of_memory, read_file, write_file
+from support.files import UserError, checksum, created, is_out_of_memory, read_file, write_file
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
 SMALL = LlamaConfig(32, 2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)
@@ -256,6 +257,65 @@ def test_what_is_not_the_files_fault_is_not_called_so(tmp_path, model, monkeypat
     assert is_out_of_memory(error) == isinstance(error, RuntimeError)
 
 
+def test_what_an_index_does_not_name_is_not_loaded(tmp_path, model):
+    """Such as a shard of an older save. Without an index a tensor that is there twice is refused,
+    and so is a whole file beside an index of others."""
+    for files, index in ((SHARDS, HF), (BINS[:1], BIN)):
+        path = write_model(tmp_path / index, model, files)
+        (save_file if index == HF else torch.save)(
+            {Q_PROJ: torch.ones(32, 32)}, path / files[0].replace("1", "3"))  # fmt: skip
+        refusal(path, f"{Q_PROJ} is in two files")
+        names = {f"tensor {n}": file for n, file in enumerate(files)}
+        (path / f"{index}.index.json").write_text(json.dumps({"weight_map": names}))
+        load(path, model)
+    save_file({}, tmp_path / HF / HF)
+    refusal(tmp_path / HF, "it does not name model.safetensors; remove one")
+    (tmp_path / HF / f"{HF}.index.json").write_text("{}")
+    refusal(tmp_path / HF, "index.json", "weight_map")
+
+
+@pytest.mark.parametrize("changes", [
+    {"rope_theta": 10000}, {"rope_theta": 10000.0}, {"hidden_size": 32.0, "rms_norm_eps": 1e-5}])
+def test_a_number_is_the_same_however_it_is_written(tmp_path, model, changes):
+    """The configuration's repr, by which an adapter knows its base, is the same."""
+    found = load_llama(write_model(tmp_path, model, [HF], **changes)).config
+    assert repr(found) == repr(model.config)
+    with pytest.raises(UserError, match="dim 32.5 is not of type int"):
+        load_llama(write_model(tmp_path, model, [HF], hidden_size=32.5))
+
+
+@pytest.mark.parametrize("files", [META[:1], [HF]], ids=str)
+def test_a_byte_order_mark_is_not_read(tmp_path, model, files):
+    path = write_model(tmp_path, model, files)
+    for file in path.glob("*.json"):
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    load(path, model)
+
+
+def test_metas_tokenizer_is_found_from_everywhere(tmp_path, tokenizer, monkeypatch):
+    """By a link to the model's directory, and from inside it."""
+    (tmp_path / "llama" / "7B").mkdir(parents=True)
+    (tmp_path / "llama" / "tokenizer.model").write_bytes(tokenizer.file.read_bytes())
+    (tmp_path / "link").symlink_to("llama/7B")
+    assert Tokenizer(tmp_path / "link").encode("x") == tokenizer.encode("x")
+    monkeypatch.chdir(tmp_path / "llama" / "7B")
+    assert Tokenizer(Path(".")).encode("x") == tokenizer.encode("x")
+
+
+@pytest.mark.parametrize("bos, eos, begins", [(1, 2, 1), (-1, 1, 1), (-1, -1, None)])
+def test_a_tokenizer_without_a_token_that_begins_a_text(tmp_path, bos, eos, begins):
+    """The end of a text begins the next one. A tokenizer with neither is refused."""
+    (tmp_path / "text").write_text("the cat sat on the mat and ran\n" * 20)
+    SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=24,
+        model_type="bpe", bos_id=bos, eos_id=eos, minloglevel=2)  # fmt: skip
+    if begins is None:
+        refusal(tmp_path, "no token that begins or ends a text", call=Tokenizer)
+    else:
+        found = Tokenizer(tmp_path)
+        assert (found.bos, found.prefix, found.ends) == (begins, [begins], {eos})
+
+
 class Intruder:
     """Makes a directory where it is unpickled."""
 
@@ -346,6 +406,27 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
     monkeypatch.setattr("support.files.save_file", disk_is_full)
     refusal(file, "No space left on device", call=write_file, args=({},))
     assert same(read_file(file)[0], TENSORS) and sorted(tmp_path.iterdir()) == [file, folder]
+
+
+def test_two_that_write_one_file_do_not_meet(tmp_path, monkeypatch):
+    """Another process writes the same file while this one does: the last one is there, whole."""
+    usual, file, between = os.fsync, tmp_path / "file", [{"a": torch.zeros(3)}]
+
+    def fsync(*args):
+        usual(*args)
+        if between:
+            write_file(file, between.pop())
+
+    monkeypatch.setattr("os.fsync", fsync)
+    write_file(file, {"a": torch.ones(3)})
+    assert read_file(file)[0]["a"].tolist() == [1, 1, 1] and [*tmp_path.iterdir()] == [file]
+
+
+def test_a_name_is_taken_once(tmp_path):
+    with pytest.raises(ZeroDivisionError), created(tmp_path / "file"):
+        refusal(tmp_path / "file", "there is such a file", call=lambda f: created(f).__enter__())
+        raise ZeroDivisionError
+    assert not (tmp_path / "file").exists()
 
 
 def adapter(model) -> AdaptedLlama:

@@ -130,12 +130,6 @@ def test_recipes(monkeypatch):
     for recipe in (paper, inference):  # section 3.3: 104 million tokens
         assert recipe.steps * recipe.batch * recipe.seq == pytest.approx(104e6, rel=0.01)
     assert (inference.steps, inference.lora_rank, paper.lora_rank) == (200, 0, 8)  # section 4.1
-    monkeypatch.setattr(train, "HERE", Path.cwd())
-    for end in ("", "-2", "-3"):  # a run gets a directory of its own
-        out = Path(parsed("")["out"])
-        out.mkdir(parents=True)
-        (out / "log.jsonl").touch()  # an empty one is taken again
-        assert out.name == f"lococo+window-mem128-seq2048{end}"
     batches = [parsed(words)["batch"] for words in ("", "--seq 1000", "--seq 9999", "--batch 7")]
     assert batches == [4096 // 2048, 4, 1, 7]
     given = parsed("--kernel 5 --segment 7 --lr 0.5 --compressor paper").items()
@@ -352,6 +346,63 @@ def test_a_memory_is_saved_and_asked_again(run, tokenizer, words):
         assert code == 0 and expected.endswith(question + out), err
     Path("memory").write_bytes(Path("memory").read_bytes()[:-1] + b"\x77")
     assert "damaged" in run(generate, ask)[2]
+
+
+def test_two_that_save_one_memory(run, monkeypatch):
+    """The second one is refused before it reads; what the first one saves is there."""
+    usual, answers = generate.prefill, []
+
+    def prefill(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(generate, "prefill", usual)
+            patch.setattr(Path, "exists", lambda path: False)  # both have looked by now
+            answers.append(run(generate, f"{SINKS} --prompt text/1.py --save-memory memory"))
+        return usual(*args)
+
+    monkeypatch.setattr(generate, "prefill", prefill)
+    assert run(generate, f"{SINKS} --prompt text/0.py --save-memory memory")[0] == 0
+    sentence = "generate.py: memory: there is such a file already; name another one\n"
+    assert answers == [(2, "", sentence)]
+    monkeypatch.setattr(generate, "prefill", usual)
+    assert run(generate, f"{SINKS} --prompt text/0.py --load-memory memory")[0] == 0
+
+
+def test_a_text_without_tokens_is_refused(run, monkeypatch):
+    """Of a tokenizer that drops line breaks."""
+    usual = generate.load_base
+
+    def load_base(*args):
+        model, tokenizer = usual(*args)
+        encode = tokenizer.encode
+        monkeypatch.setattr(tokenizer, "encode", lambda text: encode(text.rstrip()))
+        return model, tokenizer
+
+    monkeypatch.setattr(generate, "load_base", load_base)
+    Path("blank").write_bytes(b"\n")
+    Path("mark").write_bytes(b"\xef\xbb\xbf")
+    for name, sentence in (("blank", "no token for its text"), ("mark", "no text in it")):
+        code, _, err = run(generate, f"{SINKS} --prompt {name}")
+        assert (code, err.count("\n")) == (2, 1) and f"--prompt {name}: " in err and sentence in err
+
+
+def test_a_perplexity_above_all_numbers(run):
+    """A mean loss above 709 nats."""
+    shutil.copytree(TINY, "loud", ignore=shutil.ignore_patterns("adapter*"))
+    weights = load_file("loud/model.safetensors")
+    weights["lm_head.weight"] *= 3000
+    save_file(weights, "loud/model.safetensors")
+    code, out, err = run(eval_ppl, f"{LINES[eval_ppl]} --model loud")
+    assert code == 0 and len(re.findall(" inf$", out, re.M)) == 2, err  # of two models
+    assert eval_ppl.perplexity(torch.tensor([1.0, 3.0])) == pytest.approx(math.e**2)
+
+
+def test_a_book_of_ones_own_that_fell_into_another_part(run):
+    """The sentence names the part and the flag."""
+    Path("2.txt").write_text("some words of a book\n" * 300)
+    words = "adapter --data 2.txt --lengths 64"
+    code, _, err = run(eval_ppl, words)
+    assert code == 2 and "no held-out document" in err and "--part training scores it\n" in err
+    assert run(eval_ppl, f"{words} --part training")[0] == 0
 
 
 @pytest.mark.parametrize("temperature, expected", [

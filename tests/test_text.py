@@ -2,6 +2,7 @@
 support/facts.py: the facts that are told in them. How these are recalled is in test_programs.py."""
 
 import gzip
+import os
 import re
 import zlib
 from pathlib import Path
@@ -14,7 +15,7 @@ from conftest import names_in
 
 import support.text
 from eval_ppl import ranges
-from support.facts import tell
+from support.facts import fact_tokens, tell
 from support.files import UserError
 from support.text import long_documents, sequence, token_streams
 
@@ -85,12 +86,77 @@ def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch):
         assert "a text" in texts(paths, tokenizer) and len(calls) == expected
     one.write_text("another")
     assert texts([one], tokenizer) == ["another"] and len(calls) == 3
-    other = SimpleNamespace(encode=lambda text: [1, 69999], file=one)
+    other = SimpleNamespace(encode=lambda text: [1, 69999], file=one, prefix=[1])
     assert max(ids.max(initial=0) for ids in token_streams([one], other).values()) == 69999
     for file in Path("cache").iterdir():
         Path(f"{file}.part").write_bytes(b"the writing was interrupted")
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert texts([one], tokenizer) == ["another"] and len(calls) == 5
+
+
+def test_tokens_are_stored_under_all_that_makes_them(tokenizer):
+    """Also how the tokenizer begins a text, and the name of a link, which chooses the part."""
+    one, found = FOLDER / "0.py", []
+    for prefix in ([1], [1, 7, 9], [1]):
+        other = SimpleNamespace(
+            encode=lambda text: [*prefix, 5], file=tokenizer.file, prefix=prefix, bos=1
+        )
+        found.append(sum((ids.tolist() for ids in token_streams([one], other).values()), []))
+    assert found == [[1, 5], [1, 7, 9, 5], [1, 5]]
+    parts = {}
+    for name in ("a", "b", "c", "d", "e", "f", "g", "h", "i", "j"):
+        (FOLDER / name).symlink_to("0.py")
+        streams = token_streams([FOLDER / name], tokenizer)
+        number = zlib.crc32(name.encode()) % 20
+        parts[name] = next(part for part in streams if len(streams[part]))
+        assert number in support.text.PARTS[parts[name]]
+    assert len(set(parts.values())) > 1
+
+
+@pytest.mark.parametrize("cache", ["text/0.py/cache", "~/cache"])
+def test_tokens_need_not_be_stored(tokenizer, monkeypatch, capsys, cache):
+    """Where there is no such folder, or no home directory."""
+    monkeypatch.setattr("support.text.CACHE", cache)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    Path("a.txt").write_text("a text")
+    assert texts([Path("a.txt")], tokenizer) == ["a text"]
+    err = capsys.readouterr().err
+    assert err.startswith("warning: the tokens are not stored; ") and err.count("\n") == 1
+    assert "LOCOCO_CACHE" in err and cache in err and not Path("~").exists()
+
+
+MARK, ROW = b"\xef\xbb\xbf", b'{"text": "a text"}\n'
+
+
+@pytest.mark.parametrize("name, content, expected", [
+    ("a.txt", MARK + b"a text", ["a text"]), ("a.jsonl", MARK + ROW, ["a text"]),
+    ("A.JSONL", ROW * 2, ["a text"] * 2), ("a.Jsonl.GZ", gzip.compress(ROW), ["a text"]),
+    ("a.json", ROW * 2, ["a text"] * 2), ("a.json", MARK + ROW, ["a text"]),
+    ("a.json.gz", gzip.compress(MARK + ROW), ["a text"]), ("a.json", b"[1]", ["[1]"]),
+    ("a.json", b'{\n"text": "x"}', ['{\n"text": "x"}']),
+    ("a.json", b'{"text": 1}', ['{"text": 1}']),
+    (b"caf\xe9.txt", b"a text", ["a text"])])  # fmt: skip
+def test_files_as_others_write_them(tokenizer, name, content, expected):
+    """With a byte order mark, with endings in capitals, rows in .json, a name that is no UTF-8."""
+    file = Path("some", os.fsdecode(name))
+    file.parent.mkdir()
+    file.write_bytes(content)
+    assert texts([file.parent], tokenizer) == expected
+
+
+def test_the_library_is_read_as_it_is(tokenizer, monkeypatch):
+    """So that a training without --data is the same with any version of this program."""
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": "text"})
+    for file in FOLDER.iterdir():
+        file.write_bytes(MARK + b"x")
+    assert set(texts([], tokenizer)) == {"\ufeffx"}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.JSONL.xz", "a.txt.gz", "a.json.bz2"])
+def test_texts_that_are_packed_otherwise_are_refused(tokenizer, name):
+    Path(name).write_text("seems to be text")
+    with pytest.raises(UserError, match=f"{name}: texts that are packed so are not read; unpack"):
+        token_streams([FOLDER, Path(name)], tokenizer)
 
 
 def test_sequences_are_pieces_of_the_text_shuffled_for_each_pass():
@@ -187,3 +253,14 @@ def test_facts_in_rulers_sentences(tokenizer):
     for t in ago.nonzero()[:, 0].tolist():
         assert told[t] == told[t - int(ago[t])]
         assert tokenizer.decode(told[:t].tolist()).endswith(" is:")
+
+
+@pytest.mark.parametrize("few", [0, 2])
+def test_a_tokenizer_of_few_words_has_no_facts(tokenizer, monkeypatch, few):
+    """It does not look for names for ever."""
+    facts = fact_tokens(tokenizer)
+    monkeypatch.setattr(
+        "support.facts.fact_tokens", lambda *args: facts._replace(words=facts.words[:few])
+    )
+    with pytest.raises(UserError, match=f"its {few} words of one token do not make 8 names"):
+        tell(torch.tensor(tokenizer.encode(CODE)), 8, "held-out", 0, 0, tokenizer)

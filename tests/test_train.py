@@ -2,10 +2,12 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import support.text
 import train
 from lococo import AdaptedLlama, segment_losses, settings_for
 from support.command_line import HERE, TINY, Machine
-from support.files import read_file
+from support.files import UserError, read_file
 from support.text import token_streams
 
 SMALL = "--data text --mem 16 --batch 2 --micro-batch 1 --device cpu"
@@ -117,6 +119,60 @@ def ends_well(trained):
     return check
 
 
+def test_a_folder_has_one_run(own_folders, monkeypatch):
+    """Each run without --out gets a folder of its own, which a lock takes; that of a run which never
+    began is taken again. With --out, or --resume, the second one is refused."""
+    monkeypatch.setattr(train, "HERE", Path.cwd())
+    config, held = train.parse([])[0], []
+    for end in ("", "-2", "-3"):
+        own, log = train.claim(config, None)
+        held.append(log)
+        assert Path(own.out).name == f"lococo+window-mem128-seq2048{end}"
+    held[1].close()
+    assert train.claim(config, None)[0].out.endswith("-2")
+    held[0].write("a step\n")
+    held[0].close()
+    assert train.claim(config, None)[0].out.endswith("-2")
+    own = replace(config, out="run")
+    with train.claim(own, None)[1]:
+        for begun in (None, 3):
+            with pytest.raises(UserError, match="run: another process trains in this folder; wait"):
+                train.claim(own, begun)
+    STATE.touch()
+    with pytest.raises(UserError, match="run: another process"):  # it began and ended meanwhile
+        train.claim(own, None)
+    train.claim(own, 3)[1].close()
+
+
+def test_after_a_crash_the_log_has_each_step_once(trained, ends_well):
+    """Two steps were taken after the last state, and half a line was written."""
+    assert trained(f"{RUN} 9 --steps 2")[0] == 0
+    old = STATE.read_bytes()
+    assert trained("--resume run --steps 4")[0] == 0
+    whole = Path("run/log.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in whole.splitlines()] == [1, 2, 3, 4]
+    STATE.write_bytes(old)
+    Path("run/log.jsonl").write_text(whole + '{"step": 5')
+    assert trained("--resume run --steps 4")[0] == 0
+    assert Path("run/log.jsonl").read_text() == whole
+
+
+@pytest.mark.parametrize("variables, missing", [
+    ({"RANK": ""}, None), ({"RANK": "0", "WORLD_SIZE": "1"}, None), ({"LOCAL_RANK": "1"}, None),
+    ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": "1"},
+     "LOCAL_RANK, MASTER_ADDR")])  # fmt: skip
+def test_what_a_job_leaves_in_the_environment(variables, missing):
+    """All of torchrun's variables, or none that says that there are many processes."""
+    line = [sys.executable, "-c", "import train; train.check_environment(); print(train.WORLD)"]
+    others = {name: text for name, text in os.environ.items() if name not in train.TORCHRUN}
+    environment = others | {"PYTHONPATH": str(HERE)} | variables
+    done = subprocess.run(line, capture_output=True, text=True, env=environment)
+    assert missing or done.stdout == "1\n", done.stderr
+    assert not missing or f"UserError: RANK is {variables.get('RANK', 0)}" in done.stderr.replace(
+        "support.files.", "") and f"but {missing} is not set" in done.stderr  # fmt: skip
+
+
 def before_step(patch, n, then):
     """Something happens before the gradients of step n, counted from 1."""
     usual = train.gradients
@@ -141,6 +197,15 @@ def test_a_signal_lets_the_step_end(trained, ends_well, monkeypatch, step, numbe
     assert trained("--resume run")[0] == 0 and ends_well()
 
 
+def test_a_hint_is_what_a_shell_takes(own_folders, monkeypatch, capsys):
+    before_step(monkeypatch, 1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(SystemExit):
+        train.main([*f"{SMALL} --seq 96 --score-tokens 0 --out".split(), "my run's"])
+    hint = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(hint.split("to go on: ")[1])[-2:] == ["--resume", "my run's"]
+    assert Path("my run's/state.safetensors").exists()
+
+
 # Three runs that kill themselves: in a step, and when the third state is written, then named.
 KILLED = """
 import os, sys
@@ -163,9 +228,10 @@ def test_a_killed_run_goes_on_from_its_last_whole_state(trained, ends_well, toke
     done = subprocess.run(line, capture_output=True, text=True, env=os.environ | paths)
     assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["9"] * 3, done.stderr
     for out, step in (("gradients", 2), ("fsync", 1), ("replace", 1)):
-        assert Path(out, "state.safetensors.part").exists() == (out != "gradients")
+        assert len([*Path(out).glob("state.safetensors.*.part")]) == (out != "gradients")
         assert read_file(Path(out, "state.safetensors"))[1]["step"] == step
         assert trained(f"--resume {out} --save-every 3")[0] == 0 and ends_well(out)
+        assert not [*Path(out).glob("*.part")]
     assert trained("--resume replace")[0] == 0 and ends_well("replace")  # a run that has ended
 
 
@@ -246,6 +312,18 @@ def torchrun(words, **environment):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "process.py"]
     return subprocess.run([sys.executable, *launch, *words.split()], capture_output=True, text=True,
                           timeout=200, env=os.environ | environment)  # fmt: skip
+
+
+def test_what_process_0_has_to_do_is_done_when_another_dies_at_its_end(own_folders):
+    """The other one aborts while it ends; torchrun ends all then. Process 0 scores slowly."""
+    dying = "import atexit, time\nif rank == '1': atexit.register(os.abort)\n"
+    dying += "usual_score = train.score\n"
+    dying += "train.score = lambda *args: time.sleep(4) or usual_score(*args)\n"
+    start, end = PROCESS.split("train.run_program")
+    Path("process.py").write_text(f"{start}{dying}train.run_program{end}")
+    done = torchrun(f"{THREE} run --steps 1")
+    assert done.returncode and done.stdout.count(", after training") == 1, done.stderr
+    assert "adapter: run" in done.stdout and Path("run/adapter.safetensors").exists()
 
 
 def test_two_processes_train_as_one(trained, monkeypatch):

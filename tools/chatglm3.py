@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,9 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from model import Llama, Tokenizer, hugging_face_config, hugging_face_name  # noqa: E402
 from support.command_line import run_program  # noqa: E402
-from support.files import DAMAGED, UserError, read_tensors  # noqa: E402
+from support.files import (  # noqa: E402
+    DAMAGED, UserError, read_json, read_tensors, write_whole,
+)  # fmt: skip
 
 NAMES = {  # theirs, without "transformer.": ours, the rows that it is cut into
     "embedding.word_embeddings": ["model.embed_tokens"],
@@ -51,7 +54,7 @@ def converted(c: dict) -> dict:
 
 def convert(path: Path, out: Path) -> None:
     try:
-        config = converted(json.loads((path / "config.json").read_text()))
+        config = converted(read_json(path / "config.json"))
     except DAMAGED as error:
         raise UserError(f"{path}/config.json: not that of ChatGLM3 ({error!r})") from None
     out.mkdir(parents=True)
@@ -77,7 +80,7 @@ def convert(path: Path, out: Path) -> None:
                 if "q_proj" in new or "k_proj" in new:  # neighbours turn together there
                     part = part.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).flatten(0, 2)
                 tensors[new] = part.contiguous()
-        save_file(tensors, out / f"model-{shard.stem}.safetensors")
+        write_whole(out / f"model-{shard.stem}.safetensors", partial(save_file, tensors))
     if left:
         raise UserError(f"{path}: there is no tensor for {', '.join(left)}"[:250])
     shutil.copy(path / "tokenizer.model", out)

@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.command_line import run_program  # noqa: E402
-from support.files import DAMAGED, UserError  # noqa: E402
+from support.files import DAMAGED, UserError, write_whole  # noqa: E402
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -34,8 +34,8 @@ def convert(file: Path, folder: Path) -> None:
     del weights["rope.weight"]  # a table of cosines and sines
     params = {"dim": dim, "n_layers": n, "n_heads": H, "n_kv_heads": G, "vocab_size": abs(V),
               "multiple_of": ffn, "norm_eps": 1e-5, "max_seq_len": context}  # fmt: skip
-    (folder / "params.json").write_text(json.dumps(params))  # names a folder that is not there
-    torch.save(weights, folder / "consolidated.00.pth")
+    write_whole(folder / "consolidated.00.pth", lambda beside: torch.save(weights, beside))
+    (folder / "params.json").write_text(json.dumps(params))  # last: it says that all is there
 
 
 if __name__ == "__main__":

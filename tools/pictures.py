@@ -29,6 +29,7 @@ from lococo import (  # noqa: E402
 from model import load_base  # noqa: E402
 from support.command_line import HERE, TINY, prepare, run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
+from support.files import read_text  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 
 
@@ -131,7 +132,7 @@ def main() -> None:
     prefill(model, documents[:1], memory, s.segment)
     draw_mixing(memory.mixing, s, args.out / "mixing.png")
 
-    ids = tokenizer.encode((HERE / "assets" / "prompt.txt").read_text())
+    ids = tokenizer.encode(read_text(HERE / "assets" / "prompt.txt"))
     at = tokenizer.encode("x\n@")[-1]
     word = next(n for n, token in enumerate(ids) if token == at) + 4
     path, layer, head = follow(adapted, ids, word)

@@ -33,12 +33,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
-from eval_ppl import token_losses  # noqa: E402
+from eval_ppl import perplexity, token_losses  # noqa: E402
 from lococo import COMMON, COMPRESSORS, Compressor, FactCompressor  # noqa: E402
 from lococo import load_adapter  # noqa: E402
 from model import load_base  # noqa: E402
 from support.command_line import HERE, TINY, Machine, prepare, run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
+from support.files import read_json  # noqa: E402
 from support.text import PARTS, long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
 
@@ -142,7 +143,7 @@ def score_cell(run: Path, args: argparse.Namespace, machine: Machine) -> dict:
         texts = torch.from_numpy(ids[: len(ids) // args.seq * args.seq].astype(np.int64))
         texts = texts.view(-1, args.seq)
     nats, _, _ = token_losses(adapted, texts, machine, 8)
-    cell = {"documents": len(texts), "perplexity": math.exp(nats.double().mean())}
+    cell = {"documents": len(texts), "perplexity": perplexity(nats)}
     if args.data:
         return cell | {"nats": [round(x, 5) for x in nats.double().mean(dim=1).tolist()]}
     told, ago = tell_all(texts, args.part, tokenizer)
@@ -266,7 +267,7 @@ def main() -> None:
 
 
 def read() -> dict[str, dict]:
-    return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    return read_json(RESULTS) if RESULTS.is_file() else {}
 
 
 def write(cells: dict[str, dict]) -> None:

@@ -49,7 +49,7 @@ from support.command_line import (  # noqa: E402
     TINY, Machine, Parser, at_least, prepare, run_program,
 )  # fmt: skip
 from support.facts import fact_tokens  # noqa: E402
-from support.files import DAMAGED, UserError  # noqa: E402
+from support.files import DAMAGED, UserError, read_json, read_text  # noqa: E402
 from support.text import PARTS, long_documents, read_rows, token_streams  # noqa: E402
 
 # --- Rows from the official files ----------------------------------------------------------------
@@ -112,11 +112,11 @@ def scrolls(row: dict, file: Path) -> dict:
 
 
 def longbench(row: dict, file: Path) -> dict:
-    name, config = row["dataset"].removesuffix("_e"), file.parent.parent / "config"
+    name, config = row["dataset"].removesuffix("_e"), file.absolute().parent.parent / "config"
     if name not in LONGBENCH:
         raise UserError(f"{file}: of LongBench the sets in English and code are scored, not {name}")
-    prompt = json.loads((config / "dataset2prompt.json").read_text("utf-8"))[name]
-    most = json.loads((config / "dataset2maxlen.json").read_text("utf-8"))[name]
+    prompt = read_json(config / "dataset2prompt.json")[name]
+    most = read_json(config / "dataset2maxlen.json")[name]
     stop = "\n" if name in ("trec", "triviaqa", "samsum") else "\0"  # a text that never comes
     return {"prompt": prompt.format(**row), "answers": row["answers"], "max_tokens": most,
             "stop": stop, "longbench": name, "classes": row["all_classes"]}  # fmt: skip
@@ -143,9 +143,9 @@ def read(data: str, source: Path, patterns: str, convert: Callable) -> list[dict
         raise UserError(f"{source}: of {data}, {patterns} was expected here")
     rows = {}
     for file in files:
-        text, number = file.read_text("utf-8"), 0
+        text, number = read_text(file), 0
         try:
-            lines = text.rstrip().split("\n") if file.suffix == ".jsonl" else [text]
+            lines = text.rstrip().split("\n") if file.suffix.lower() == ".jsonl" else [text]
             content = [json.loads(line) for line in lines]
             for number, item in enumerate(content[0].get("Data", content), start=1):
                 row = convert(item, file)
@@ -246,6 +246,20 @@ def is_task(row: dict) -> bool:
     return ends and answer in range(len(texts)) and all(text.strip() for text in prompts + texts)
 
 
+def refuse_without_tokens(
+    file: Path, rows: list[tuple[int, dict]], tokenizer: Tokenizer
+) -> None:
+    """A tokenizer may drop all of a text. A choice without a token would have probability 1."""
+    start = tokenizer.encode("x")
+    for number, row in rows:
+        for prompt in np.atleast_1d(row["prompt"]).tolist():
+            if len(tokenizer.encode(prompt.rstrip())) == len(tokenizer.prefix):
+                raise UserError(f"{file}, line {number}: no token for {prompt!r}; leave it out")
+        for choice in row.get("choices", []):
+            if len(tokenizer.encode(f"x {choice}")) <= len(start):
+                raise UserError(f"{file}, line {number}: no token for {choice!r}; leave it out")
+
+
 @torch.no_grad()
 def score_choices(
     adapted: AdaptedLlama, row: dict, tokenizer: Tokenizer, device: str
@@ -328,6 +342,8 @@ def score(args: argparse.Namespace) -> None:
         if not rows:
             raise UserError(f"{file}: there are no rows in it")
     tokenizer = Tokenizer(args.model)
+    for file, rows in files.items():
+        refuse_without_tokens(file, rows, tokenizer)
     sizes = memory_sizes(args.runs)
     if args.method:
         sizes = []  # no more methods than are asked for
