@@ -118,7 +118,9 @@ ROWS = {
     "ours": Row("**ours**, `lococo+h2o+recent`: 3M/8 heavy, M/4 merged, 3M/8 last", RECIPE),
 }
 
-SHORT = ("full", "window", "h2o", "h2o text", "lococo+h2o", "ours")  # README.md's rows
+SHORT = (  # README.md's rows
+    "full", "window", "h2o", "h2o 5/8 forget", "official h2o", "lococo+h2o", "official code", "ours",
+)  # fmt: skip
 PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
 
 # --- A cell --------------------------------------------------------------------------------------
