@@ -103,3 +103,10 @@ def test_rows_are_settings(monkeypatch):
         "h2o 5/8 forget": (0, 40, 0, 24, "interpolated", 0.75),
         "official h2o": (0, 64, 0, 0, "interpolated", 0.0),
     }  # fmt: skip
+
+
+def test_the_tables_of_the_pages_are_made_of_the_stored_cells():
+    for page in real_llama.PAGES:
+        text = page.read_text("utf-8")
+        assert "<!-- tools/real_llama.py: " in text
+        assert real_llama.with_tables(text, real_llama.read()) == text
