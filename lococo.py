@@ -157,7 +157,8 @@ class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer.
 
     When the next segment does not fit, S entries become M slots by K' = W K and V' = W V. Each
-    method is a choice of the matrix W. Its columns are memory, then segment; the paper's (6) has them the other way.
+    method is a choice of the matrix W. Its columns are memory, then segment; the paper's (6) has
+    them the other way.
     For M = 4 and T = 3, with one sink, two merged slots and one recent token:
 
                      memory     segment
@@ -221,7 +222,8 @@ class Memory(KVCache):
         """The operator C of (3), steps 4 and 5: S entries become M slots.
 
         One-hot rows of W copy. Only w, the block of the merged slots, multiplies keys and values.
-        Returns what `mixing_matrix` needs to make all of W: the order of the entries (B, G, S), and w.
+        Returns what `mixing_matrix` needs to make all of W: the order of the entries (B, G, S),
+        and w.
         """
         s = self.settings
         by_slot = s.positions == "slots"
@@ -389,8 +391,8 @@ class FactCompressor(Compressor):
 
     Of entries A, A' (a copy of A) and B, in this order of relevance, two slots hold A and B.
     A common filter learns what is relevant. Each slot also has its own filter, which learns
-    which of the relevant entries it takes. What comes from a merged or heavy slot has filters of its own, of one tap, which
-    learn to keep it: without them one seed of two forgets (docs/notebook.md). Rows are soft
+    which of the relevant entries it takes. What comes from a merged or heavy slot has filters
+    of its own, of one tap, which learn to keep it: without them one seed of two forgets (docs/notebook.md). Rows are soft
     while they learn. The recipe's `sharper` makes them nearly one-hot afterwards, as mixed
     facts cannot be read.
     """

@@ -536,8 +536,9 @@ class SentencePieceTokens:
 
 
 class JsonTokens:
-    """A tokenizer.json. It does not say which tokens begin and end a text: the files beside it do,
-    by name (tokenizer_config.json) or by id (config.json, generation_config.json)."""
+    """A tokenizer.json. Which tokens begin and end a text is taken from the files beside it: by name
+    (tokenizer_config.json) or by id (config.json, generation_config.json). Where they name none that
+    begins a text, the one with the smallest id that ends a text does."""
 
     def __init__(self, file: Path):
         try:
@@ -547,7 +548,7 @@ class JsonTokens:
             raise UserError(f"{file}: {sentence}") from None
         try:
             self.tokenizer = JsonTokenizer.from_str(read_text(file))
-        except Exception as error:  # the package raises nothing more special
+        except Exception as error:  # the package raises plain Exception, nothing more special
             raise ValueError(error) from None
         self.tokenizer.encode_special_tokens = True  # as plain text
         self.vocab_size = 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values())
