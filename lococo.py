@@ -392,9 +392,9 @@ class FactCompressor(Compressor):
     Of entries A, A' (a copy of A) and B, in this order of relevance, two slots hold A and B.
     A common filter learns what is relevant. Each slot also has its own filter, which learns
     which of the relevant entries it takes. What comes from a merged or heavy slot has filters
-    of its own, of one tap, which learn to keep it: without them one seed of two forgets (docs/notebook.md). Rows are soft
-    while they learn. The recipe's `sharper` makes them nearly one-hot afterwards, as mixed
-    facts cannot be read.
+    of its own, of one tap, which learn to keep it: without them one seed of two forgets
+    (docs/notebook.md). Rows are soft while they learn. The recipe's `sharper` makes them nearly
+    one-hot afterwards, as mixed facts cannot be read.
     """
 
     def __init__(self, head_dim: int, slots: int, kernel: int):

@@ -536,9 +536,9 @@ class SentencePieceTokens:
 
 
 class JsonTokens:
-    """A tokenizer.json. Which tokens begin and end a text is taken from the files beside it: by name
-    (tokenizer_config.json) or by id (config.json, generation_config.json). Where they name none that
-    begins a text, the one with the smallest id that ends a text does."""
+    """A tokenizer.json. Which tokens begin and end a text is taken from the files beside it: by
+    name (tokenizer_config.json) or by id (config.json, generation_config.json). Where they name
+    none that begins a text, the one with the smallest id that ends a text does."""
 
     def __init__(self, file: Path):
         try:
