@@ -6,8 +6,9 @@
         --part choosing --flags "--recent 16"                                 # a variation of a row
     python tools/real_llama.py --print                                        # the tables alone
 
-A cell of a table is one row with one seed: train.py trains its convolutions on three books and on
-WikiText-2's valid part, then documents of --seq tokens are scored. Forms are chosen on the fourth
+A cell of a table is one row with one seed: train.py trains its convolutions on what its split by
+names takes for training of three books and of WikiText-2's valid part (two books, 56 articles), then
+documents of --seq tokens are scored. Forms are chosen on the fourth
 book (--part choosing). The documents of WikiText-2's test part are scored once, when nothing is
 left to choose. A row without convolutions is not trained.
 
