@@ -175,6 +175,7 @@ def wait_for_all() -> None:
 
 # --- Training ------------------------------------------------------------------------------------
 
+EXTRA_EVERY = 3  # pieces; see `backward_by_pieces`
 
 class ShiftedGroups(KVCache):
     """LongLoRA's attention while it trains (arXiv 2309.12307). A sequence enters whole, so that
@@ -209,8 +210,7 @@ def gradients(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machin
         # Sequences, and how long ago the fact of each answer was told; both (micro_batch, L).
         rows = [draw(i) for i in own[n : n + config.micro_batch]]
         tokens, ago = (torch.stack(row).to(machine.device) for row in zip(*rows))
-        turn = step + RANK + n * WORLD
-        for loss, scored in backward_by_pieces(adapted, tokens, ago > 0, config, machine, turn):
+        for loss, scored in backward_by_pieces(adapted, tokens, ago > 0, config, machine, step):
             total += loss
             done(scored)
     for p in adapted.trained().values():  # a process without a sequence has no gradient
@@ -220,13 +220,15 @@ def gradients(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machin
 
 def backward_by_pieces(
     adapted: AdaptedLlama, tokens: Tensor, answers: Tensor, config: TrainConfig,
-    machine: Machine, turn: int,
+    machine: Machine, step: int,
 ) -> Iterator[tuple[float, int]]:  # fmt: skip
     """Backward passes of sequences (n, L), one for each `bptt` segments, so that the graph never
     spans more. Yields what each adds to the step's loss, and how many tokens it has scored.
 
     In the convolutions' gradient a token that is an answer counts `answer_weight` times. Its extra
-    part is taken from each third piece alone, and counts three times there: the mean is the same.
+    part costs a second backward pass. So it is taken from one piece in EXTRA_EVERY alone, and
+    counts so many times there: over the steps the mean is the same. Which pieces these are depends
+    on the step, not on how the sequences are dealt out.
     """
     longlora = adapted.settings.method == "longlora"
     cache = adapted.cache(plain=ShiftedGroups if longlora else KVCache)
@@ -235,15 +237,16 @@ def backward_by_pieces(
     scored_in_step = config.batch * (config.seq - 1)
     pieces = segment_losses(adapted.model, tokens, cache, segment, config.bptt)
     answers = answers[:, 1:].split(config.bptt * segment, dim=1)
-    for number, answer in enumerate(answers, start=turn):
+    for piece, answer in enumerate(answers):
         with machine.precision():
             losses, _ = next(pieces)
         # Outside autocast, as PyTorch advises: a backward pass has the numbers of its forward pass.
         loss = losses.sum() / scored_in_step
         if loss.requires_grad:  # with --lora-rank 0 this is not so before the first compression
-            if convolutions and answer.any() and number % 3 == 0:
+            if convolutions and answer.any() and (step + piece) % EXTRA_EVERY == 0:
                 # For the convolutions alone: LoRA would get worse on plain text.
-                extra = 3 * (config.answer_weight - 1) * losses[answer].sum() / scored_in_step
+                weight = EXTRA_EVERY * (config.answer_weight - 1)
+                extra = weight * losses[answer].sum() / scored_in_step
                 extra.backward(inputs=convolutions, retain_graph=True)
             loss.backward()
         yield loss.item(), losses.numel()
@@ -293,7 +296,9 @@ def train(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: M
                 raise UserError(f"step {step + 1}: a gradient is not finite; lower --lr, --conv-lr")
             optimizer.step()
             bar.set_postfix_str(f"step {step + 1}/{config.steps}, loss {loss:.3f}", refresh=False)
-            log.write(json.dumps({"step": step + 1, "loss": loss}) + "\n")
+            norms = [round(float(norm), 6) for norm in norms]  # before clipping
+            about = {"step": step + 1, "loss": loss, "gradient norms": norms}
+            log.write(json.dumps(about) + "\n")
             log.flush()
             stop = add_up(torch.tensor(len(noted))) > 0
             if stop or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
@@ -670,6 +675,9 @@ def write_adapter(adapted: AdaptedLlama, config: TrainConfig) -> None:
             p *= config.sharper  # the logits of "facts" are linear in all of them
     file = Path(config.out, "adapter.safetensors")
     write_file(file, adapted.trained(), **identity(adapted))
+    if config.sharper != 1 and len(adapted.compressors):
+        print(f"the convolutions' logits are multiplied by {config.sharper:g} now (--sharper); "
+              "the losses in log.jsonl are those of the model before")  # fmt: skip
 
 
 def main(line: list[str] | None = None) -> None:

@@ -40,7 +40,7 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
         batch=2, micro_batch=1, seq=41, segment=6, bptt=bptt, answer_weight=weight
     )
     machine = Machine("cpu", torch.float32)  # no autocast
-    rows = [(tokens[n], ago[n]) for n in (0, 0, 1, 0, 1, 1)]  # each text at each turn modulo 3
+    rows = [(tokens[n], ago[n]) for n in (0, 1)] * 3  # the same two texts in each of three steps
     draw = rows.__getitem__
     losses = [train.gradients(adapted, draw, config, machine, step) for step in range(3)]
     found, plain, weighted = {n: p.grad / 3 for n, p in adapted.trained().items()}, 0.0, 0.0
@@ -60,6 +60,26 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
         total.backward(retain_graph=True)
         trained = {n: p for n, p in adapted.trained().items() if p in set(parameters.parameters())}
         assert trained and all(torch.allclose(found[n], p.grad) for n, p in trained.items())
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_the_gradient_does_not_depend_on_the_micro_batch(model, monkeypatch, step):
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2)).double()
+    tokens, answers = torch.randint(3, 64, (4, 41)), torch.rand(4, 41) < 0.2
+    draw = [*zip(tokens, answers.long())] * 3
+    found = []
+    for micro_batch in (1, 2, 4):
+        config = train.TrainConfig(
+            batch=4, micro_batch=micro_batch, seq=41, segment=6, bptt=2, answer_weight=7.5
+        )
+        adapted.zero_grad()
+        machine = Machine("cpu", torch.float32)  # no autocast
+        train.gradients(adapted, draw.__getitem__, config, machine, step)
+        found.append([p.grad for p in adapted.trained().values()])
+    one, *others = found
+    assert one[0].abs().max() > 0
+    assert all(torch.allclose(a, b) for other in others for a, b in zip(one, other))
 
 
 def test_backward_passes_run_outside_autocast(model, monkeypatch):
