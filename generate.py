@@ -90,7 +90,7 @@ class TracedMemory(Memory):
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         order, w = super().compress(layer)
         if layer == self.layer:
-            W = self.mixing_matrix(order, w)[0, self.head].float().cpu()  # (M, S)
+            W = self.mixing_matrix(layer, order, w)[0, self.head].float().cpu()  # (M, S)
             entered = torch.eye(W.shape[1] - len(self.shares))
             self.shares = W @ torch.block_diag(self.shares, entered)
             self.largest = [*self.largest, self.shares.max(dim=1)]
@@ -102,7 +102,7 @@ def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -
     bar for each compression: the largest share that the line's first token had then, of slots
     where it came first."""
     yield f"layer {memory.layer}, head {memory.head}: {memory.size} entries after {len(ids)} tokens"
-    kinds = [kind for kind in KINDS for _ in range(getattr(memory.settings, kind))]
+    kinds = [kind for kind in KINDS for _ in range(getattr(memory.layers[memory.layer], kind))]
     for slot, kind in enumerate(kinds if memory.compressed else []):
         line = f"{slot:>4} {kind:7}"
         top = memory.shares[slot].topk(min(3, memory.shares.shape[1]))
@@ -126,7 +126,7 @@ def save_memory(file: Path, memory: Memory, owner: dict) -> None:
         tensors[f"values {layer}"] = memory.values[layer].held
         if memory.scoring:
             tensors[f"scores {layer}"] = memory.scores[layer]
-    write_file(file, tensors, seen=memory.seen, compressed=memory.compressed, owner=owner)
+    write_file(file, tensors, seen=memory.seen, owner=owner)
 
 
 def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
@@ -138,7 +138,7 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
         memory.values[layer] = Entries(tensors[f"values {layer}"].to(device))
         if memory.scoring:
             memory.scores[layer] = tensors[f"scores {layer}"].to(device)
-    memory.seen, memory.compressed = about["seen"], about["compressed"]
+    memory.seen = about["seen"]
 
 
 # --- The program ---------------------------------------------------------------------------------
@@ -215,12 +215,17 @@ def empty_cache(args: argparse.Namespace, adapted: AdaptedLlama) -> KVCache:
 
 def figures(cache: KVCache, settings: Settings) -> str:
     """How much is held, and what the full cache would hold."""
-    full = cache.nbytes // cache.size * cache.seen
+    held = sum(keys.size for keys in cache.keys)  # in all layers
+    full = cache.nbytes // held * len(cache.keys) * cache.seen
+    mean = held // len(cache.keys)
     lines = [
-        f"memory           {settings.mem} slots; {cache.size:,} entries held of {cache.seen:,}",
+        f"memory           {settings.mem} slots; {mean:,} entries held of {cache.seen:,}",
         f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {full:,}",
     ]
-    if settings.mem and cache.compressed:
+    if settings.budgets:
+        least, most = min(settings.budgets), max(settings.budgets)
+        lines.append(f"entries held     on average; layers have {least} to {most} slots")
+    elif settings.mem and cache.compressed:
         waiting = f"{cache.size - settings.mem} tokens since the last compression"
         most = f"at most T = {settings.segment}"
         lines.append(f"entries held     {settings.mem} slots, and {waiting} ({most})")

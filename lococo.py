@@ -5,7 +5,7 @@ model.py. The paper's W of (6) is called `logits` here, and its normalised form 
 W has all M rows: those of w, and the one-hot rows that copy an entry.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -58,11 +58,27 @@ class Settings:
     lora_rank: int = 8
     lora_alpha: int = 16  # the official code's; the paper names none
     forget: float = 1.0  # earlier attention is multiplied by this at each segment; 1 in H2O
+    budgets: list[int] = field(default_factory=list)  # slots of each layer; none: M in every one
 
     @property
     def mem(self) -> int:
-        """M, slots in each layer and key/value head; 0 if all entries are kept."""
+        """M, slots in each layer and key/value head; 0 if all entries are kept. With budgets it is
+        their mean."""
         return self.sinks + self.heavy + self.merged + self.recent
+
+    def in_layer(self, layer: int) -> "Settings":
+        """The settings of one layer: its budget has the kinds of slots in the same proportion.
+
+        Layers differ in how much of a long text they read, so that equal budgets waste slots
+        (PyramidKV, arXiv 2406.02069). tools/budgets.py measures which layers need more.
+        """
+        if not self.budgets:
+            return self
+        M = self.budgets[layer]
+        counts = {kind: M * getattr(self, kind) // self.mem for kind in KINDS}
+        largest = max(KINDS, key=counts.get)
+        counts[largest] += M - sum(counts.values())  # what rounding has left over
+        return replace(self, budgets=[], **counts)
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
@@ -84,7 +100,24 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     nothing_merged = "merged" in row and counts["merged"] == 0
     if not right_total or nothing_merged or min(counts.values()) < 0:
         raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
-    return Settings(method, segment, length, **chosen | counts)
+    settings = Settings(method, segment, length, **chosen | counts)
+    check_budgets(settings)
+    return settings
+
+
+def check_budgets(settings: Settings) -> None:
+    """Raises UserError if the budgets do not suit the other settings."""
+    budgets = settings.budgets
+    if not budgets:
+        return
+    if not settings.mem or settings.positions == "slots":
+        raise UserError("--budgets: they need a method with slots, and not --positions slots")
+    if sum(budgets) != len(budgets) * settings.mem:
+        mean = sum(budgets) / len(budgets)
+        raise UserError(f"--budgets: their mean is {mean:g}, but it must be --mem {settings.mem}")
+    layers = [settings.in_layer(layer) for layer in range(len(budgets))]
+    if min(budgets) < 4 or (settings.merged and min(s.merged for s in layers) == 0):
+        raise UserError(f"--budgets: {min(budgets)} slots are too few for {settings.method}")
 
 
 # --- Compressor (section 3.2.1) ------------------------------------------------------------------
@@ -171,11 +204,16 @@ class Memory(KVCache):
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         super().__init__(config)
         self.settings, self.compressors = settings, compressors
-        self.most = settings.mem + settings.segment
-        self.compressed = False  # True once the slots are filled
+        self.layers = [settings.in_layer(layer) for layer in range(config.n_layers)]
+        self.most = [s.mem + s.segment for s in self.layers]
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         self.scores: list[Tensor | None] = [None] * config.n_layers  # attention received, (B, G, S)
         self.recompute = False  # as in Block, for the compressors
+
+    @property
+    def compressed(self) -> bool:
+        """Whether a layer holds fewer entries than tokens have entered."""
+        return any(keys.size < self.seen for keys in self.keys)
 
     def copy(self) -> "Memory":
         other = super().copy()
@@ -191,10 +229,9 @@ class Memory(KVCache):
         segment.
         """
         assert T <= self.settings.segment
-        if self.size + T > self.most:
-            for layer in range(self.config.n_layers):
+        for layer, most in enumerate(self.most):
+            if self.keys[layer].size + T > most:
                 self.compress(layer)
-            self.compressed = True
         first = super().enter(T)
         return self.size if self.settings.positions == "slots" else first
 
@@ -225,7 +262,7 @@ class Memory(KVCache):
         Returns what `mixing_matrix` needs to make all of W: the order of the entries (B, G, S),
         and w.
         """
-        s = self.settings
+        s = self.layers[layer]
         by_slot = s.positions == "slots"
         front = s.sinks + s.heavy
         order = self.arrange(layer)  # [front | rest | recent]
@@ -233,7 +270,7 @@ class Memory(KVCache):
         v = in_order(self.values[layer].held, order)
         S = order.shape[2]
         if by_slot:  # what is kept goes to the place of its slot, the rest to place 0
-            k = self.move(k, self.new_places(S, k.device) - order)
+            k = self.move(k, self.new_places(layer, S, k.device) - order)
 
         sizes = (front, S - front - s.recent, s.recent)
         k_front, k_rest, k_recent = k.split(sizes, dim=2)
@@ -246,7 +283,7 @@ class Memory(KVCache):
         self.keys[layer] = Entries(torch.cat((k_front, k_new, k_recent), dim=2))
         self.values[layer] = Entries(torch.cat((v_front, v_new, v_recent), dim=2))
         if self.scoring:  # a merged slot gets the mean, by w, of what its entries have received
-            W = self.mixing_matrix(order, w.detach())
+            W = self.mixing_matrix(layer, order, w.detach())
             self.scores[layer] = (W * self.scores[layer][:, :, None]).sum(dim=3)
         return order, w
 
@@ -256,11 +293,12 @@ class Memory(KVCache):
         """Merge the rest of the entries: k and v (B, G, R, D), which stand at `places` (B, G,
         R) of the cache. Returns K', V' and w of the compressor. Without merged slots the rest
         is dropped."""
-        s = self.settings
+        s = self.layers[layer]
         if not s.merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
         # If compressed before, the cache is [front | merged slots | recent slots | segment].
-        from_slot = (places < s.sinks + s.heavy + s.merged) & self.compressed
+        compressed = self.keys[layer].size < self.seen
+        from_slot = (places < s.sinks + s.heavy + s.merged) & compressed
         scores = self.scores[layer]
         if scores is not None:
             scores = scores.gather(2, places)
@@ -269,14 +307,14 @@ class Memory(KVCache):
             return checkpoint(compressor, k, v, from_slot, scores, use_reentrant=False)
         return compressor(k, v, from_slot, scores)
 
-    def new_places(self, S: int, device: torch.device) -> Tensor:
+    def new_places(self, layer: int, S: int, device: torch.device) -> Tensor:
         """Where the keys of S entries in order [front | rest | recent] are turned to, (S,),
         if a key's position is its place in the cache.
 
         What is kept gets the place of its slot. The rest gets place 0, so that (4) mixes keys that
         are not rotated. With positions of the text, (4) mixes rotated keys.
         """
-        s = self.settings
+        s = self.layers[layer]
         places = torch.zeros(S, device=device)
         front = s.sinks + s.heavy
         places[:front] = torch.arange(front)
@@ -286,7 +324,7 @@ class Memory(KVCache):
     def arrange(self, layer: int) -> Tensor:
         """The places in the cache of [front | rest | recent], each in order: (B, G, S). The front
         are the entries of sinks and heavy slots."""
-        s = self.settings
+        s = self.layers[layer]
         k = self.keys[layer].held
         B, G, S, _ = k.shape
         chosen = torch.zeros(B, G, S, dtype=torch.bool, device=k.device)  # for the front
@@ -300,9 +338,9 @@ class Memory(KVCache):
         others = places[~chosen].view(B, G, -1)
         return torch.cat((front, others), dim=2)
 
-    def mixing_matrix(self, order: Tensor, w: Tensor) -> Tensor:
-        """All of W (B, G, M, S), as drawn above, from what `compress` returns."""
-        s = self.settings
+    def mixing_matrix(self, layer: int, order: Tensor, w: Tensor) -> Tensor:
+        """All of a layer's W (B, G, M, S), as drawn above, from what `compress` returns."""
+        s = self.layers[layer]
         S = order.shape[2]
         front = s.sinks + s.heavy
         W = w.new_zeros(*w.shape[:2], s.mem, S)
@@ -472,9 +510,13 @@ class AdaptedLlama(nn.Module):
         self.settings, self.model = settings, model.requires_grad_(False)
         self.recompute = False
         config = model.config
+        if settings.budgets and len(settings.budgets) != config.n_layers:
+            numbers = f"{len(settings.budgets)} numbers for {config.n_layers} layers"
+            raise UserError(f"--budgets: there are {numbers}; give one for each")
+        kind = COMPRESSORS[settings.compressor]
         self.compressors = nn.ModuleList(
-            COMPRESSORS[settings.compressor](config.head_dim, settings.merged, settings.kernel)
-            for _ in range(config.n_layers if settings.merged else 0)
+            kind(config.head_dim, settings.in_layer(layer).merged, settings.kernel)
+            for layer in range(config.n_layers if settings.merged else 0)
         ).to(model.norm.weight.device)
         if settings.lora_rank:
             for block in model.layers:

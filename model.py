@@ -170,13 +170,13 @@ class KVCache:
         self.config = config
         self.rope_scale = config.rope_scale
         self.seen = 0  # tokens that have entered
-        self.most = float("inf")  # entries that a layer may hold
+        self.most = [float("inf")] * config.n_layers  # entries that each layer may hold
         self.keys = [Entries() for _ in range(config.n_layers)]  # rotated
         self.values = [Entries() for _ in range(config.n_layers)]
 
     @property
     def size(self) -> int:
-        """S, the number of entries that each layer holds now."""
+        """S, the number of entries that a layer holds now: the first one, if they differ."""
         return self.keys[0].size
 
     @property
@@ -204,8 +204,8 @@ class KVCache:
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Add new keys and values to what a layer holds (algorithm 1, step 4)."""
-        self.keys[layer].append(k, self.most)
-        self.values[layer].append(v, self.most)
+        self.keys[layer].append(k, self.most[layer])
+        self.values[layer].append(v, self.most[layer])
 
     def detach(self) -> None:
         """Cut the graph, so that it does not grow with the text."""

@@ -72,6 +72,7 @@ class TrainConfig:
     recent: int | None = None
     positions: str | None = None
     forget: float | None = None
+    budgets: list[int] | None = None
     # Text.
     data: list[str] = field(default_factory=list)  # files and folders; none: Python's own library
     held_out: list[str] = field(default_factory=list)  # none: a tenth of `data`

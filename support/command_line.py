@@ -65,10 +65,12 @@ class Parser(argparse.ArgumentParser):
             help="of keys: in the text, divided; in the text; in the cache (default: the method's)")
         add("--forget", type=at_least(0, float), metavar="F",
             help="heavy slots: factor of earlier attention at each segment, 0 to 1")
+        add("--budgets", type=at_least(4), nargs="+", metavar="N",
+            help="slots of each layer, M on average; tools/budgets.py finds them (default: M each)")
 
     def refuse_counts(self, args: argparse.Namespace) -> None:
-        given = {args.mem, args.segment, *method_flags(vars(args)).values()} - {None}
-        if given and not args.method:
+        given = [args.mem, args.segment, *method_flags(vars(args)).values()]
+        if any(value is not None for value in given) and not args.method:
             self.error("--mem and the like go with --method; a trained adapter has its own")
 
     def error(self, message: str):
@@ -79,7 +81,8 @@ class Parser(argparse.ArgumentParser):
 
 def method_flags(flags: dict) -> dict:
     """Those of the flags that change a row of METHODS. train.py has three more than the others."""
-    names = ("sinks", "heavy", "recent", "positions", "forget", "compressor", "kernel", "lora_rank")
+    names = ("sinks", "heavy", "recent", "positions", "forget", "budgets", "compressor", "kernel",
+             "lora_rank")  # fmt: skip
     return {name: flags[name] for name in names if name in flags}
 
 

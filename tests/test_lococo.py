@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import budgets
+import numpy as np
 import pytest
 import torch
 import official_code  # noqa: F401, it adds a compressor
@@ -11,7 +14,9 @@ from reference import by_loop, official_rows, slow_memory
 from generate import TracedMemory, describe_slots, prefill
 from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, interpolation, segment_losses
 from lococo import settings_for
-from model import Entries, Llama
+from model import Entries, Llama, load_base
+from support.command_line import TINY, Machine
+from support.files import UserError
 
 TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -64,7 +69,7 @@ def check_against_slow_memory(adapted, rows):
     class Watched(Memory):
         def compress(self, layer):
             arranged, w = super().compress(layer)
-            self.W = self.mixing_matrix(arranged, w)
+            self.W = self.mixing_matrix(layer, arranged, w)
             return arranged, w
 
     cache = adapted.cache(Watched)
@@ -99,6 +104,88 @@ def test_every_method_equals_a_slow_memory(config, monkeypatch, method, changes,
     for p in adapted.compressors.parameters():
         p.data += 0.3 * torch.randn(p.shape)
     check_against_slow_memory(adapted.double(), by_loop)
+
+
+# --- Budgets of layers ---------------------------------------------------------------------------
+
+
+def test_a_budget_has_the_kinds_of_slots_in_proportion():
+    s = settings("lococo+h2o+recent", 64, budgets=[40, 96, 56])
+    assert [s.in_layer(n).mem for n in range(3)] == s.budgets and s.mem == 64
+    counts = [[getattr(s.in_layer(n), kind) for kind in KINDS] for n in range(3)]
+    assert counts == [[0, 15, 10, 15], [0, 36, 24, 36], [0, 21, 14, 21]]
+    s = settings("streaming", 10, positions="original", budgets=[9, 11])
+    assert (s.in_layer(0).sinks, s.in_layer(0).recent) == (3, 6)  # 3.6 and 5.4; 6 take the rest
+
+
+def test_each_layer_has_its_budget(model):
+    """Two layers of 12 and 20 slots. The first one's input does not depend on the second, so that
+    it holds what a memory of 12 slots holds. The second compresses later, and holds 20 then."""
+    both = AdaptedLlama(model, settings("h2o", 16, budgets=[12, 20])).cache()
+    small = AdaptedLlama(model, settings("h2o", 12)).cache()
+    sizes = []
+    for x in TOKENS[:, :30].split(6, dim=1):
+        model(x, both)
+        model(x, small)
+        sizes.append([keys.size for keys in both.keys])
+    assert sizes == [[6, 6], [12, 12], [18, 18], [18, 24], [18, 26]]
+    assert torch.equal(both.keys[0].held, small.keys[0].held)
+    assert torch.equal(both.scores[0], small.scores[0])
+
+
+@pytest.mark.parametrize("method", ["h2o", "lococo+h2o+recent"])
+def test_equal_budgets_change_nothing(model, method):
+    torch.manual_seed(1)
+    plain = AdaptedLlama(model, settings(method)).cache()
+    torch.manual_seed(1)
+    budgeted = AdaptedLlama(model, settings(method, budgets=[8, 8])).cache()
+    assert torch.equal(logits_of(model, plain), logits_of(model, budgeted))
+
+
+@pytest.mark.parametrize("method, slots, words", [
+    ("h2o", [8, 9], "their mean is 8.5, but it must be --mem 8"),
+    ("h2o", [6, 8, 10], "there are 3 numbers for 2 layers"),
+    ("h2o", [2, 14], "2 slots are too few"),
+    ("lococo+h2o+recent", [3, 13], "3 slots are too few"),
+    ("streaming", [6, 10], "not --positions slots"),
+    ("full", [6, 10], "need a method with slots")])  # fmt: skip
+def test_budgets_that_do_not_suit_are_refused(model, method, slots, words):
+    with pytest.raises(UserError, match=words):
+        AdaptedLlama(model, settings(method, budgets=slots))
+
+
+def test_which_layers_need_more_slots(run):
+    """The program's needs are differences of losses that are computed here by other means."""
+    text = "".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(40))
+    Path("text.txt").write_text(text)
+    words = "--data text.txt --mem 16 --length 96 --positions original"
+    code, out, _ = run(budgets, words)
+    needs = [float(line.split()[2]) for line in out.splitlines()[:-1]]
+    found = [int(word) for word in out.splitlines()[-1].split()[1:]]
+    assert code == 0 and len(found) == len(needs) == 4 and sum(found) == 4 * 16
+    assert found == budgets.shared_out(np.array(needs), 16)
+
+    tiny, tokenizer = load_base(TINY, Machine("cpu", torch.float32))
+    ids = torch.tensor([tokenizer.encode(text)[:96]])
+
+    def loss(counts):
+        s = settings("h2o", 16, 16, 96, positions="original")
+        cache = AdaptedLlama(tiny, replace(s, budgets=counts)).cache()
+        with torch.no_grad():
+            logits = logits_of(tiny, cache, ids[:, :-1], 16)
+        return torch.nn.functional.cross_entropy(logits[0], ids[0, 1:]).item()
+
+    gain = loss([16] * 4) - loss([16, 16, 96, 16])
+    assert needs[2] == pytest.approx(gain, abs=1e-4)
+
+
+def test_needs_become_budgets():
+    """Least 6 of 16. The weights are 1 and 2^0.7 = 1.62: the other 30 slots are 11.4 and 18.6."""
+    assert budgets.shared_out(np.array([-1.0, 1.0, 2.0]), 16) == [4, 16, 28]
+    assert sum(budgets.shared_out(np.array([0.3, 0.1, 0.1]), 15)) == 45
+
+
+# --- What the official code does, positions, losses, LoRA -----------------------------------------
 
 
 @pytest.mark.parametrize("kernel", [3, 21])
@@ -199,7 +286,7 @@ def test_slots_are_described_by_their_largest_shares(model, tokenizer):
     cache.keys[0] = Entries(torch.zeros(1, 2, 6, 8))
     first = "layer 1, head 0: 6 entries after 12 tokens"
     assert list(describe_slots(cache, ids, tokenizer)) == [first]  # all tokens are held
-    cache.compressed, cache.shares = True, torch.zeros(4, len(ids))
+    cache.seen, cache.shares = len(ids), torch.zeros(4, len(ids))
     slots, tokens = (0, 1, 2, 2, 2, 2, 3, 3), (0, 3, 2, 4, 6, 7, 8, 7)
     cache.shares[slots, tokens] = torch.tensor([1, 1, 0.5, 0.25, 0.2, 0.05, 0.994, 0.006])
     at_first = torch.tensor([1, 0.5, 0.3, 0.05]), torch.tensor([0, 3, 3, 2])

@@ -3,13 +3,14 @@
 import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import real_llama
-import torch
-from support.command_line import TINY
+from lococo import settings_for
+from support.command_line import TINY, method_flags
 
 WORDS = "a cat and a dog went to the park and then home again\n" * 60
 
@@ -84,23 +85,24 @@ def test_tables_stand_between_comments():
     assert text == f"before\n{start}{made}<!-- end -->\nafter\n"
 
 
-def test_rows_are_settings(monkeypatch):
-    """Those without training make a model; the flags of all others are flags of train.py."""
-    args = real_llama.argparse.Namespace(model=TINY, mem=64, seq=256, flags="")
-    machine = real_llama.Machine("cpu", torch.float32)
+def test_rows_are_settings():
+    """Each row's flags are flags of train.py. Those of rows that do not train, as counts."""
+    args = real_llama.argparse.Namespace(model=TINY, mem=64, seq=256)
     counts = {}
     for key, row in real_llama.ROWS.items():
+        line = real_llama.train_line({"flags": real_llama.all_flags(row, 64, "")}, args)
+        config = real_llama.train.parse(line)[0]
+        s = settings_for(config.method, 64, 64, 256, **method_flags(asdict(config)))
+        assert s.compressor in real_llama.COMPRESSORS and s.lora_rank == 0
+        assert s.budgets == (list(real_llama.BUDGETS) if "budgets" in key else [])
         if not row.trained:
-            s = real_llama.untrained_model(row, args, machine).settings
             counts[key] = (s.sinks, s.heavy, s.merged, s.recent, s.positions, s.forget)
-        else:
-            config = real_llama.train.parse(["--recipe", "inference", *row.flags.split()])[0]
-            assert config.compressor in real_llama.COMPRESSORS
     assert counts == {
         "full": (0, 0, 0, 0, "interpolated", 1.0), "window": (4, 0, 0, 60, "slots", 1.0),
         "h2o": (0, 32, 0, 32, "slots", 1.0), "h2o text": (0, 32, 0, 32, "interpolated", 1.0),
         "h2o forget": (0, 32, 0, 32, "interpolated", 0.75),
         "h2o 5/8 forget": (0, 40, 0, 24, "interpolated", 0.75),
+        "h2o 5/8 forget budgets": (0, 40, 0, 24, "interpolated", 0.75),
         "official h2o": (0, 64, 0, 0, "interpolated", 0.0),
     }  # fmt: skip
 

@@ -137,7 +137,7 @@ def filled(adapted: AdaptedLlama, n: int, args: argparse.Namespace) -> KVCache:
         cache.values[layer] = Entries(torch.randn(shape, device=args.device, dtype=dtype))
         if s.mem and cache.scoring:
             cache.scores[layer] = torch.rand(shape[:3], device=args.device)
-    cache.seen, cache.compressed = n, held < n
+    cache.seen = n
     return cache
 
 

@@ -42,7 +42,7 @@ class Watched(Memory):
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         arranged, w = super().compress(layer)
-        self.mixing[layer] = self.mixing_matrix(arranged, w)[0, 0]
+        self.mixing[layer] = self.mixing_matrix(layer, arranged, w)[0, 0]
         return arranged, w
 
 

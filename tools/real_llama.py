@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
@@ -40,9 +40,9 @@ import train  # noqa: E402
 from eval_ppl import token_losses  # noqa: E402
 from lococo import COMPRESSORS, AdaptedLlama, Compressor  # noqa: E402
 from lococo import load_adapter, settings_for  # noqa: E402
-from model import load_base  # noqa: E402
+from model import Llama, load_base  # noqa: E402
 from official_code import OfficialCompressor  # noqa: E402
-from support.command_line import Machine, prepare, run_program  # noqa: E402
+from support.command_line import Machine, method_flags, prepare, run_program  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 
 BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.jsonl")
@@ -68,6 +68,12 @@ assert COMPRESSORS["official"] is OfficialCompressor
 
 # --- Rows ----------------------------------------------------------------------------------------
 
+# Slots of SmolLM2's 30 layers at M = 64. The texts are among those that train:
+#     python tools/budgets.py --model SmolLM2-135M --dtype bfloat16 \
+#         --data prose/wikitext2-valid.jsonl --mem 64 --heavy 40 --forget 0.75
+BUDGETS = (40, 40, 64, 24, 24, 48, 24, 116, 48, 24, 24, 40, 24, 32, 48, 68, 24, 184, 184, 24, 248,
+           56, 88, 144, 108, 24, 44, 24, 56, 24)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Row:
@@ -90,11 +96,18 @@ ROWS = {
     ),
     "h2o text": Row("the same, positions of the text", "--method h2o", trained=False),
     "h2o forget": Row(
-        "H2O with forgetting: earlier attention times 0.75 per segment", "--method h2o --forget 0.75", trained=False
+        "H2O with forgetting: earlier attention times 0.75 per segment",
+        "--method h2o --forget 0.75",
+        trained=False,
     ),
     "h2o 5/8 forget": Row(
         "H2O with forgetting, 5M/8 heavy, 3M/8 last: ours without merging",
         "--method h2o --heavy {heavy} --forget 0.75",
+        trained=False,
+    ),
+    "h2o 5/8 forget budgets": Row(
+        "the same, with budgets of layers",
+        "--method h2o --heavy {heavy} --forget 0.75 --budgets {budgets}",
         trained=False,
     ),
     "official h2o": Row(
@@ -117,6 +130,7 @@ ROWS = {
     "ours, softmax": Row("ours with a softmax alone", f"{RECIPE} --compressor softmax"),
     "ours, no forgetting": Row("ours without forgetting", f"{RECIPE} --forget 1"),
     "ours": Row("**ours**, `lococo+h2o+recent`: 3M/8 heavy, M/4 merged, 3M/8 last", RECIPE),
+    "ours budgets": Row("**ours with budgets of layers**", f"{RECIPE} --budgets {{budgets}}"),
 }
 
 SHORT = (  # README.md's rows
@@ -135,7 +149,8 @@ def checksum_of_files(files: list[Path]) -> str:
 
 
 def all_flags(row: Row, mem: int, more: str) -> str:
-    return f"{row.flags.format(mem=mem, heavy=mem * 5 // 8)} {more}".strip()
+    budgets = " ".join(str(slots * mem // 64) for slots in BUDGETS)
+    return f"{row.flags.format(mem=mem, heavy=mem * 5 // 8, budgets=budgets)} {more}".strip()
 
 
 def cell_name(row: Row, seed: int, args: argparse.Namespace) -> dict:
@@ -166,26 +181,25 @@ def train_cell(name: dict, args: argparse.Namespace) -> Path:
     if (out / "state.safetensors").is_file():
         train.main(["--resume", str(out)])
         return out
-    line = ["--model", str(args.model), "--dtype", "bfloat16", "--out", str(out)]
+    line = [*train_line(name, args), "--dtype", "bfloat16", "--out", str(out)]
     line += ["--data", *(str(args.prose / text) for text in BOOKS), "--score-tokens", "0"]
-    line += ["--recipe", "inference", *name["flags"].split()]
-    line += ["--mem", str(args.mem), "--segment", str(args.mem), "--seq", str(args.seq)]
     line += ["--steps", str(args.steps), "--seed", str(name["seed"])]
     line += ["--batch", str(4096 // args.seq), "--micro-batch", str(4096 // args.seq)]
     train.main(line)
     return out
 
 
-def untrained_model(row: Row, args: argparse.Namespace, machine: Machine) -> AdaptedLlama:
-    flags = f"{all_flags(row, args.mem, args.flags)} --lora-rank 0".split()
-    values = dict(zip(flags[::2], flags[1::2]))
-    method = values.pop("--method")
-    changes = {flag[2:].replace("-", "_"): value for flag, value in values.items()}
-    for key in changes.keys() - {"positions"}:
-        changes[key] = float(changes[key]) if key == "forget" else int(changes[key])
-    model, _ = load_base(args.model, machine)
-    segment = 512 if method == "full" else args.mem  # full attention does not depend on it
-    return AdaptedLlama(model, settings_for(method, args.mem, segment, args.seq, **changes))
+def train_line(name: dict, args: argparse.Namespace) -> list[str]:
+    """The command line of train.py for a cell, without what only training needs."""
+    line = ["--model", str(args.model), "--recipe", "inference", *name["flags"].split()]
+    return [*line, "--mem", str(args.mem), "--segment", str(args.mem), "--seq", str(args.seq)]
+
+
+def untrained_model(name: dict, args: argparse.Namespace, model: Llama) -> AdaptedLlama:
+    config, _, _ = train.parse(train_line(name, args))
+    flags = method_flags(asdict(config))
+    settings = settings_for(config.method, config.mem, config.segment, config.seq, **flags)
+    return AdaptedLlama(model, settings)
 
 
 def make_cell(row: Row, name: dict, args: argparse.Namespace, machine: Machine) -> dict:
@@ -196,13 +210,10 @@ def make_cell(row: Row, name: dict, args: argparse.Namespace, machine: Machine) 
         with redirect_stdout(sys.stderr):
             run = train_cell(name, args)
         about["seconds of training"] = round(time.time() - begun)
-        model, tokenizer = load_base(args.model, machine)
-        adapted = load_adapter(run, model)
         log = [json.loads(line) for line in open(run / "log.jsonl")]
         about["last training losses"] = [round(entry["loss"], 3) for entry in log[-3:]]
-    else:
-        adapted = untrained_model(row, args, machine)
-        _, tokenizer = load_base(args.model, machine)
+    model, tokenizer = load_base(args.model, machine)
+    adapted = load_adapter(run, model) if row.trained else untrained_model(name, args, model)
     streams = token_streams([args.prose / PARTS[args.part]], tokenizer)
     ids = np.concatenate([*streams.values()])
     if args.part == "choosing":  # one book: pieces of it, evenly spread
