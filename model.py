@@ -22,7 +22,7 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from support.files import DAMAGED, UserError, read_json, read_tensors, read_text
+from support.files import DAMAGED, UserError, read_json, read_tensors, read_text, why
 
 if TYPE_CHECKING:
     from support.command_line import Machine
@@ -490,7 +490,8 @@ class Tokenizer:
             self.bos = self.prefix[0]  # begins each text
             self.ends = self.tokens.ends  # ids, each of which ends a text
         except DAMAGED as error:
-            sentence = f"{self.file.name} is not a readable tokenizer ({error})"
+            reason = why(self.file, error)
+            sentence = f"{self.file.name} is not a readable tokenizer ({reason})"
             raise UserError(f"{path}: {sentence}") from None
         self.letter = self.tokens.encode("x")[-1]  # what `piece` puts in front of a token
 

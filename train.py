@@ -134,17 +134,35 @@ def sequences_of(seq: int) -> int:
 
 # --- Many processes (torchrun) -------------------------------------------------------------------
 
-RANK = int(os.environ.get("RANK") or 0)  # of this process; 0 alone prints, scores and writes
-WORLD = int(os.environ.get("WORLD_SIZE") or 1)  # processes
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # it sets these
+
+def number_of(variable: str, usual: int) -> int:
+    """What torchrun has set; what is usual, too, where it is no number."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else usual
+
+
+RANK = number_of("RANK", 0)  # of this process; 0 alone prints, scores and writes
+WORLD = number_of("WORLD_SIZE", 1)  # processes
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+TORCHRUN = (*NUMBERS, "MASTER_ADDR")  # it sets these
 
 
 def check_environment() -> None:
-    """Raises UserError where a job has left behind a part of torchrun's variables."""
+    """Raises UserError where a job has left behind a part of torchrun's variables, or other text in
+    them."""
+    many = RANK > 0 or WORLD != 1
+    for name in NUMBERS if many else NUMBERS[:2]:  # without these two the others are not read
+        text = os.environ.get(name) or "0"
+        if not text.isdecimal():
+            sentence = "not a number; start many processes by torchrun, or unset it for one"
+            raise UserError(f"{name} is {text!r} in the environment, {sentence}")
+    found = f"RANK is {RANK} and WORLD_SIZE is {WORLD}"
+    remedy = "start many processes by torchrun, or unset both for one"
     missing = [name for name in TORCHRUN if not os.environ.get(name)]
-    if missing and (RANK > 0 or WORLD > 1):
-        found = f"RANK is {RANK} and WORLD_SIZE is {WORLD}, but {', '.join(missing)} is not set"
-        raise UserError(f"{found}; start many processes by torchrun, or unset both for one")
+    if missing and many:
+        raise UserError(f"{found}, but {', '.join(missing)} is not set; {remedy}")
+    if RANK >= WORLD:
+        raise UserError(f"{found}, which leaves no place for this process; {remedy}")
 
 
 def join() -> None:

@@ -51,7 +51,18 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         return {name: tensor.detach() for name, tensor in content.items()}
     except DAMAGED as error:
-        raise UserError(f"{file}: cannot be read as weights ({type(error).__name__})") from None
+        raise UserError(f"{file}: cannot be read as weights ({why(file, error)})") from None
+
+
+def why(file: Path, error: Exception) -> str:
+    """The first sentence of what a library says about a file that it cannot read. About a pointer
+    of Git LFS, which is a small text in the place of a file, it would mislead."""
+    if not isinstance(error, OSError):  # else there is no file, or none that may be read
+        with open(file, "rb") as content:
+            if content.read(99).startswith(b"version https://git-lfs"):
+                return "it is a pointer of Git LFS; to fetch the file itself run: git lfs pull"
+    sentence = " ".join(str(error).split()).split(". ")[0]
+    return f"{type(error).__name__}: {sentence:.150}"
 
 
 def checksum(tensors: dict[str, Tensor], about: str) -> str:
@@ -74,15 +85,33 @@ def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
 
 def write_whole(file: Path, save: Callable[[Path], None]) -> None:
     """Write a file by save(path): under a name that no other process has, synced, then renamed."""
-    beside = file.with_name(f"{file.name}.{uuid4().hex[:8]}.part")
+    if file.is_fifo() or file.is_char_device():  # as /dev/stdout may be: nothing to keep whole
+        return save(file)
+    whole = file.resolve()  # a link stays one
+    beside = whole.with_name(f"{whole.name}.{uuid4().hex[:8]}.part")
     try:
         save(beside)
         with open(beside, "rb") as written:
             os.fsync(written.fileno())
-        os.replace(beside, file)
+        os.replace(beside, whole)
     except DAMAGED as error:
         beside.unlink(missing_ok=True)
         raise UserError(f"{file}: cannot be written ({error}); nothing is changed") from None
+
+
+def write_text(file: Path, text: str) -> None:
+    """In UTF-8, whatever the locale says."""
+    write_whole(file, lambda beside: beside.write_text(text, "utf-8"))
+
+
+def write_json(file: Path, content: Any) -> None:
+    write_text(file, as_json(content, indent=1) + "\n")
+
+
+def as_json(content: Any, indent: int | None = None) -> str:
+    """JSON has no infinity and no NaN: these become null."""
+    plain = json.loads(json.dumps(content), parse_constant=lambda word: None)
+    return json.dumps(plain, indent=indent)
 
 
 @contextmanager
@@ -107,7 +136,8 @@ def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}
             text, written = json.loads((handle.metadata() or {})["content"])
     except DAMAGED as error:
-        raise UserError(f"{file}: not there, damaged or another version's ({error})") from None
+        reason = why(file, error)
+        raise UserError(f"{file}: not there, damaged or another version's ({reason})") from None
     if checksum(tensors, text) != written:
         raise UserError(f"{file}: damaged, its content does not have its checksum")
     return tensors, json.loads(text)

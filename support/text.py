@@ -49,15 +49,16 @@ def find_files(paths: list[Path]) -> list[Path]:
 
 def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, dict]]:
     """Number and object of each line of a .jsonl or .jsonl.gz file, for which `check` must hold."""
-    opener, number = gzip.open if file.suffix.lower() == ".gz" else open, 0
-    with opener(file, "rt", encoding=UTF8) as content:
+    opener, number = gzip.open if file.suffix.lower() == ".gz" else open, 1
+    with opener(file, "rb") as content:  # bytes: text is decoded ahead of the line that is read
         try:
-            for number, line in enumerate(content, start=1):
+            for line in content:
                 if line.strip():
                     row = json.loads(line)
                     if not check(row):
                         raise ValueError(f"{row}"[:80])
                     yield number, row
+                number += 1
         except (*DAMAGED, zlib.error) as error:
             raise UserError(f"{file}, line {number}: not as --help says ({error!r})") from None
 

@@ -1,14 +1,21 @@
 """python tools/llama2c.py FILE.bin DIR: a checkpoint of llama2.c, in Meta's layout, into DIR."""
 
-import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.command_line import run_program  # noqa: E402
-from support.files import DAMAGED, UserError, write_whole  # noqa: E402
+from support.files import DAMAGED, UserError, why, write_json, write_whole  # noqa: E402
+
+
+def save(weights: dict[str, torch.Tensor], file: Path) -> None:
+    """To a name torch.save says only "unexpected pos" where the disk is full; to a file it says
+    what is wrong."""
+    with open(file, "wb") as content:
+        torch.save(weights, content)
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -25,7 +32,7 @@ def convert(file: Path, folder: Path) -> None:
         }  # fmt: skip
         parts = numbers[7:].split([torch.Size(shape).numel() for shape in shapes.values()])
     except DAMAGED as error:
-        raise UserError(f"{file}: not in llama2.c's first format ({error!r:.99})") from None
+        raise UserError(f"{file}: not in llama2.c's first format ({why(file, error)})") from None
     weights = {}
     for (name, shape), part in zip(shapes.items(), parts):
         for layer, tensor in enumerate(part.view(shape)):
@@ -34,8 +41,8 @@ def convert(file: Path, folder: Path) -> None:
     del weights["rope.weight"]  # a table of cosines and sines
     params = {"dim": dim, "n_layers": n, "n_heads": H, "n_kv_heads": G, "vocab_size": abs(V),
               "multiple_of": ffn, "norm_eps": 1e-5, "max_seq_len": context}  # fmt: skip
-    write_whole(folder / "consolidated.00.pth", lambda beside: torch.save(weights, beside))
-    (folder / "params.json").write_text(json.dumps(params))  # last: it says that all is there
+    write_whole(folder / "consolidated.00.pth", partial(save, weights))
+    write_json(folder / "params.json", params)  # last: it says that all is there
 
 
 if __name__ == "__main__":

@@ -3,25 +3,25 @@
     python tools/reproduce.py --only window ours --seeds 0 1 2   # train, score, print the table
     python tools/reproduce.py --only window --steps 100 --mem 64
     python tools/reproduce.py --model DIR --data FILE --seeds 0 1 2     # the table of plain text
+    python tools/reproduce.py --print                            # all tables of stored figures
     python tools/reproduce.py --write                            # all tables into the files
 
 A cell is one run of train.py: the embedded recipe and the row's flags. With facts (the embedded
 model, T = 128) it is scored on 64 held-out documents of 2,048 tokens, or on all of --part choosing.
 On plain text of a --model of your own (T = M, without facts) it is scored on all documents that do
-not train; where none is so long as --seq, on so many tokens of consecutive ones. Adapters are in
-runs/reproduce/, the figures in docs/results.json, written after every cell with the commit. What
-is in either is not made again, but with --again, which needs an empty runs/reproduce/.
+not train; where none is so long as --seq, on so many tokens of consecutive ones.
+
+Runs are in runs/reproduce/ and go on where they were stopped. The figures of a cell are one line of
+docs/results.jsonl. cells.py says how a cell is named and kept, so that a stored figure never answers
+another question; --again trains and scores even what is stored. The lines with "sources": null were
+made before cells had checksums. No question is answered by them, but tables have them until the
+same row is made again.
 """
 
 import argparse
-import io
-import json
 import math
-import subprocess
 import sys
 from collections import defaultdict
-from contextlib import redirect_stdout
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Iterable
@@ -32,15 +32,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train  # noqa: E402
+import cells  # noqa: E402
 from eval_ppl import perplexity, token_losses  # noqa: E402
 from lococo import COMMON, COMPRESSORS, Compressor, FactCompressor  # noqa: E402
 from lococo import load_adapter  # noqa: E402
 from model import load_base  # noqa: E402
 from support.command_line import HERE, TINY, Machine, prepare, run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
-from support.files import read_json  # noqa: E402
-from support.text import PARTS, long_documents, token_streams  # noqa: E402
+from support.text import PARTS, find_files, long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
 
 # --- What lies between the paper's compressor and ours -------------------------------------------
@@ -100,34 +99,55 @@ PLAIN = {  # the same for plain text
     "official code": ("the official code", f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
 }  # fmt: skip
 COLUMNS = {"to 256": (0, 256), "256-512": (256, 512), "512-2,048": (512, 2048)}  # told so long ago
-RESULTS = HERE / "docs" / "results.json"
+TOOL = "reproduce.py"
+RESULTS = HERE / "docs" / "results.jsonl"
+RUNS = HERE / "runs" / "reproduce"
 FILES = [HERE / "docs" / page for page in ("facts.md", "results.md", "notebook.md")]
 
 
-def run_directory(row: str, seed: int, args: argparse.Namespace) -> Path:
-    name = f"{row.replace(' ', '-')}-mem{args.mem}-seq{args.seq}-facts{args.facts}"
-    base = f"{args.model.name}-" if args.data else ""
-    return HERE / "runs" / "reproduce" / f"{base}{name}-steps{args.steps}-seed{seed}"
+def all_flags(row: str, args: argparse.Namespace) -> str:
+    """The flags of train.py that make a row, but for the seed, the base and the text."""
+    recent = args.mem - args.mem // 4
+    flags = (PLAIN if args.data else ROWS)[row][1].format(mem=args.mem, recent=recent)
+    flags += f" --recipe embedded --mem {args.mem} --segment {args.segment} --seq {args.seq}"
+    flags += f" --facts {args.facts} --steps {args.steps} --score-tokens 0"
+    if args.data:
+        flags += " --micro-batch 16"  # a whole step: the model is small
+    return flags
 
 
-def train_cell(row: str, seed: int, args: argparse.Namespace) -> Path:
-    """Run train.py, or go on with its run; returns the run directory."""
-    out = run_directory(row, seed, args)
-    if (out / "adapter.safetensors").is_file():
-        return out
-    if (out / "state.safetensors").is_file():
-        flags = f"--resume {out}"
-    else:
-        recent = args.mem - args.mem // 4
-        flags = (PLAIN if args.data else ROWS)[row][1].format(mem=args.mem, recent=recent)
-        flags += f" --recipe embedded --mem {args.mem} --segment {args.segment} --seq {args.seq}"
-        flags += f" --facts {args.facts} --seed {seed} --steps {args.steps}"
-        flags += f" --score-tokens 0 --model {args.model} --out {out}"
-        if args.data:
-            flags += f" --data {args.data} --micro-batch 16"  # a whole step: the model is small
-    sys.argv = ["train.py", *flags.split()]
-    with redirect_stdout(io.StringIO()):
-        train.main()
+def checksums(args: argparse.Namespace) -> dict:
+    """Of all files that make a cell. The name of a text decides which part of it trains."""
+    files = find_files([args.data] if args.data else [])
+    texts = cells.checksum_of_files(files)  # some parts of them train, others are scored
+    return {
+        "base": cells.checksum_of_base(args.model),
+        "data": args.data.name if args.data else "the library of Python",
+        "texts": texts,
+        "scored": texts,
+        "sources": cells.checksum_of_sources(TOOL),
+    }
+
+
+def run_directory(row: str, name: dict, args: argparse.Namespace) -> Path:
+    """Where a cell is trained: a folder that no other name has. With --again one that is not used."""
+    label = f"{row.replace(' ', '-')}-mem{args.mem}-seq{args.seq}-steps{args.steps}"
+    trained_by = {key: name[key] for key in name if key != "part"}
+    first = out = RUNS / f"{label}-seed{name['seed']}-{cells.digest_of(trained_by)}"
+    number = 1
+    while args.again and out.exists():
+        number += 1
+        out = Path(f"{first}-{number}")
+    return out
+
+
+def train_cell(row: str, name: dict, args: argparse.Namespace) -> Path:
+    """Train as the cell's name says; returns the run's directory."""
+    out = run_directory(row, name, args)
+    line = [*name["flags"].split(), "--seed", str(name["seed"]), "--model", str(args.model)]
+    if args.data:
+        line += ["--data", str(args.data)]
+    cells.train_in(out, line)
     return out
 
 
@@ -154,13 +174,13 @@ def score_cell(run: Path, args: argparse.Namespace, machine: Machine) -> dict:
     return cell
 
 
-def facts_table(cells: dict[str, dict], mem: int, seq: int, steps: int, part: str) -> str:
+def facts_table(stored: list[dict], mem: int, seq: int, steps: int, part: str) -> str:
     """A line for each row that was trained and scored so; a figure for each seed in turn."""
     lines = ["| memory | perplexity | recalled, % |", "|---|---|---|"]
     about = {"mem": mem, "seq": seq, "facts": 8, "steps": steps, "part": part}
     for row, (label, _) in ROWS.items():
-        seeds = [c for c in cells.values() if c.items() >= (about | {"row": row}).items()]
-        seeds.sort(key=lambda c: c["seed"])
+        found = [c for c in stored if c.items() >= (about | {"row": row}).items()]
+        seeds = sorted(cells.latest(found, "seed"), key=lambda c: c["seed"])
         perplexity = ", ".join(f"{c['perplexity']:.2f}" for c in seeds)
         recalled = ", ".join(f"{100 * c['512-2,048']:.0f}" for c in seeds)
         if seeds:
@@ -168,13 +188,14 @@ def facts_table(cells: dict[str, dict], mem: int, seq: int, steps: int, part: st
     return "\n".join(lines) + "\n"
 
 
-def plain_table(cells: dict[str, dict], seq: int, steps: int, rows: Iterable[str] = PLAIN,
+def plain_table(stored: list[dict], seq: int, steps: int, rows: Iterable[str] = PLAIN,
                 model: str = "stories260K") -> str:  # fmt: skip
     """For each M a column: nats above the window's, mean and standard error over documents, each
     the mean of the seeds; behind it what part of the window's gap to full attention that closes.
     The window itself, and all where there is none, has its perplexity."""
     about = {"model": model, "seq": seq, "steps": steps, "facts": 0}
-    found = [c for c in cells.values() if c.items() >= about.items()]
+    found = [c for c in stored if c.items() >= about.items()]
+    found = cells.latest(found, "row", "mem", "seed")
     sizes = sorted({c["mem"] for c in found})
     lines = ["| memory |" + "".join(f" M = {M} |" for M in sizes), "|---|" + "---|" * len(sizes)]
     for row in rows:
@@ -211,14 +232,26 @@ TABLES = {
 }
 
 
-def with_tables(text: str, cells: dict[str, dict]) -> str:
-    """A text whose tables, each between two comments, are made anew."""
-    for name, table in TABLES.items():
-        start, end = f"<!-- tools/reproduce.py: {name} -->\n", "<!-- end -->\n"
-        if start in text:
-            before, rest = text.split(start)
-            text = before + start + table(cells) + end + rest.split(end, 1)[1]
-    return text
+def tables(stored: list[dict]) -> dict[str, str]:
+    return {name: table(stored) for name, table in TABLES.items()}
+
+
+def make_cells(rows: Iterable[str], args: argparse.Namespace) -> None:
+    """Make and store the cells that are asked for, but for those that are stored already."""
+    machine = prepare("cpu", "float32")
+    # Once, now: what has been imported computes all cells, even if a file is edited meanwhile.
+    files, origin = checksums(args), cells.origin()
+    for seed in args.seeds:
+        for row in rows:
+            about = {"model": args.model.name, "row": row} | origin
+            about |= {key: vars(args)[key] for key in ("mem", "seq", "facts", "steps")}
+            name = {"flags": all_flags(row, args), "seed": seed, "part": args.part} | files
+            if cells.find(RESULTS, name) and not args.again:
+                print(f"{row}, seed {seed}: from docs/results.jsonl", file=sys.stderr)
+            else:
+                print(f"{row}, seed {seed}", file=sys.stderr)
+                figures = score_cell(train_cell(row, name, args), args, machine)
+                cells.add(RESULTS, about | name | figures)
 
 
 def main() -> None:
@@ -234,7 +267,8 @@ def main() -> None:
     add("--steps", type=int, default=400)
     add("--facts", type=int, default=8)
     add("--part", choices=PARTS, default="held-out")
-    add("--again", action="store_true", help="also what docs/results.json has already")
+    add("--again", action="store_true", help="train and score also what is stored")
+    add("--print", action="store_true", help="print all tables of stored cells; make none")
     add("--write", action="store_true", help="all tables into the pages of docs/")
     args = parser.parse_args()
     rows = PLAIN if args.data else ROWS
@@ -243,36 +277,19 @@ def main() -> None:
     args.segment = args.mem if args.data else 128
     if args.data:
         args.facts, args.part = 0, "held-out+choosing"
-    machine = prepare("cpu", "float32")
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip()
-    for seed in args.seeds:
-        for row in args.only or (rows if args.data else ()):
-            name = f"{run_directory(row, seed, args).name} {args.part}"
-            if name in read() and not args.again:
-                print(f"{name}: from docs/results.json", file=sys.stderr)
-            else:
-                print(name, file=sys.stderr)
-                about = {"model": args.model.name, "row": row, "seed": seed}
-                about |= {"commit": commit, "date": str(date.today())}
-                about |= {key: vars(args)[key] for key in ("mem", "seq", "facts", "steps", "part")}
-                cell = about | score_cell(train_cell(row, seed, args), args, machine)
-                write(read() | {name: cell})
-    for file in FILES if args.write else ():
-        file.write_text(with_tables(file.read_text("utf-8"), read()), "utf-8")
-    if args.data:
-        print(plain_table(read(), args.seq, args.steps, model=args.model.name), end="")
+    made = args.only or (rows if args.data else ())
+    if made and not args.print:
+        make_cells(made, args)
+    stored = cells.read(RESULTS)
+    if args.write:
+        cells.write_tables(FILES, TOOL, tables(stored))
+    if args.print:
+        for name, table in tables(stored).items():
+            print(f"\n{name}\n\n{table}", end="")
+    elif args.data:
+        print(plain_table(stored, args.seq, args.steps, model=args.model.name), end="")
     else:
-        print(facts_table(read(), args.mem, args.seq, args.steps, args.part), end="")
-
-
-def read() -> dict[str, dict]:
-    return read_json(RESULTS) if RESULTS.is_file() else {}
-
-
-def write(cells: dict[str, dict]) -> None:
-    lines = (f"{json.dumps(name)}: {json.dumps(cell)}" for name, cell in cells.items())
-    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        print(facts_table(stored, args.mem, args.seq, args.steps, args.part), end="")
 
 
 if __name__ == "__main__":

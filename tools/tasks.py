@@ -49,7 +49,8 @@ from support.command_line import (  # noqa: E402
     TINY, Machine, Parser, at_least, prepare, run_program,
 )  # fmt: skip
 from support.facts import fact_tokens  # noqa: E402
-from support.files import DAMAGED, UserError, read_json, read_text  # noqa: E402
+from support.files import DAMAGED, UserError, read_json  # noqa: E402
+from support.files import write_json, write_text  # noqa: E402
 from support.text import PARTS, long_documents, read_rows, token_streams  # noqa: E402
 
 # --- Rows from the official files ----------------------------------------------------------------
@@ -134,6 +135,17 @@ DATA = {  # the files with the shots, the files with the questions, how a row is
 }  # fmt: skip
 
 
+def items(file: Path, lines: bool) -> Iterator[tuple[int, bytes | dict]]:
+    """The rows of a file with their numbers in it: its lines that are not blank; or those of its
+    list "Data" (TriviaQA), or the one object that it is (RACE)."""
+    if lines:
+        numbered = enumerate(file.read_bytes().split(b"\n"), start=1)
+        yield from ((number, line) for number, line in numbered if line.strip())
+    else:
+        content = read_json(file)
+        yield from enumerate(content.get("Data", [content]), start=1)
+
+
 def read(data: str, source: Path, patterns: str, convert: Callable) -> list[dict]:
     """The converted rows of all files of a folder that match, or of one file."""
     files = [source] if "itself" in patterns and source.is_file() else []
@@ -143,12 +155,10 @@ def read(data: str, source: Path, patterns: str, convert: Callable) -> list[dict
         raise UserError(f"{source}: of {data}, {patterns} was expected here")
     rows = {}
     for file in files:
-        text, number = read_text(file), 0
+        lines, number = file.suffix.lower() == ".jsonl", 1
         try:
-            lines = text.rstrip().split("\n") if file.suffix.lower() == ".jsonl" else [text]
-            content = [json.loads(line) for line in lines]
-            for number, item in enumerate(content[0].get("Data", content), start=1):
-                row = convert(item, file)
+            for number, item in items(file, lines):
+                row = convert(json.loads(item) if lines else item, file)
                 key = row.pop("id", len(rows))
                 if key in rows:  # in SCROLLS a row for each answer
                     rows[key]["answers"] += row["answers"]
@@ -213,7 +223,7 @@ def write_rows(args: argparse.Namespace) -> None:
         made = {args.out: list(with_shots(rows, training, args.shots, args.seed))}
     for file, rows in made.items():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
         print(f"{file}: {len(rows)} rows")
 
 
@@ -371,7 +381,7 @@ def score(args: argparse.Namespace) -> None:
             methods[name] = cells | {"lines above the trained length": long}
             del adapted  # before the next one is loaded
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+        write_json(args.json, report)
 
 
 # --- The program ---------------------------------------------------------------------------------

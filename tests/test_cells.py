@@ -1,0 +1,123 @@
+"""tools/cells.py, and tools/reproduce.py with it: what names a cell, and what is kept of it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cells
+import pytest
+import real_llama
+import reproduce
+from support.command_line import HERE, TINY
+from support.files import UserError, read_text
+
+
+@pytest.fixture
+def make(own_folders, monkeypatch, capsys):
+    """Run reproduce.py on tiny/ with a small text; returns the stored cells."""
+    rows = [f'{{"text": "{n} {"a cat and a dog went to the park " * 20}"}}\n' for n in range(60)]
+    Path("prose.jsonl").write_text("".join(rows))
+    monkeypatch.setattr(reproduce, "RESULTS", Path("docs/cells.jsonl").resolve())
+    monkeypatch.setattr(reproduce, "RUNS", Path("runs").resolve())
+
+    def call(words, data="prose.jsonl"):
+        line = f"reproduce.py --model {TINY} --data {data} --mem 16 --seq 64 --steps 1 {words}"
+        monkeypatch.setattr(sys, "argv", line.split())
+        reproduce.main()
+        capsys.readouterr()
+        return cells.read(reproduce.RESULTS)
+
+    return call
+
+
+def test_a_stored_figure_answers_only_the_question_that_made_it(make, monkeypatch):
+    """Not one of other flags, another text or other code; and none with --again."""
+    first = make("--only window ours")
+    assert [cell["row"] for cell in first] == ["window", "ours"]
+    for cell in first:
+        assert cell["date"] and cell["commit"] and cell["sources"] and len(cell["nats"]) > 1
+    assert make("--only window ours") == first and len([*Path("runs").iterdir()]) == 2
+    other_flags = (reproduce.PLAIN["ours"][0], f"{reproduce.OURS} --sharper 2")
+    with monkeypatch.context() as patch:
+        patch.setitem(reproduce.PLAIN, "ours", other_flags)
+        assert len(make("--only window ours")) == 3
+    Path("other.jsonl").write_text(Path("prose.jsonl").read_text().replace("cat", "cow"))
+    assert len(make("--only ours", data="other.jsonl")) == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(cells, "checksum_of_sources", lambda tool: "of other code")
+        assert len(make("--only ours")) == 5
+    assert len([*Path("runs").iterdir()]) == 5  # no adapter was taken for another cell
+    again = make("--only ours --again")
+    assert len(again) == 6 and len([*Path("runs").iterdir()]) == 6
+    assert again[5]["nats"] == first[1]["nats"]  # as it was trained by the same
+
+
+def test_cells_from_before_there_were_checksums_are_only_printed(make):
+    old = make("--only window")[0]
+    cells.write_text(reproduce.RESULTS, cells.as_json(old | {"sources": None, "nats": [9]}) + "\n")
+    assert "8103.084" in reproduce.plain_table(cells.read(reproduce.RESULTS), 64, 1, model="tiny")
+    stored = make("--only window")
+    assert len(stored) == 2 and stored[1]["nats"] == old["nats"]
+    assert "8103.084" not in reproduce.plain_table(stored, 64, 1, model="tiny")
+
+
+@pytest.mark.parametrize("tool", [reproduce, real_llama], ids=lambda tool: tool.TOOL)
+def test_the_sources_are_all_that_a_program_imports(tool):
+    """Of this project, but for cells.py, which computes no figure."""
+    code = "import sys; sys.path[:0] = ['.', 'tools']; import {}; print(*filter(None, (getattr("
+    code += "module, '__file__', None) for module in [*sys.modules.values()])), sep='\\n')"
+    line = [sys.executable, "-c", code.format(Path(tool.TOOL).stem)]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=HERE, check=True)
+    files = {Path(name) for name in done.stdout.splitlines()}
+    own = {str(file.relative_to(HERE)) for file in files if HERE in file.parents}
+    named = {*cells.SOURCES, f"tools/{tool.TOOL}"}
+    assert own - {"support/__init__.py", "tools/cells.py"} == named
+
+
+def test_two_programs_that_add_cells_lose_none(tmp_path):
+    """Four processes write 25 cells each, of more than one block of the disk."""
+    file = tmp_path / "cells.jsonl"
+    cells.add(file, {"process": -1, "n": 0})
+    for process in range(4):
+        if os.fork() == 0:
+            for n in range(25):
+                cells.add(file, {"process": process, "n": n, "nats": [0.5] * 2000})
+            os._exit(0)
+    assert [os.wait()[1] for _ in range(4)] == [0] * 4
+    found = {(cell["process"], cell["n"]) for cell in cells.read(file)}
+    assert found == {(-1, 0)} | {(process, n) for process in range(4) for n in range(25)}
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_full_disk_leaves_the_cells_that_are_there(tmp_path, monkeypatch):
+    file = tmp_path / "cells.jsonl"
+    cells.add(file, {"n": 0, "nats": float("nan")})
+
+    def disk_is_full(self, text, encoding):
+        self.write_bytes(text.encode()[: len(text) - 5])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", disk_is_full)
+        with pytest.raises(UserError, match="cells.jsonl: cannot be written .*No space left"):
+            cells.add(file, {"n": 1})
+    assert read_text(file) == '{"n": 0, "nats": null}\n'
+    file.write_text(read_text(file) + '{"n": 1')  # as older versions left it there
+    with pytest.raises(UserError, match="cells.jsonl, line 2: "):
+        cells.read(file)
+
+
+def test_a_commit_says_whether_the_tree_has_changed(tmp_path, monkeypatch):
+    """The cells themselves do not count, whichever program makes them."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "lococo.py").write_text("as committed")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(cells, "HERE", tmp_path)
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    (tmp_path / "docs" / "results.jsonl").write_text("{}\n")
+    assert cells.origin()["commit"] == head.stdout.strip()
+    (tmp_path / "lococo.py").write_text("another compressor")
+    assert cells.origin()["commit"] == head.stdout.strip() + "+"
