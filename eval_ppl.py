@@ -11,7 +11,6 @@ scored by tools/tasks.py.
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -29,7 +28,7 @@ from model import Tokenizer, load_base
 from support.command_line import TINY, Machine, Parser, at_least, method_flags, output_file, prepare
 from support.command_line import run_program
 from support.facts import FORMS, fact_tokens, tell_all
-from support.files import UserError
+from support.files import UserError, write_json
 from support.text import PARTS, long_documents, token_streams
 
 # --- Perplexity ----------------------------------------------------------------------------------
@@ -250,7 +249,7 @@ def main() -> None:
         title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer).words)}"
         report["recall"] = print_means(title, ranges("told ago ", told_ago, reach), hits)
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+        write_json(args.json, report)
 
 
 if __name__ == "__main__":

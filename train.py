@@ -134,13 +134,24 @@ def sequences_of(seq: int) -> int:
 
 # --- Many processes (torchrun) -------------------------------------------------------------------
 
-RANK = int(os.environ.get("RANK") or 0)  # of this process; 0 alone prints, scores and writes
-WORLD = int(os.environ.get("WORLD_SIZE") or 1)  # processes
+
+def number_of(variable: str, default: int) -> int:
+    """A number of the environment. `check_environment` refuses what is none."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default
+
+
+RANK = number_of("RANK", 0)  # of this process; 0 alone prints, scores and writes
+WORLD = number_of("WORLD_SIZE", 1)  # processes
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # it sets these
 
 
 def check_environment() -> None:
-    """Raises UserError where a job has left behind a part of torchrun's variables."""
+    """Raises UserError where a job has left behind a part of torchrun's variables, or words."""
+    for name in TORCHRUN:
+        text = os.environ.get(name) or "0"
+        if name != "MASTER_ADDR" and not text.isdecimal():
+            raise UserError(f"{name} is {text!r} in the environment, not a number; unset it")
     missing = [name for name in TORCHRUN if not os.environ.get(name)]
     if missing and (RANK > 0 or WORLD > 1):
         found = f"RANK is {RANK} and WORLD_SIZE is {WORLD}, but {', '.join(missing)} is not set"

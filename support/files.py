@@ -51,7 +51,17 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         return {name: tensor.detach() for name, tensor in content.items()}
     except DAMAGED as error:
-        raise UserError(f"{file}: cannot be read as weights ({type(error).__name__})") from None
+        raise UserError(f"{file}: cannot be read as weights ({why(file, error)})") from None
+
+
+def why(file: Path, error: Exception) -> str:
+    """What a library says about a file that it cannot read, in one line. To a pointer of Git LFS it
+    says something that misleads."""
+    if file.is_file() and file.stat().st_size < 1000:
+        if file.read_bytes().startswith(b"version https://git-lfs"):
+            return "it is a pointer of Git LFS; run: git lfs pull"
+    sentence = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {sentence:.150}"
 
 
 def checksum(tensors: dict[str, Tensor], about: str) -> str:
@@ -83,6 +93,16 @@ def write_whole(file: Path, save: Callable[[Path], None]) -> None:
     except DAMAGED as error:
         beside.unlink(missing_ok=True)
         raise UserError(f"{file}: cannot be written ({error}); nothing is changed") from None
+
+
+def write_text(file: Path, text: str) -> None:
+    write_whole(file, lambda beside: beside.write_text(text, "utf-8"))
+
+
+def write_json(file: Path, content: Any) -> None:
+    """JSON has no infinity and no NaN: these become null."""
+    plain = json.loads(json.dumps(content), parse_constant=lambda word: None)
+    write_text(file, json.dumps(plain, indent=1) + "\n")
 
 
 @contextmanager

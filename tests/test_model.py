@@ -19,7 +19,8 @@ from generate import prefill
 from lococo import AdaptedLlama, identity, load_adapter, settings_for
 from model import KVCache, Llama, LlamaConfig, Tokenizer, hugging_face_config, hugging_face_name
 from model import load_llama, rope, rotate
-from support.files import UserError, checksum, created, is_out_of_memory, read_file, write_file
+from support.files import UserError, checksum, created, is_out_of_memory, read_file
+from support.files import write_file, write_json
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
 SMALL = LlamaConfig(32, 2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)
@@ -328,13 +329,15 @@ def test_files_that_are_damaged_or_no_weights_are_named(tmp_path, model, name, m
     monkeypatch.chdir(tmp_path)
     file = write_model(tmp_path, model, [name]) / name
     whole = file.read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     for content in (b"", b"plain text " * 50, b"\xff" * 500, whole[:4], whole[:100], whole[:-1],
-                    Intruder(), 3):  # fmt: skip
+                    Intruder(), 3, pointer):  # fmt: skip
         if isinstance(content, bytes):
             file.write_bytes(content)
         else:
             torch.save({WQ: content}, file)
-        refusal(tmp_path, f"{name}: cannot be read as weights")
+        reason = "run: git lfs pull" if content is pointer else "Error: "
+        refusal(tmp_path, f"{name}: cannot be read as weights (", reason)
     assert not Path("made").exists()
 
 
@@ -406,6 +409,22 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
     monkeypatch.setattr("support.files.save_file", disk_is_full)
     refusal(file, "No space left on device", call=write_file, args=({},))
     assert same(read_file(file)[0], TENSORS) and sorted(tmp_path.iterdir()) == [file, folder]
+
+
+def test_json_is_written_whole_and_is_json(tmp_path, monkeypatch):
+    """Other languages' readers refuse Infinity and NaN. A full disk leaves the old file."""
+    file = tmp_path / "figures.json"
+    write_json(file, {"perplexity": {512: math.inf}, "nats": [1.5, math.nan, -math.inf]})
+    text = file.read_text()
+    assert json.loads(text) == {"perplexity": {"512": None}, "nats": [1.5, None, None]}
+
+    def disk_is_full(self, text, encoding):
+        self.write_bytes(b"the first half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", disk_is_full)
+    refusal(file, "No space left on device", call=write_json, args=({},))
+    assert [*tmp_path.iterdir()] == [file] and file.read_text() == text
 
 
 def test_two_that_write_one_file_do_not_meet(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import cells
 import pytest
 import real_llama
 from lococo import settings_for
@@ -30,26 +31,26 @@ def make(own_folders, monkeypatch, capsys):
         line = f"real_llama.py --model {TINY} --prose prose --mem 16 --seq 64 --steps 2 {words}"
         monkeypatch.setattr(sys, "argv", line.split())
         real_llama.main()
-        return real_llama.read(), capsys.readouterr().out
+        return cells.read(real_llama.RESULTS), capsys.readouterr().out
 
     return call
 
 
 def test_a_cell_is_made_once_and_again_if_its_code_changes(make, monkeypatch):
-    cells, out = make("--rows full ours --documents 2")
-    assert [cell["row"] for cell in cells] == ["full", "ours"]
-    assert [cell["steps"] for cell in cells] == [0, 2] and cells[1]["trained parameters"] > 0
-    for cell in cells:
+    stored, out = make("--rows full ours --documents 2")
+    assert [cell["row"] for cell in stored] == ["full", "ours"]
+    assert [cell["steps"] for cell in stored] == [0, 2] and stored[1]["trained parameters"] > 0
+    for cell in stored:
         assert len(cell["by document"]) == 2
         assert np.mean(cell["by document"]) == pytest.approx(cell["nats"], abs=1e-4)
-    assert f"| {math.exp(cells[1]['nats']):.3f} |" in out
+    assert f"| {math.exp(stored[1]['nats']):.3f} |" in out
     runs = set(Path("runs").iterdir())
-    assert len(runs) == 1 and make("--rows full ours --documents 2")[0] == cells
+    assert len(runs) == 1 and make("--rows full ours --documents 2")[0] == stored
     # Other documents are scored with the same adapter; other flags or code train another.
     assert len(make("--rows ours --part choosing --documents 1")[0]) == 3
     assert set(Path("runs").iterdir()) == runs
     assert len(make("--rows ours --documents 2 --seeds 1")[0]) == 4
-    monkeypatch.setattr(real_llama, "SOURCES", real_llama.SOURCES[:-1])
+    monkeypatch.setattr(cells, "SOURCES", cells.SOURCES[:-1])
     assert len(make("--rows ours --documents 2")[0]) == 5 and len([*Path("runs").iterdir()]) == 3
 
 
@@ -62,26 +63,27 @@ def cell(row, nats, seed=0, flags=None, **about):
 
 def test_the_table_by_hand():
     """Full attention is 2 below the better H2O, ours 1 below it with one seed and 0.5 with another."""
-    cells = [cell("full", [1.0, 3.0]), cell("h2o", [3.0, 5.0]), cell("h2o text", [3.5, 5.5]),
+    stored = [cell("full", [1.0, 3.0]), cell("h2o", [3.0, 5.0]), cell("h2o text", [3.5, 5.5]),
              cell("ours", [2.0, 4.0]), cell("ours", [2.5, 4.5], seed=1),
              cell("window", [9.0, 9.0], flags="--method other"), cell("ours", [9.0, 9.0], mem=128)]  # fmt: skip
     rows = [line.split(" | ")[1:] for line in
-            real_llama.table(cells, part="test", mem=64, seq=1024).splitlines()[2:]]  # fmt: skip
+            real_llama.table(stored, part="test", mem=64, seq=1024).splitlines()[2:]]  # fmt: skip
     assert rows == [
         ["-", "1", "2.0000", "7.389", "-2.0000 ± 0.0000", "100 |"],
         ["-", "1", "4.0000", "54.598", "+0.0000 ± 0.0000", "0 |"],
         ["-", "1", "4.5000", "90.017", "+0.5000 ± 0.0000", "-25 |"],
         ["60", "2", "3.2500", "25.790", "-0.7500 ± 0.0000", "50, 25 |"],
     ]
-    again = [*cells, cell("ours", [2.0, 3.0])]  # a newer cell of the same row and seed
+    again = [*stored, cell("ours", [2.0, 3.0])]  # a newer cell of the same row and seed
     assert "| 2 | 3.0000 |" in real_llama.table(again, part="test", mem=64, seq=1024)
 
 
 def test_tables_stand_between_comments():
     start = "<!-- tools/real_llama.py: test, M = 64, 1,024 tokens -->\n"
-    cells = [cell("full", [1.0, 3.0]), cell("h2o", [3.0, 5.0])]
-    text = real_llama.with_tables(f"before\n{start}old\n<!-- end -->\nafter\n", cells)
-    made = real_llama.table(cells, part="test", mem=64, seq=1024)
+    stored = [cell("full", [1.0, 3.0]), cell("h2o", [3.0, 5.0])]
+    text = f"before\n{start}old\n<!-- end -->\nafter\n"
+    text = cells.with_tables(text, "real_llama.py", real_llama.tables(stored))
+    made = real_llama.table(stored, part="test", mem=64, seq=1024)
     assert text == f"before\n{start}{made}<!-- end -->\nafter\n"
 
 
@@ -111,4 +113,5 @@ def test_the_tables_of_the_pages_are_made_of_the_stored_cells():
     for page in real_llama.PAGES:
         text = page.read_text("utf-8")
         assert "<!-- tools/real_llama.py: " in text
-        assert real_llama.with_tables(text, real_llama.read()) == text
+        made = real_llama.tables(cells.read(real_llama.RESULTS))
+        assert cells.with_tables(text, "real_llama.py", made) == text

@@ -16,6 +16,7 @@ from generate import prefill
 from lococo import AdaptedLlama, load_adapter
 from model import load_llama
 from support.command_line import HERE, TINY
+from support.files import UserError
 
 TEXT = "\ndef add(x, y):\n    return [x, y]\n\ndef get(x, y):\n    return x[y]\n"
 TEXT += "\ndef f(x, y):\n    return x["  # three segments
@@ -255,3 +256,15 @@ def test_recall(run, tokenizer, monkeypatch):
         assert all(zlib.crc32(f[1:].replace(" ", "▁").encode()) % 20 < 2 for f in facts)
         assert 1900 < len(tokenizer.encode(row["prompt"])) <= 2048
     assert convert(run, "recall --shots 3 --seed 1") != rows
+
+
+def test_row_numbers_are_those_of_the_file(tmp_path):
+    good = {"question": {"stem": "?", "choices": [{"text": "a", "label": "A"}]},
+            "answerKey": "A"}  # fmt: skip
+    file = tmp_path / "ARC-Easy-Test.jsonl"
+    file.write_text(f"{json.dumps(good)}\n\n{json.dumps(good)}\nno JSON\n")
+    with pytest.raises(UserError, match="ARC-Easy-Test.jsonl, row 4: not as in"):
+        tasks.read("arc-easy", file, "itself", tasks.arc)
+    file.write_text(f"{json.dumps(good)}\n\n{json.dumps(good | {'answerKey': 'Z'})}\n")
+    with pytest.raises(UserError, match="row 3: not as in"):
+        tasks.read("arc-easy", file, "itself", tasks.arc)

@@ -181,16 +181,22 @@ def test_after_a_crash_the_log_has_each_step_once(trained, ends_well):
     ({"RANK": ""}, None), ({"RANK": "0", "WORLD_SIZE": "1"}, None), ({"LOCAL_RANK": "1"}, None),
     ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
     ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": "1"},
-     "LOCAL_RANK, MASTER_ADDR")])  # fmt: skip
+     "LOCAL_RANK, MASTER_ADDR"),
+    ({"RANK": "abc"}, "RANK is 'abc' in the environment"),
+    ({"RANK": "0", "WORLD_SIZE": "2.5"}, "WORLD_SIZE is '2.5' in the environment")])  # fmt: skip
 def test_what_a_job_leaves_in_the_environment(variables, missing):
     """All of torchrun's variables, or none that says that there are many processes."""
     line = [sys.executable, "-c", "import train; train.check_environment(); print(train.WORLD)"]
     others = {name: text for name, text in os.environ.items() if name not in train.TORCHRUN}
     environment = others | {"PYTHONPATH": str(HERE)} | variables
     done = subprocess.run(line, capture_output=True, text=True, env=environment)
-    assert missing or done.stdout == "1\n", done.stderr
-    assert not missing or f"UserError: RANK is {variables.get('RANK', 0)}" in done.stderr.replace(
-        "support.files.", "") and f"but {missing} is not set" in done.stderr  # fmt: skip
+    if missing is None:
+        assert done.stdout == "1\n", done.stderr
+    elif "environment" in missing:
+        assert f"UserError: {missing}, not a number" in done.stderr
+    else:
+        assert f"UserError: RANK is {variables.get('RANK', 0)}" in done.stderr
+        assert f"but {missing} is not set" in done.stderr
 
 
 def before_step(patch, n, then):

@@ -6,7 +6,6 @@
 It is a Llama with a bias on q, k and v, and half of a head's channels turned. One shard after the
 other is read and written; config.json comes last."""
 
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from model import Llama, Tokenizer, hugging_face_config, hugging_face_name  # noqa: E402
 from support.command_line import run_program  # noqa: E402
 from support.files import (  # noqa: E402
-    DAMAGED, UserError, read_json, read_tensors, write_whole,
+    DAMAGED, UserError, read_json, read_tensors, write_json, write_whole,
 )  # fmt: skip
 
 NAMES = {  # theirs, without "transformer.": ours, the rows that it is cut into
@@ -58,7 +57,7 @@ def convert(path: Path, out: Path) -> None:
     except DAMAGED as error:
         raise UserError(f"{path}/config.json: not that of ChatGLM3 ({error!r})") from None
     out.mkdir(parents=True)
-    (out / "about.json").write_text(json.dumps(config))
+    write_json(out / "about.json", config)
     with torch.device("meta"):
         model = Llama(hugging_face_config(out / "about.json"))
     D = model.config.head_dim
@@ -85,7 +84,7 @@ def convert(path: Path, out: Path) -> None:
         raise UserError(f"{path}: there is no tensor for {', '.join(left)}"[:250])
     shutil.copy(path / "tokenizer.model", out)
     words = Tokenizer(out).vocab_size  # after these: [MASK], [gMASK], [sMASK], sop
-    (out / "prefix.json").write_text(json.dumps([words + 1, words + 3]))  # a prompt's [gMASK] sop
+    write_json(out / "prefix.json", [words + 1, words + 3])  # a prompt's [gMASK] sop
     os.replace(out / "about.json", out / "config.json")
 
 

@@ -1,6 +1,5 @@
 """python tools/llama2c.py FILE.bin DIR: a checkpoint of llama2.c, in Meta's layout, into DIR."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.command_line import run_program  # noqa: E402
-from support.files import DAMAGED, UserError, write_whole  # noqa: E402
+from support.files import DAMAGED, UserError, write_json, write_whole  # noqa: E402
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -35,7 +34,7 @@ def convert(file: Path, folder: Path) -> None:
     params = {"dim": dim, "n_layers": n, "n_heads": H, "n_kv_heads": G, "vocab_size": abs(V),
               "multiple_of": ffn, "norm_eps": 1e-5, "max_seq_len": context}  # fmt: skip
     write_whole(folder / "consolidated.00.pth", lambda beside: torch.save(weights, beside))
-    (folder / "params.json").write_text(json.dumps(params))  # last: it says that all is there
+    write_json(folder / "params.json", params)  # last: it says that all is there
 
 
 if __name__ == "__main__":

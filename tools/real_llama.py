@@ -19,15 +19,11 @@ change of any of these is another cell, so a stored figure never answers another
 """
 
 import argparse
-import hashlib
 import json
-import platform
-import subprocess
 import sys
 import time
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +32,7 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
+import cells  # noqa: E402
 import train  # noqa: E402
 from eval_ppl import token_losses  # noqa: E402
 from lococo import COMPRESSORS, AdaptedLlama, Compressor  # noqa: E402
@@ -47,9 +44,6 @@ from support.text import long_documents, token_streams  # noqa: E402
 
 BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.jsonl")
 PARTS = {"choosing": "book_news.txt", "test": "wikitext2-test.jsonl"}
-SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "support/command_line.py",
-           "support/facts.py", "support/files.py", "support/text.py", "tools/real_llama.py",
-           "tools/official_code.py")  # fmt: skip
 RESULTS = HERE / "docs" / "real-llama.jsonl"
 RUNS = HERE / "runs" / "real-llama"
 
@@ -141,13 +135,6 @@ PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
 # --- A cell --------------------------------------------------------------------------------------
 
 
-def checksum_of_files(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
-
-
 def all_flags(row: Row, mem: int, more: str) -> str:
     budgets = " ".join(str(slots * mem // 64) for slots in BUDGETS)
     return f"{row.flags.format(mem=mem, heavy=mem * 5 // 8, budgets=budgets)} {more}".strip()
@@ -155,27 +142,25 @@ def all_flags(row: Row, mem: int, more: str) -> str:
 
 def cell_name(row: Row, seed: int, args: argparse.Namespace) -> dict:
     """All that makes a cell."""
-    weights = sorted(args.model.glob("*.json")) + sorted(args.model.glob("*.safetensors"))
     return {
         "flags": all_flags(row, args.mem, args.flags),
         "steps": args.steps if row.trained else 0,
         "seed": seed if row.trained else 0,
         "mem": args.mem,
         "seq": args.seq,
-        "base": checksum_of_files(weights),
-        "texts": checksum_of_files([args.prose / text for text in BOOKS]),
-        "sources": checksum_of_files([HERE / source for source in SOURCES]),
+        "base": cells.checksum_of_base(args.model),
+        "texts": cells.checksum_of_files([args.prose / text for text in BOOKS]),
+        "sources": cells.checksum_of_sources("real_llama.py"),
         "part": args.part,
         "documents": args.documents,
-        "scored": checksum_of_files([args.prose / PARTS[args.part]]),
-    }  # fmt: skip
+        "scored": cells.checksum_of_files([args.prose / PARTS[args.part]]),
+    }
 
 
 def train_cell(name: dict, args: argparse.Namespace) -> Path:
     """Run train.py, or go on with its run; returns the run's directory."""
     trained_by = {key: name[key] for key in name if key not in ("part", "documents", "scored")}
-    digest = hashlib.sha256(json.dumps(trained_by).encode()).hexdigest()[:12]
-    out = RUNS / digest
+    out = RUNS / cells.digest_of(trained_by)
     if (out / "adapter.safetensors").is_file():
         return out
     if (out / "state.safetensors").is_file():
@@ -235,21 +220,6 @@ def make_cell(row: Row, name: dict, args: argparse.Namespace, machine: Machine) 
 # --- Stored cells and tables ---------------------------------------------------------------------
 
 
-def read() -> list[dict]:
-    if not RESULTS.is_file():
-        return []
-    return [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()]
-
-
-def commit() -> str:
-    """The commit of this tree, with a plus if files have changed since."""
-    git = ["git", "-C", str(HERE)]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
-    changed = [line for line in changes.stdout.splitlines() if not line.endswith(RESULTS.name)]
-    return head.stdout.strip() + ("+" if changed else "")
-
-
 def mean_and_error(values: np.ndarray) -> str:
     return f"{values.mean():+.4f} ± {values.std(ddof=1) / len(values) ** 0.5:.4f}"
 
@@ -260,12 +230,12 @@ def best_h2o(nats: dict[tuple, np.ndarray]) -> np.ndarray | None:
     return min(both, key=lambda values: values.mean(), default=None)
 
 
-def table(cells: list[dict], **about) -> str:
+def table(stored: list[dict], **about) -> str:
     """A line for each row that has cells like `about`: nats per token, the mean of its seeds;
     perplexity; the paired difference from the better H2O with its standard error over documents;
     and which part of that H2O's gap to full attention is closed, by each seed."""
     latest = {}  # of cells that are made by today's flags
-    for cell in cells:
+    for cell in stored:
         flags = all_flags(ROWS[cell["row"]], cell["mem"], cell["extra"])
         if cell["flags"] == flags and about.items() <= cell.items():
             latest[cell["row"], cell["steps"], cell["extra"], cell["seed"]] = cell
@@ -293,19 +263,15 @@ def table(cells: list[dict], **about) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_tables(text: str, cells: list[dict]) -> str:
-    """A text in which each table, between two comments, is made anew."""
-    end = "<!-- end -->\n"
-    for part, mem, seq in dict.fromkeys((c["part"], c["mem"], c["seq"]) for c in cells):
-        for start, rows in ((f"{part}, M = {mem}, {seq:,} tokens", list(ROWS)),
-                            (f"{part}, M = {mem}, {seq:,} tokens, in short", SHORT)):  # fmt: skip
-            start = f"<!-- tools/real_llama.py: {start} -->\n"
-            if start in text:
-                before, rest = text.split(start)
-                chosen = [cell for cell in cells if cell["row"] in rows]
-                made = table(chosen, part=part, mem=mem, seq=seq)
-                text = before + start + made + end + rest.split(end, 1)[1]
-    return text
+def tables(stored: list[dict]) -> dict[str, str]:
+    """All tables by name; a name that ends with "in short" has the rows of README.md."""
+    made = {}
+    for part, mem, seq in dict.fromkeys((c["part"], c["mem"], c["seq"]) for c in stored):
+        name = f"{part}, M = {mem}, {seq:,} tokens"
+        short = [cell for cell in stored if cell["row"] in SHORT]
+        made[name] = table(stored, part=part, mem=mem, seq=seq)
+        made[f"{name}, in short"] = table(short, part=part, mem=mem, seq=seq)
+    return made
 
 
 def parse() -> argparse.Namespace:
@@ -335,19 +301,14 @@ def parse() -> argparse.Namespace:
 def make_cells(args: argparse.Namespace) -> None:
     """Make and store the cells that are asked for, but for those that are stored already."""
     machine = prepare("cpu", "bfloat16")
-    threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
     for seed in args.seeds:
         for key in args.rows:
             name = cell_name(ROWS[key], seed, args)
-            if any(name.items() <= cell.items() for cell in read()):
+            if any(name.items() <= cell.items() for cell in cells.read(RESULTS)):
                 continue
             print(f"{key} {args.flags}, seed {seed}", file=sys.stderr)
-            about = {"row": key, "extra": args.flags, "date": str(date.today())}
-            about |= {"commit": commit(), "machine": f"{platform.machine()}, {threads}"}
-            cell = make_cell(ROWS[key], name, args, machine)
-            RESULTS.parent.mkdir(exist_ok=True)
-            with open(RESULTS, "a", encoding="utf-8") as file:
-                file.write(json.dumps(about | name | cell) + "\n")
+            about = {"row": key, "extra": args.flags} | cells.made(RESULTS)
+            cells.add(RESULTS, about | name | make_cell(ROWS[key], name, args, machine))
 
 
 def main() -> None:
@@ -355,12 +316,12 @@ def main() -> None:
     if not args.print:
         args.model, args.prose = args.model.resolve(), args.prose.resolve()
         make_cells(args)
-    for page in PAGES if args.write else ():
-        page.write_text(with_tables(page.read_text("utf-8"), read()), "utf-8")
-    kinds = dict.fromkeys((cell["part"], cell["mem"], cell["seq"]) for cell in read())
-    for part, mem, seq in kinds:
-        print(f"\n{part}, M = T = {mem}, {seq:,} tokens\n")
-        print(table(read(), part=part, mem=mem, seq=seq), end="")
+    made = tables(cells.read(RESULTS))
+    if args.write:
+        cells.write_tables(PAGES, "real_llama.py", made)
+    for name, text in made.items():
+        if not name.endswith("in short"):
+            print(f"\n{name}\n\n{text}", end="")
 
 
 if __name__ == "__main__":

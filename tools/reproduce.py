@@ -8,20 +8,21 @@
 A cell is one run of train.py: the embedded recipe and the row's flags. With facts (the embedded
 model, T = 128) it is scored on 64 held-out documents of 2,048 tokens, or on all of --part choosing.
 On plain text of a --model of your own (T = M, without facts) it is scored on all documents that do
-not train; where none is so long as --seq, on so many tokens of consecutive ones. Adapters are in
-runs/reproduce/, the figures in docs/results.json, written after every cell with the commit. What
-is in either is not made again, but with --again, which needs an empty runs/reproduce/.
+not train; where none is so long as --seq, on so many tokens of consecutive ones.
+
+Adapters are in runs/reproduce/, the figures in docs/results.jsonl, a line for each cell with the
+date and the commit. A cell is named by all that makes it (tools/cells.py). It is not made again,
+but with --again, which trains once more. Figures from before 2026-11-25 have no checksum of
+sources, so that they stand in the tables but answer no command.
 """
 
 import argparse
 import io
-import json
 import math
-import subprocess
 import sys
 from collections import defaultdict
 from contextlib import redirect_stdout
-from datetime import date
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Iterable
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import cells  # noqa: E402
 import train  # noqa: E402
 from eval_ppl import perplexity, token_losses  # noqa: E402
 from lococo import COMMON, COMPRESSORS, Compressor, FactCompressor  # noqa: E402
@@ -39,7 +41,6 @@ from lococo import load_adapter  # noqa: E402
 from model import load_base  # noqa: E402
 from support.command_line import HERE, TINY, Machine, prepare, run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
-from support.files import read_json  # noqa: E402
 from support.text import PARTS, long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
 
@@ -100,34 +101,43 @@ PLAIN = {  # the same for plain text
     "official code": ("the official code", f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
 }  # fmt: skip
 COLUMNS = {"to 256": (0, 256), "256-512": (256, 512), "512-2,048": (512, 2048)}  # told so long ago
-RESULTS = HERE / "docs" / "results.json"
+RESULTS = HERE / "docs" / "results.jsonl"
+RUNS = HERE / "runs" / "reproduce"
 FILES = [HERE / "docs" / page for page in ("facts.md", "results.md", "notebook.md")]
 
 
-def run_directory(row: str, seed: int, args: argparse.Namespace) -> Path:
-    name = f"{row.replace(' ', '-')}-mem{args.mem}-seq{args.seq}-facts{args.facts}"
-    base = f"{args.model.name}-" if args.data else ""
-    return HERE / "runs" / "reproduce" / f"{base}{name}-steps{args.steps}-seed{seed}"
+def flags_of(row: str, args: argparse.Namespace) -> str:
+    """A row's flags of train.py, and what all rows have."""
+    recent = args.mem - args.mem // 4
+    flags = (PLAIN if args.data else ROWS)[row][1].format(mem=args.mem, recent=recent)
+    flags += f" --recipe embedded --mem {args.mem} --segment {args.segment} --seq {args.seq}"
+    flags += f" --facts {args.facts} --steps {args.steps}"
+    return flags + (" --micro-batch 16" if args.data else "")  # a whole step: the model is small
 
 
-def train_cell(row: str, seed: int, args: argparse.Namespace) -> Path:
+def cell_name(row: str, seed: int, args: argparse.Namespace) -> dict:
+    """All that makes a cell; without --data its text is the library of this Python."""
+    text = cells.checksum_of_files([args.data]) if args.data else sys.version.split()[0]
+    about = {"model": args.model.name, "row": row, "seed": seed, "flags": flags_of(row, args)}
+    about |= {key: vars(args)[key] for key in ("mem", "seq", "facts", "steps", "part")}
+    base = cells.checksum_of_base(args.model)
+    return about | {"base": base, "text": text, "sources": cells.checksum_of_sources("reproduce.py")}
+
+
+def train_cell(name: dict, args: argparse.Namespace) -> Path:
     """Run train.py, or go on with its run; returns the run directory."""
-    out = run_directory(row, seed, args)
+    out = RUNS / cells.digest_of({key: name[key] for key in name if key != "part"})
+    if args.again:
+        out = out.with_name(f"{out.name}-{datetime.now():%Y%m%d-%H%M%S}")
     if (out / "adapter.safetensors").is_file():
         return out
-    if (out / "state.safetensors").is_file():
-        flags = f"--resume {out}"
-    else:
-        recent = args.mem - args.mem // 4
-        flags = (PLAIN if args.data else ROWS)[row][1].format(mem=args.mem, recent=recent)
-        flags += f" --recipe embedded --mem {args.mem} --segment {args.segment} --seq {args.seq}"
-        flags += f" --facts {args.facts} --seed {seed} --steps {args.steps}"
-        flags += f" --score-tokens 0 --model {args.model} --out {out}"
-        if args.data:
-            flags += f" --data {args.data} --micro-batch 16"  # a whole step: the model is small
-    sys.argv = ["train.py", *flags.split()]
+    line = ["--resume", str(out)]
+    if not (out / "state.safetensors").is_file():
+        line = [*name["flags"].split(), "--seed", str(name["seed"]), "--score-tokens", "0"]
+        line += ["--model", str(args.model), "--out", str(out)]
+        line += ["--data", str(args.data)] if args.data else []
     with redirect_stdout(io.StringIO()):
-        train.main()
+        train.main(line)
     return out
 
 
@@ -154,12 +164,21 @@ def score_cell(run: Path, args: argparse.Namespace, machine: Machine) -> dict:
     return cell
 
 
-def facts_table(cells: dict[str, dict], mem: int, seq: int, steps: int, part: str) -> str:
+def latest(stored: list[dict], **about) -> list[dict]:
+    """The stored cells that are like `about`; of several for one place in a table the last one."""
+    places = {}
+    for cell in stored:
+        if about.items() <= cell.items():
+            places[cell["row"], cell["mem"], cell["seed"]] = cell
+    return [*places.values()]
+
+
+def facts_table(stored: list[dict], mem: int, seq: int, steps: int, part: str) -> str:
     """A line for each row that was trained and scored so; a figure for each seed in turn."""
     lines = ["| memory | perplexity | recalled, % |", "|---|---|---|"]
     about = {"mem": mem, "seq": seq, "facts": 8, "steps": steps, "part": part}
     for row, (label, _) in ROWS.items():
-        seeds = [c for c in cells.values() if c.items() >= (about | {"row": row}).items()]
+        seeds = latest(stored, row=row, **about)
         seeds.sort(key=lambda c: c["seed"])
         perplexity = ", ".join(f"{c['perplexity']:.2f}" for c in seeds)
         recalled = ", ".join(f"{100 * c['512-2,048']:.0f}" for c in seeds)
@@ -168,13 +187,12 @@ def facts_table(cells: dict[str, dict], mem: int, seq: int, steps: int, part: st
     return "\n".join(lines) + "\n"
 
 
-def plain_table(cells: dict[str, dict], seq: int, steps: int, rows: Iterable[str] = PLAIN,
+def plain_table(stored: list[dict], seq: int, steps: int, rows: Iterable[str] = PLAIN,
                 model: str = "stories260K") -> str:  # fmt: skip
     """For each M a column: nats above the window's, mean and standard error over documents, each
     the mean of the seeds; behind it what part of the window's gap to full attention that closes.
     The window itself, and all where there is none, has its perplexity."""
-    about = {"model": model, "seq": seq, "steps": steps, "facts": 0}
-    found = [c for c in cells.values() if c.items() >= about.items()]
+    found = latest(stored, model=model, seq=seq, steps=steps, facts=0)
     sizes = sorted({c["mem"] for c in found})
     lines = ["| memory |" + "".join(f" M = {M} |" for M in sizes), "|---|" + "---|" * len(sizes)]
     for row in rows:
@@ -211,14 +229,8 @@ TABLES = {
 }
 
 
-def with_tables(text: str, cells: dict[str, dict]) -> str:
-    """A text whose tables, each between two comments, are made anew."""
-    for name, table in TABLES.items():
-        start, end = f"<!-- tools/reproduce.py: {name} -->\n", "<!-- end -->\n"
-        if start in text:
-            before, rest = text.split(start)
-            text = before + start + table(cells) + end + rest.split(end, 1)[1]
-    return text
+def tables(stored: list[dict]) -> dict[str, str]:
+    return {name: table(stored) for name, table in TABLES.items()}
 
 
 def main() -> None:
@@ -234,45 +246,38 @@ def main() -> None:
     add("--steps", type=int, default=400)
     add("--facts", type=int, default=8)
     add("--part", choices=PARTS, default="held-out")
-    add("--again", action="store_true", help="also what docs/results.json has already")
+    add("--again", action="store_true", help="also what docs/results.jsonl has already")
     add("--write", action="store_true", help="all tables into the pages of docs/")
     args = parser.parse_args()
+    args.model = args.model.resolve()
     rows = PLAIN if args.data else ROWS
     if not rows.keys() >= set(args.only):
         parser.error(f"--only: with or without --data there are other rows: {', '.join(rows)}")
     args.segment = args.mem if args.data else 128
     if args.data:
         args.facts, args.part = 0, "held-out+choosing"
-    machine = prepare("cpu", "float32")
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, cwd=HERE, capture_output=True, text=True).stdout.strip()
-    for seed in args.seeds:
-        for row in args.only or (rows if args.data else ()):
-            name = f"{run_directory(row, seed, args).name} {args.part}"
-            if name in read() and not args.again:
-                print(f"{name}: from docs/results.json", file=sys.stderr)
-            else:
-                print(name, file=sys.stderr)
-                about = {"model": args.model.name, "row": row, "seed": seed}
-                about |= {"commit": commit, "date": str(date.today())}
-                about |= {key: vars(args)[key] for key in ("mem", "seq", "facts", "steps", "part")}
-                cell = about | score_cell(train_cell(row, seed, args), args, machine)
-                write(read() | {name: cell})
-    for file in FILES if args.write else ():
-        file.write_text(with_tables(file.read_text("utf-8"), read()), "utf-8")
+    make_cells(args.only or (rows if args.data else ()), args)
+    stored = cells.read(RESULTS)
+    if args.write:
+        cells.write_tables(FILES, "reproduce.py", tables(stored))
     if args.data:
-        print(plain_table(read(), args.seq, args.steps, model=args.model.name), end="")
+        print(plain_table(stored, args.seq, args.steps, model=args.model.name), end="")
     else:
-        print(facts_table(read(), args.mem, args.seq, args.steps, args.part), end="")
+        print(facts_table(stored, args.mem, args.seq, args.steps, args.part), end="")
 
 
-def read() -> dict[str, dict]:
-    return read_json(RESULTS) if RESULTS.is_file() else {}
-
-
-def write(cells: dict[str, dict]) -> None:
-    lines = (f"{json.dumps(name)}: {json.dumps(cell)}" for name, cell in cells.items())
-    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+def make_cells(rows: Iterable[str], args: argparse.Namespace) -> None:
+    machine = prepare("cpu", "float32")
+    for seed in args.seeds:
+        for row in rows:
+            name = cell_name(row, seed, args)
+            stored = any(name.items() <= cell.items() for cell in cells.read(RESULTS))
+            if stored and not args.again:
+                print(f"{row}, seed {seed}: from {RESULTS.name}", file=sys.stderr)
+                continue
+            print(f"{row}, seed {seed}", file=sys.stderr)
+            about = name | cells.made(RESULTS)
+            cells.add(RESULTS, about | score_cell(train_cell(name, args), args, machine))
 
 
 if __name__ == "__main__":

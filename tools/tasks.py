@@ -50,6 +50,7 @@ from support.command_line import (  # noqa: E402
 )  # fmt: skip
 from support.facts import fact_tokens  # noqa: E402
 from support.files import DAMAGED, UserError, read_json, read_text  # noqa: E402
+from support.files import write_json, write_text  # noqa: E402
 from support.text import PARTS, long_documents, read_rows, token_streams  # noqa: E402
 
 # --- Rows from the official files ----------------------------------------------------------------
@@ -134,6 +135,18 @@ DATA = {  # the files with the shots, the files with the questions, how a row is
 }  # fmt: skip
 
 
+def items(file: Path) -> Iterator[tuple[int, str | dict]]:
+    """The rows of a file with their numbers in it: lines of JSON that are not blank, or the list
+    "Data" of one JSON object."""
+    text = read_text(file)
+    if file.suffix.lower() == ".jsonl":
+        lines = enumerate(text.split("\n"), start=1)
+        yield from ((number, line) for number, line in lines if line.strip())
+    else:
+        content = json.loads(text)
+        yield from enumerate(content.get("Data", [content]), start=1)
+
+
 def read(data: str, source: Path, patterns: str, convert: Callable) -> list[dict]:
     """The converted rows of all files of a folder that match, or of one file."""
     files = [source] if "itself" in patterns and source.is_file() else []
@@ -143,12 +156,10 @@ def read(data: str, source: Path, patterns: str, convert: Callable) -> list[dict
         raise UserError(f"{source}: of {data}, {patterns} was expected here")
     rows = {}
     for file in files:
-        text, number = read_text(file), 0
+        number = 0
         try:
-            lines = text.rstrip().split("\n") if file.suffix.lower() == ".jsonl" else [text]
-            content = [json.loads(line) for line in lines]
-            for number, item in enumerate(content[0].get("Data", content), start=1):
-                row = convert(item, file)
+            for number, item in items(file):
+                row = convert(json.loads(item) if isinstance(item, str) else item, file)
                 key = row.pop("id", len(rows))
                 if key in rows:  # in SCROLLS a row for each answer
                     rows[key]["answers"] += row["answers"]
@@ -213,7 +224,7 @@ def write_rows(args: argparse.Namespace) -> None:
         made = {args.out: list(with_shots(rows, training, args.shots, args.seed))}
     for file, rows in made.items():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
         print(f"{file}: {len(rows)} rows")
 
 
@@ -371,7 +382,7 @@ def score(args: argparse.Namespace) -> None:
             methods[name] = cells | {"lines above the trained length": long}
             del adapted  # before the next one is loaded
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+        write_json(args.json, report)
 
 
 # --- The program ---------------------------------------------------------------------------------
