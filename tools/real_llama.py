@@ -63,8 +63,8 @@ assert COMPRESSORS["official"] is OfficialCompressor
 # Slots of SmolLM2's 30 layers at M = 64. The texts are among those that train:
 #     python tools/budgets.py --model SmolLM2-135M --dtype bfloat16 \
 #         --data prose/wikitext2-valid.jsonl --mem 64 --heavy 40 --forget 0.75
-BUDGETS = (40, 40, 64, 24, 24, 48, 24, 116, 48, 24, 24, 40, 24, 32, 48, 68, 24, 184, 184, 24, 248,
-           56, 88, 144, 108, 24, 44, 24, 56, 24)  # fmt: skip
+BUDGETS = (44, 52, 52, 24, 40, 68, 36, 108, 68, 32, 24, 40, 44, 36, 60, 68, 24, 172, 176, 24, 216,
+           44, 76, 128, 100, 24, 36, 32, 48, 24)  # fmt: skip
 
 
 @dataclass(frozen=True)

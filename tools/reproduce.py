@@ -271,6 +271,7 @@ def main() -> None:
     add("--print", action="store_true", help="print all tables of stored cells; make none")
     add("--write", action="store_true", help="all tables into the pages of docs/")
     args = parser.parse_args()
+    args.model = args.model.resolve()
     rows = PLAIN if args.data else ROWS
     if not rows.keys() >= set(args.only):
         parser.error(f"--only: with or without --data there are other rows: {', '.join(rows)}")
