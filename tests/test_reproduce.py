@@ -21,7 +21,7 @@ def make(own_folders, monkeypatch):
         (out / "adapter.safetensors").touch()
         made.append(out)
 
-    monkeypatch.setattr(reproduce.train, "main", train)
+    monkeypatch.setattr(cells.train, "main", train)
     monkeypatch.setattr(reproduce, "score_cell", lambda run, args, machine: {
         "perplexity": 9.0, "512-2,048": 0.5})  # fmt: skip
     monkeypatch.setattr(reproduce, "RESULTS", Path("docs/cells.jsonl").resolve())
@@ -38,7 +38,7 @@ def make(own_folders, monkeypatch):
 def test_a_stored_cell_answers_only_its_own_question(make, monkeypatch, capsys):
     stored, made = make("--only ours --seeds 0 1")
     assert [cell["seed"] for cell in stored] == [0, 1] and len(set(made)) == 2
-    assert {"commit", "date", "machine", "sources", "base", "text"} <= stored[0].keys()
+    assert {"commit", "date", "machine", "sources", "base", "texts"} <= stored[0].keys()
     assert len(make("--only ours --seeds 0 1")[0]) == 2 and len(made) == 2
     assert len(make("--only ours --part choosing")[0]) == 3 and len(made) == 2  # one adapter
     assert len(make("--only ours --steps 7")[0]) == 4 and len(made) == 3
