@@ -25,8 +25,8 @@ from tqdm import tqdm
 from lococo import METHODS, AdaptedLlama, Settings, load_adapter, read_adapter, segment_losses
 from lococo import untrained
 from model import Tokenizer, load_base
-from support.command_line import TINY, Machine, Parser, at_least, method_flags, output_file, prepare
-from support.command_line import run_program
+from support.command_line import TINY, Machine, Parser, at_least, counted, method_flags, output_file
+from support.command_line import prepare, run_program
 from support.facts import FORMS, fact_tokens, tell_all
 from support.files import UserError, write_json
 from support.text import PARTS, long_documents, token_streams
@@ -115,7 +115,7 @@ def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
                                help="methods without training")  # fmt: skip
     group = parser.add_argument_group("scoring and output")
     group.add_argument("--json", type=output_file, metavar="FILE",
-                       help="write the tables there, too")  # fmt: skip
+                       help="write the tables there, too; null is infinite, or of no tokens")  # fmt: skip
     return group
 
 
@@ -194,7 +194,7 @@ def print_work(models: int, documents: dict[int, Tensor], recall: bool) -> None:
     tokens = sum(rows.numel() for rows in documents.values())
     if recall:
         tokens += list(documents.values())[-1].numel()
-    work = f"{models * tokens:,} tokens to score with {models} models"
+    work = f"{models * tokens:,} tokens to score with {counted(models, 'model')}"
     print(f"{work}; fewer --documents or --lengths take less", file=sys.stderr)
 
 

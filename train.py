@@ -32,12 +32,12 @@ from torch import Tensor
 from torch.optim import AdamW
 from tqdm import tqdm
 
-from eval_ppl import perplexity, ranges, token_losses
+from eval_ppl import name_of, perplexity, ranges, token_losses
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, identity, segment_losses
 from lococo import settings_for, untrained
 from model import KVCache, Llama, Tokenizer, attention, load_base
-from support.command_line import HERE, TINY, Machine, Parser, at_least, method_flags, prepare
-from support.command_line import run_program
+from support.command_line import HERE, TINY, Machine, Parser, at_least, counted, method_flags
+from support.command_line import prepare, run_program
 from support.facts import FORMS, tell, tell_all
 from support.files import UserError, checksum, read_file, write_file
 from support.text import long_documents, sequence, token_streams
@@ -543,7 +543,7 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
 
     most = max(1, config.score_tokens // config.seq) if config.score_tokens else 0
     documents = long_documents(held_out, tokenizer.bos, config.seq, most)
-    about += f"\n{len(documents)} documents to score"
+    about += f"\n{counted(len(documents), 'document')} to score"
     if most and not len(documents):
         about += f": {reason}; others can be named by --held-out"
     return Texts(ids, documents, about)
@@ -551,7 +551,7 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
 
 def size_of(ids: np.ndarray, tokenizer: Tokenizer) -> str:
     documents = (ids == tokenizer.bos).sum()  # each begins with a BOS
-    return f"{documents:,} documents ({len(ids):,} tokens)"
+    return f"{counted(documents, 'document')} ({len(ids):,} tokens)"
 
 
 def draw_sequence(ids: np.ndarray, tokenizer: Tokenizer, config: TrainConfig,
@@ -611,7 +611,7 @@ def explained(sentence: str) -> Iterator[None]:
 def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
     """A row for each scored memory."""
     columns = next(iter(scores.values()), [])
-    print(f"{f'{documents} held-out documents':40}", *columns, sep="  ")
+    print(f"{counted(documents, 'held-out document'):40}", *columns, sep="  ")
     for name, row in scores.items():
         line = f"{name:40}"
         for column in columns:
@@ -667,7 +667,7 @@ def train_and_score(
 
         if not state:  # the window is scored first, as the base is changed then
             window = untrained(model, "streaming", settings.mem or config.mem, config.segment)
-            add_score("window of equal memory, base untouched", window)
+            add_score(name_of(window.settings), window)
         adapted = AdaptedLlama(model, settings)
         optimizer = start_or_resume(adapted, config, text.ids, state, about)
         save = partial(save_state, adapted, optimizer, out / "state.safetensors", about)

@@ -40,6 +40,11 @@ def output_file(text: str) -> Path:
     return file
 
 
+def counted(number: int, thing: str) -> str:
+    """As "1 document" and "2,048 documents"."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
 class Parser(argparse.ArgumentParser):
     """The flags of all programs. A mistake is one sentence."""
 

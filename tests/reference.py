@@ -150,9 +150,11 @@ def official_rows(compressor, slots, k, v, from_slot, scores):
 
 def turned(k, by, adapted):
     """Keys (S, D), each turned on by so many positions, as complex numbers."""
+    s, c = adapted.settings, adapted.model.config
     half = k.shape[1] // 2
-    scale = (adapted.settings.mem + adapted.settings.segment) / adapted.model.config.context
-    angle = torch.tensor(by).double()[:, None] / scale * 10000 ** (-torch.arange(half) / half)
+    frequency = c.rope_theta ** (-torch.arange(half) / half)
+    scale = (s.mem + s.segment) / c.context
+    angle = torch.tensor(by).double()[:, None] / scale * frequency
     pairs = torch.complex(k[:, :half], k[:, half:]) * torch.exp(1j * angle)
     return torch.cat((pairs.real, pairs.imag), dim=1)
 
@@ -185,7 +187,8 @@ def slow_memory(adapted, segments, rows):
     """Segments of q (heads that share the key/value head, T, D), k and v (T, D) -> what is held at
     the end, attention received, the last W, and what the heads have read."""
     s, outputs, W = adapted.settings, [], None
-    k, v, scores = torch.zeros(0, 8).double(), torch.zeros(0, 8).double(), torch.zeros(0).double()
+    D = adapted.model.config.head_dim
+    k, v, scores = torch.zeros(0, D).double(), torch.zeros(0, D).double(), torch.zeros(0).double()
     from_slot = torch.zeros(0).bool()
     for q, k_new, v_new in segments:
         if len(k) + len(k_new) > s.mem + s.segment:
@@ -197,7 +200,7 @@ def slow_memory(adapted, segments, rows):
         for t in range(len(k_new)):
             n = len(k) - len(k_new) + t + 1  # entries that query t may see
             for head in range(len(q)):
-                p = (k[:n] @ q[head, t].double() / 8**0.5).softmax(dim=0)  # (1)
+                p = (k[:n] @ q[head, t].double() / D**0.5).softmax(dim=0)  # (1)
                 scores[:n] += p / len(q)
                 out[head, t] = p @ v[:n]
         outputs.append(out)

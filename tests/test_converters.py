@@ -1,6 +1,8 @@
 """chatglm3.py and llama2c.py: checkpoints in official layouts, written here, become Llamas."""
 
 import json
+import resource
+import signal
 import struct
 from pathlib import Path
 
@@ -110,6 +112,23 @@ def test_a_full_disk_leaves_nothing_that_looks_like_a_model(tmp_path, monkeypatc
     with pytest.raises(UserError, match="out/.*: cannot be written .*No space left on device"):
         program.convert(source, out)
     assert {file.name for file in out.iterdir()} <= {"about.json"}
+
+
+def test_a_converter_says_that_the_disk_is_full(tmp_path):
+    """In words of the system. Here no file may be larger than 40 KB, as in `ulimit -f`."""
+    sizes = 32, 96, 2, 4, 2, -60, 48
+    numbers = 2 * 60 * 32 + 32 + 2 * (2 * 32 + 2 * 32 * 32 + 2 * 16 * 32 + 3 * 96 * 32) + 48 * 8
+    (tmp_path / "a.bin").write_bytes(struct.pack("7i", *sizes) + bytes(4 * numbers))
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, usual[1]))
+    try:
+        with pytest.raises(UserError, match="consolidated.00.pth: cannot be written .*File too large"):
+            llama2c.convert(tmp_path / "a.bin", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [*tmp_path.iterdir()] == [tmp_path / "a.bin"]
 
 
 @pytest.mark.parametrize("tied", [False, True])

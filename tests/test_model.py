@@ -422,9 +422,32 @@ def test_json_is_written_whole_and_is_json(tmp_path, monkeypatch):
         self.write_bytes(b"the first half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", disk_is_full)
-    refusal(file, "No space left on device", call=write_json, args=({},))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", disk_is_full)
+        refusal(file, "No space left on device", call=write_json, args=({},))
     assert [*tmp_path.iterdir()] == [file] and file.read_text() == text
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
+    """As of --json /dev/stdout | less. A name in /dev would be taken by a file, where root may."""
+    (tmp_path / "link").symlink_to("figures.json")
+    write_json(tmp_path / "link", [1])
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "figures.json").read_text() == "[\n 1\n]\n"
+    os.mkfifo(tmp_path / "pipe")
+    end = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_json(tmp_path / "pipe", [2])
+    assert os.read(end, 99) == b"[\n 2\n]\n" and (tmp_path / "pipe").is_fifo()
+    os.close(end)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json", "adapter.safetensors"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
+    """As a clone without Git LFS has them in the place of large files."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    read = read_file if "adapter" in name else lambda file: Tokenizer(file.parent)
+    with pytest.raises(UserError, match=f"{name}.*run: git lfs pull"):
+        read(tmp_path / name)
 
 
 def test_two_that_write_one_file_do_not_meet(tmp_path, monkeypatch):

@@ -158,7 +158,7 @@ def test_long_prompts_lose_their_middle(run, tokenizer):
     assert row["prompt"] == [tokenizer.decode(ids[1:5]) + tokenizer.decode(ids[-5:]), "x ="]
     Path("rows").write_text(json.dumps({"prompt": TEXT, "answers": ["x"], "max_tokens": 1}))
     code, out, err = run(tasks, "score rows --cut 9 --method full")
-    assert code == 0 and "rows: 1 rows, 1 with a prompt cut to 9 tokens\n" in out, err
+    assert code == 0 and "rows: 1 row, 1 with a prompt cut to 9 tokens\n" in out, err
 
 
 ANSWERS = {"prompt": "x =", "answers": ["1"]}
@@ -268,3 +268,10 @@ def test_row_numbers_are_those_of_the_file(tmp_path):
     file.write_text(f"{json.dumps(good)}\n\n{json.dumps(good | {'answerKey': 'Z'})}\n")
     with pytest.raises(UserError, match="row 3: not as in"):
         tasks.read("arc-easy", file, "itself", tasks.arc)
+    file.write_bytes(f"{json.dumps(good)}\n\n".encode() + b'{"question": "caf\xe9"}\n')
+    with pytest.raises(UserError, match="row 3: not as in arc-easy .*UnicodeDecodeError"):
+        tasks.read("arc-easy", file, "itself", tasks.arc)
+    rows = "\n".join([json.dumps(ANSWERS), "", json.dumps(ANSWERS)])
+    file.write_bytes(rows.encode() + b'\n{"prompt": "caf\xe9"}\n')
+    with pytest.raises(UserError, match="ARC-Easy-Test.jsonl, line 4: not as --help says"):
+        list(tasks.read_rows(file, tasks.is_task))

@@ -1,5 +1,6 @@
 """python tools/llama2c.py FILE.bin DIR: a checkpoint of llama2.c, in Meta's layout, into DIR."""
 
+import io
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,10 @@ from support.files import DAMAGED, UserError, why, write_json, write_whole  # no
 
 
 def save(weights: dict[str, torch.Tensor], file: Path) -> None:
-    """To a name torch.save says only "unexpected pos" where the disk is full; to a file it says
-    what is wrong."""
-    with open(file, "wb") as content:
-        torch.save(weights, content)
+    """By way of memory: where the disk is full, torch.save says nothing but "unexpected pos"."""
+    content = io.BytesIO()
+    torch.save(weights, content)
+    file.write_bytes(content.getbuffer())
 
 
 def convert(file: Path, folder: Path) -> None:

@@ -46,7 +46,7 @@ from lococo import AdaptedLlama, segment_losses  # noqa: E402
 from metrics import LONGBENCH, compare  # noqa: E402
 from model import KVCache, Tokenizer  # noqa: E402
 from support.command_line import (  # noqa: E402
-    TINY, Machine, Parser, at_least, prepare, run_program,
+    TINY, Machine, Parser, at_least, counted, prepare, run_program,
 )  # fmt: skip
 from support.facts import fact_tokens  # noqa: E402
 from support.files import DAMAGED, UserError, read_json  # noqa: E402
@@ -224,7 +224,7 @@ def write_rows(args: argparse.Namespace) -> None:
     for file, rows in made.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
-        print(f"{file}: {len(rows)} rows")
+        print(f"{file}: {counted(len(rows), 'row')}")
 
 
 # --- Scores --------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def score(args: argparse.Namespace) -> None:
         sizes = []  # no more methods than are asked for
     report = {}
     for file, rows in files.items():
-        print(f"{file}: {len(rows)} rows", end="")
+        print(f"{file}: {counted(len(rows), 'row')}", end="")
         if args.cut:
             cuts = sum(shorten(row, args.cut, tokenizer) for _, row in rows)
             print(f", {cuts} with a prompt cut to {args.cut:,} tokens", end="")
