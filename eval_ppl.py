@@ -114,8 +114,10 @@ def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
     parser.memory.add_argument("--method", nargs="+", default=[], choices=METHODS,
                                help="methods without training")  # fmt: skip
     group = parser.add_argument_group("scoring and output")
-    group.add_argument("--json", type=output_file, metavar="FILE",
-                       help="write the tables there, too; null is infinite, or of no tokens")  # fmt: skip
+    group.add_argument(
+        "--json", type=output_file, metavar="FILE",
+        help="write the tables there, too; null is infinite, or of no tokens",
+    )  # fmt: skip
     return group
 
 

@@ -143,17 +143,16 @@ def number_of(variable: str, usual: int) -> int:
 
 RANK = number_of("RANK", 0)  # of this process; 0 alone prints, scores and writes
 WORLD = number_of("WORLD_SIZE", 1)  # processes
-NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-TORCHRUN = (*NUMBERS, "MASTER_ADDR")  # it sets these
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # it sets these
 
 
 def check_environment() -> None:
     """Raises UserError where a job has left behind a part of torchrun's variables, or other text in
     them."""
     many = RANK > 0 or WORLD != 1
-    for name in NUMBERS if many else NUMBERS[:2]:  # without these two the others are not read
+    for name in TORCHRUN if many else TORCHRUN[:2]:  # of one process the others are not read
         text = os.environ.get(name) or "0"
-        if not text.isdecimal():
+        if name != "MASTER_ADDR" and not text.isdecimal():
             sentence = "not a number; start many processes by torchrun, or unset it for one"
             raise UserError(f"{name} is {text!r} in the environment, {sentence}")
     found = f"RANK is {RANK} and WORLD_SIZE is {WORLD}"

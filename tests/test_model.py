@@ -432,7 +432,8 @@ def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
     """As of --json /dev/stdout | less. A name in /dev would be taken by a file, where root may."""
     (tmp_path / "link").symlink_to("figures.json")
     write_json(tmp_path / "link", [1])
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "figures.json").read_text() == "[\n 1\n]\n"
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "figures.json").read_text() == "[\n 1\n]\n"
     os.mkfifo(tmp_path / "pipe")
     end = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     write_json(tmp_path / "pipe", [2])
@@ -444,7 +445,8 @@ def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
 def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
     """As a clone without Git LFS has them in the place of large files."""
     pytest.importorskip("tokenizers")
-    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (tmp_path / name).write_text(pointer)
     read = read_file if "adapter" in name else lambda file: Tokenizer(file.parent)
     with pytest.raises(UserError, match=f"{name}.*run: git lfs pull"):
         read(tmp_path / name)

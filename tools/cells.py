@@ -2,8 +2,8 @@
 
 A cell is named by all that makes it: flags, base, texts, and a checksum of the source files that
 compute it. A change of any of these makes another cell, so that a stored figure never answers
-another question. A cell is one line of JSON in a file of docs/, with its name, its figures, the date
-and the commit. Cells are only ever added; of those at one place of a table the last one counts.
+another question. A cell is one line of JSON in a file of docs/, with its name, its figures, the
+date and the commit. Cells are only ever added; of those at one place of a table the last one counts.
 """
 
 import fcntl
@@ -29,7 +29,8 @@ from support.text import read_rows  # noqa: E402
 # What computes a figure, whichever program asks for it. Beside them is the program itself; this
 # file only names and keeps what they compute.
 SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "support/command_line.py",
-           "support/facts.py", "support/files.py", "support/text.py", "tools/official_code.py")  # fmt: skip
+           "support/facts.py", "support/files.py", "support/text.py",
+           "tools/official_code.py")  # fmt: skip
 
 # --- The name of a cell --------------------------------------------------------------------------
 
@@ -55,8 +56,8 @@ def digest_of(name: dict) -> str:
 
 
 def origin() -> dict:
-    """When a cell is made, of which code and on what. The commit has a plus if this tree has changed
-    since, other than in the cells themselves."""
+    """When a cell is made, of which code and on what. The commit has a plus if this tree has
+    changed since, other than in the cells themselves."""
     git = ["git", "-C", str(HERE)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     status = [*git, "status", "--porcelain", "--", ".", ":!docs/*.jsonl"]

@@ -12,10 +12,10 @@ On plain text of a --model of your own (T = M, without facts) it is scored on al
 not train; where none is so long as --seq, on so many tokens of consecutive ones.
 
 Runs are in runs/reproduce/ and go on where they were stopped. The figures of a cell are one line of
-docs/results.jsonl. cells.py says how a cell is named and kept, so that a stored figure never answers
-another question; --again trains and scores even what is stored. The lines with "sources": null were
-made before cells had checksums. No question is answered by them, but tables have them until the
-same row is made again.
+docs/results.jsonl. cells.py says how a cell is named and kept, so that a stored figure never
+answers another question; --again trains and scores even what is stored. The lines with "sources":
+null were made before cells had checksums. No question is answered by them, but tables have them
+until the same row is made again.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def checksums(args: argparse.Namespace) -> dict:
 
 
 def run_directory(row: str, name: dict, args: argparse.Namespace) -> Path:
-    """Where a cell is trained: a folder that no other name has. With --again one that is not used."""
+    """Where a cell is trained: a folder that no other name has; with --again, one of no run."""
     label = f"{row.replace(' ', '-')}-mem{args.mem}-seq{args.seq}-steps{args.steps}"
     trained_by = {key: name[key] for key in name if key != "part"}
     first = out = RUNS / f"{label}-seed{name['seed']}-{cells.digest_of(trained_by)}"
