@@ -80,7 +80,7 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 
 
 class TracedMemory(Memory):
-    """A memory that also follows W through all compressions, in the layers that are asked for."""
+    """A memory that also follows W through all compressions, in some layers or in all."""
 
     def __init__(self, *args, layers: Iterable[int]):
         """`args` as those of Memory."""
@@ -154,61 +154,9 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
     memory.seen, memory.compressed = about["seen"], about["compressed"]
 
 
-# --- A page of what memories hold ----------------------------------------------------------------
-
-MOST_MEMORIES = 3  # on one page
-
-
-def asked_memories(args: argparse.Namespace, machine: Machine) -> Iterator[tuple[str, AdaptedLlama]]:
-    """Names and models with the memories of a page: each --method, then the adapter. The methods
-    share one base and have the adapter's M and T, unless --mem says otherwise. A wrong one is
-    refused before any reads. Delete a model before asking for the next: a GPU may hold just one."""
-    run = args.adapter
-    if not run and not args.method and args.model.resolve() == TINY:
-        run = TINY
-    mem, segment = 512, None
-    if run:
-        settings = read_adapter(run)[0]
-        mem, segment = settings.mem, settings.segment
-    if args.mem:
-        mem, segment = args.mem, None
-    model, _ = load_base(args.model, machine)
-    flags = method_flags(vars(args))
-    models = []
-    for method in args.method or ([] if run else ["full"]):
-        adapted = untrained(model, method, mem, args.segment or segment or mem, **flags)
-        refuse_without_slots(adapted.settings)
-        models.append((method, adapted))
-    yield from models
-    del model, models
-    if run:
-        adapted = load_adapter(run, load_base(args.model, machine)[0])
-        refuse_without_slots(adapted.settings)
-        yield f"{adapted.settings.method}, adapter {run.resolve().name}", adapted
-
-
-def make_page(args: argparse.Namespace, machine: Machine, text: str) -> None:
-    """Read the text with each memory and write down what its slots hold on the way."""
-    tokenizer = Tokenizer(args.model)
-    ids = encode_prompt(args, text, tokenizer)
-    records = []
-    with created(args.page):
-        for name, adapted in asked_memories(args, machine):
-            settings, layers = adapted.settings, range(adapted.model.config.n_layers)
-            warn_if_too_long(settings, len(ids))
-            cache = adapted.cache(partial(TracedMemory, layers=layers))
-            with machine.precision():
-                prompt = torch.tensor([ids], device=machine.device)
-                prefill(adapted.model, prompt, cache, settings.segment)
-            counts = {kind: getattr(settings, kind) for kind in KINDS}
-            records.append(page_record(name, cache, counts))
-            print(f"{name}\n{figures(cache, settings)}", file=sys.stderr)
-            del adapted, cache
-        write_page(args.page, token_texts(ids, tokenizer), records)
-    print(f"open {args.page} in a browser", file=sys.stderr)
-
-
 # --- The program ---------------------------------------------------------------------------------
+
+MOST_MEMORIES = 3  # on a page
 
 
 def read_prompt(name: str) -> str:
@@ -253,16 +201,16 @@ def parse() -> argparse.Namespace:
     add("--adapter", type=Path, metavar="RUN",
         help="run directory of train.py (default for tiny/: its own)")
     add("--method", nargs="+", default=[], choices=METHODS,
-        help="a method without training, instead of an adapter (default for other models: full); "
-             "for a page one or several, also beside an adapter")
+        help="a method without training, instead of an adapter (default for other models: "
+             "full); several, also beside an adapter, with --show-memory page.html")
     group = parser.add_argument_group("output")
     group.add_argument("--save-memory", type=output_file, metavar="FILE",
                        help="write the memory there, and end")  # fmt: skip
     one = group.add_mutually_exclusive_group().add_argument
     one("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
     one("--show-memory", nargs="+", metavar="WHAT",
-        help="LAYER HEAD: print what the slots hold, and end; FILE.html: write a page of what all "
-             "of them hold while the text is read, and end")
+        help="LAYER HEAD: print what its slots hold, and end; FILE.html: write a page of what "
+             "all slots hold while the text is read, and end")
     args = parser.parse_args()
     args.place = args.page = None
     if args.show_memory:
@@ -275,7 +223,9 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def what_to_show(words: list[str], parser: Parser) -> tuple[tuple[int, int] | None, Path | None]:
+def what_to_show(
+    words: list[str], parser: Parser
+) -> tuple[tuple[int, int] | None, Path | None]:
     """Of --show-memory: a layer and a head, or else the file of a page."""
     numbers = [int(word) for word in words if word.isdecimal()]
     if len(words) == len(numbers) == 2:
@@ -346,6 +296,58 @@ def figures(cache: KVCache, settings: Settings) -> str:
         room = f"M + T = {settings.mem + settings.segment:,} entries"
         lines.append(f"entries held     all: nothing is compressed up to {room}")
     return "\n".join(lines)
+
+
+def memories_of_page(
+    args: argparse.Namespace, machine: Machine
+) -> Iterator[tuple[str, AdaptedLlama]]:
+    """Names and models: each --method, then the adapter. The methods share a base and have the
+    adapter's M and T, unless --mem says otherwise. A wrong one is refused before any reads.
+    Delete a model before asking for the next: a GPU may hold just one."""
+    run = args.adapter
+    if not run and not args.method:
+        run = TINY
+        if args.model.resolve() != TINY:
+            remedy = "name a memory: --method h2o --mem 512, or --adapter RUN after train.py"
+            raise UserError(f"--show-memory {args.page}: this base has no adapter; {remedy}")
+    mem, segment = args.mem or 512, args.segment
+    if run:
+        settings = read_adapter(run)[0]
+        refuse_without_slots(settings)
+        if not args.mem:
+            mem, segment = settings.mem, args.segment or settings.segment
+    if args.method:
+        model, _ = load_base(args.model, machine)
+        flags = method_flags(vars(args))
+        models = [untrained(model, m, mem, segment or mem, **flags) for m in args.method]
+        for adapted in models:
+            refuse_without_slots(adapted.settings)
+        yield from zip(args.method, models)
+        del model, models, adapted
+    if run:
+        adapted = load_adapter(run, load_base(args.model, machine)[0])
+        yield f"{adapted.settings.method}, adapter {run.resolve().name}", adapted
+
+
+def make_page(args: argparse.Namespace, machine: Machine, text: str) -> None:
+    """Read the text with each memory, and write down what its slots hold on the way."""
+    tokenizer = Tokenizer(args.model)
+    ids = encode_prompt(args, text, tokenizer)
+    prompt = torch.tensor([ids], device=machine.device)
+    records = []
+    with created(args.page):
+        for name, adapted in memories_of_page(args, machine):
+            settings, layers = adapted.settings, range(adapted.model.config.n_layers)
+            warn_if_too_long(settings, len(ids))
+            cache = adapted.cache(partial(TracedMemory, layers=layers))
+            with machine.precision():
+                prefill(adapted.model, prompt, cache, settings.segment)
+            counts = {kind: getattr(settings, kind) for kind in KINDS}
+            records.append(page_record(name, cache, counts))
+            print(f"{name}\n{figures(cache, settings)}", file=sys.stderr)
+            del adapted, cache
+        write_page(args.page, *token_texts(ids, tokenizer), records)
+    print(f"open {args.page} in a browser", file=sys.stderr)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""The page that `generate.py --show-memory page.html` writes: what memories hold as a text is read.
+"""The page of `generate.py --show-memory page.html`: what memories hold while a text is read.
 
-memory_page.html, beside this file, is the page itself: HTML, CSS and JavaScript without data. This
-module makes the data of what generate.TracedMemory has followed, and puts them into it.
+memory_page.html, beside this file, is the page itself: HTML, CSS and JavaScript without data.
+This module makes the data from what generate.TracedMemory has followed, and fills them in.
 """
 
 import json
@@ -22,26 +22,23 @@ LEAST = 0.01  # smaller shares are left out
 
 
 def token_texts(ids: list[int], tokenizer: "Tokenizer") -> tuple[list[str], dict[int, str]]:
-    """The text of each token; joined, they are the text that was read. A token that ends inside a
-    character has none, the token that completes it has the character. Also a name for each token
-    that has no text, such as <s>."""
-    texts, names = [], {}
+    """The text of each token; joined, they are the text that was read. A token that ends inside
+    a character has none: the token that completes the character has it. Also the names of the
+    tokens without text, such as <s>."""
+    start = len(tokenizer.prefix)
+    texts = [""] * start
     context, waiting = [], []  # tokens before, and those whose character is incomplete
-    for n, token in enumerate(ids):
+    for token in ids[start:]:
         waiting.append(token)
         before = tokenizer.decode(context)
         text = tokenizer.decode(context + waiting)[len(before) :]
-        incomplete = text.endswith("\ufffd") and n + 1 < len(ids)
-        if n < len(tokenizer.prefix) or incomplete:
-            text = ""
-        texts.append(text)
-        if not text:
-            names[n] = tokenizer.piece(token)
-        if n < len(tokenizer.prefix):
-            waiting = []
-        elif not incomplete:
+        if text.endswith("\ufffd") and len(texts) + 1 < len(ids):
+            texts.append("")
+        else:
+            texts.append(text)
             # The last ones suffice: a token's text depends only on its neighbours.
             context, waiting = (context + waiting)[-8:], []
+    names = {n: tokenizer.piece(ids[n]) for n, text in enumerate(texts) if not text}
     return texts, names
 
 
@@ -61,7 +58,7 @@ def head_record(shares: Tensor, tokens: Tensor) -> list[int | list[int]]:
 
 
 def page_record(name: str, memory: "TracedMemory", counts: dict[str, int]) -> dict:
-    """What the page shows of one memory that has read the text; `counts` of slots of each kind."""
+    """What the page shows of a memory that has read the text. `counts`: slots of each kind."""
     held = []  # [compression][layer][head][slot]
     for layers in zip(*memory.largest.values()):
         held.append([[head_record(*head) for head in zip(*layer)] for layer in layers])
@@ -78,10 +75,11 @@ def page_record(name: str, memory: "TracedMemory", counts: dict[str, int]) -> di
     }
 
 
-def write_page(file: Path, texts: tuple[list[str], dict[int, str]], memories: list[dict]) -> None:
-    """The template with its data. In a script, `<` could end it or begin a comment, so each one is
-    written as JavaScript's escape for it."""
-    tokens, names = texts
+def write_page(
+    file: Path, tokens: list[str], names: dict[int, str], memories: list[dict]
+) -> None:
+    """The template with its data. In a script a `<` could end it or begin a comment, so each one
+    is written as an escape."""
     data = {"tokens": tokens, "names": names, "memories": memories}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     page = TEMPLATE.read_text("utf-8").replace(PLACE, text)
