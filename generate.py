@@ -217,9 +217,8 @@ def parse() -> argparse.Namespace:
         args.place, args.page = what_to_show(args.show_memory, parser)
     parser.refuse_counts(args)
     refuse_several(args, parser)
-    for flag, file in (("--save-memory", args.save_memory), ("--show-memory", args.page)):
-        if file and file.exists():
-            parser.error(f"{flag} {file}: there is such a file already; name another one")
+    if args.save_memory and args.save_memory.exists():
+        parser.error(f"--save-memory {args.save_memory}: there is such a file already")
     return args
 
 

@@ -137,8 +137,9 @@ def draw_page(run: Path, file: Path) -> None:
         program = [sys.executable, str(HERE / "generate.py"), *words, "--show-memory", str(page)]
         subprocess.run(program, check=True)
         view = f"{page.as_uri()}#compression=17&layer=1&head=0&token=72"
-        subprocess.run([browser, *flags, f"--screenshot={picture}", view], check=True)
-        Image.open(picture).convert("RGB").quantize(64).save(file, optimize=True)
+        command = [browser, *flags, f"--screenshot={picture}", view]
+        subprocess.run(command, check=True, capture_output=True)  # it also reports on itself
+        Image.open(picture).convert("RGB").quantize(128).save(file, optimize=True)
 
 
 def main() -> None:
