@@ -22,6 +22,7 @@ from lococo import KINDS, AdaptedLlama
 from model import Llama
 from support.command_line import HERE, TINY
 from support.memory_page import PLACE, TEMPLATE, page_record, slot_record, token_texts
+from support.memory_page import write_page
 
 BROWSER = shutil.which("chromium")
 TEXTS = {
@@ -141,6 +142,13 @@ def test_every_text_survives(run, text):
         assert data["names"].keys() == nameless and data["names"]["0"] == "<s>"
 
 
+def test_what_could_end_a_script_is_escaped(own_folders):
+    """A tokenizer may have a token for all of it."""
+    tokens = ["</script>", "<!-- <script>", "\u2028 \x00 \" '"]
+    write_page(Path("page.html"), tokens, {}, [])
+    assert data_of("page.html")["tokens"] == tokens
+
+
 def test_a_character_of_several_tokens_stands_at_the_last_of_them(tokenizer):
     ids = tokenizer.encode("a 🐍b")
     texts, names = token_texts(ids, tokenizer)
@@ -214,21 +222,50 @@ def test_the_template_is_a_page_of_its_own():
     assert all(f".{kind} {{ --own" in text for kind in KINDS)
 
 
-@pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
-def test_a_browser_shows_the_page(run):
-    """A long text is there near the viewport only. The address names the view."""
-    Path("prompt.txt").write_text((HERE / "assets" / "prompt.txt").read_text() * 2)
-    words = f"--prompt prompt.txt --adapter {TINY} --method h2o --show-memory page.html"
-    assert run(generate, words)[0] == 0
-    view = "compression=17&layer=1&head=0&token=72"
-    flags = ["--headless", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=2000"]
+def in_a_browser(page: str, view: str) -> str:
+    """What is in the page's document when the address names this view; the console says nothing."""
+    flags = ["--headless", "--disable-gpu", "--enable-logging=stderr"]
+    flags += ["--virtual-time-budget=2000"]  # milliseconds that the page is given
     flags += ["--no-sandbox"] * (os.geteuid() == 0)  # Chromium refuses to run as root with it
-    page = f"file://{Path('page.html').resolve()}#{view}"
-    done = run_command([BROWSER, *flags, "--dump-dom", page], capture_output=True, text=True)
+    address = f"{Path(page).resolve().as_uri()}#{view}"
+    done = run_command([BROWSER, *flags, "--dump-dom", address], capture_output=True, text=True)
     assert done.returncode == 0 and "CONSOLE" not in done.stderr, done.stderr
-    assert "compression 17 of " in done.stdout
-    window, ours = done.stdout.split("<section")[1:]
-    assert "It is lost at compression" in window and "it is only merged" in ours
-    shown = [*map(int, re.findall(r'data-token="(\d+)"', ours))]
-    assert 72 in shown and len(shown) < 3000 < len(data_of("page.html")["tokens"])
+    return done.stdout.split("<main")[1].split("</main>")[0]
+
+
+@pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
+def test_a_browser_shows_a_long_text_near_the_viewport_only(run):
+    Path("prompt.txt").write_text((HERE / "assets" / "prompt.txt").read_text() * 2)
+    words = f"--prompt prompt.txt --adapter {TINY} --method streaming --show-memory page.html"
+    assert run(generate, words)[0] == 0
+    shown = in_a_browser("page.html", "compression=17&layer=1&head=0&token=72")
+    window, ours = shown.split("<section")[1:]
+    assert "It is lost at compression 1." in window and "it is only merged" in ours
+    there = [*map(int, re.findall(r'data-token="(\d+)"', ours))]
+    assert 72 in there and len(there) < 3000 < len(data_of("page.html")["tokens"])
     assert re.search(r'class="slot merged lit".*?1\.00 " socket"', ours)
+
+
+@pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
+@pytest.mark.parametrize("head, expected", [
+    # Of both heads: tokens 0 to 4, then the segment of 5 and 6. Token 7 has not been read.
+    ("0", ["held sinks", "held merged", "held merged", "gone", "held recent"]),
+    ("1", ["held sinks", "held heavy", "held merged", "held merged", "held recent"]),
+    ("all", ["held sinks", "held heavy", "held merged", "held merged", "held recent"])])  # fmt: skip
+def test_a_browser_colours_tokens_by_what_holds_them(own_folders, head, expected):
+    """In head 0 the heavy slot has a mixture: its tokens are not kept word for word."""
+    first = [0, [1, 60, 2, 40], [2, 75, 1, 25], 4]
+    second = [0, 1, [3, 50, 2, 50], 4]
+    memory = {"name": "by hand", "counts": dict.fromkeys(KINDS, 1), "segment": 2, "layers": 1}
+    memory |= {"heads": 2, "bytes": 1000, "full": 2000, "read": [5, 7]}
+    memory["held"] = [[[first, second]]] * 2
+    write_page(Path("page.html"), [*"abcdefgh"], {}, [memory])
+    shown = in_a_browser("page.html", f"compression=1&layer=0&head={head}")
+    assert "1,000 bytes instead of 2,000" in shown
+    found = re.findall(r'class="([\w ]*)" data-token="(\d)"', shown)
+    classes = [*expected, "segment first", "segment last", "unread"]
+    assert found == [(kind, str(token)) for token, kind in enumerate(classes)]
+    slots = re.findall(r'<div class="slot (\w+)".*?</div>', shown)
+    assert slots == [*KINDS]
+    mean = {"0": "0.60", "1": "1.00", "all": "0.80"}[head]  # of token 1 in the heavy slot
+    assert f'{mean} "b"' in shown
