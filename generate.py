@@ -4,6 +4,7 @@
     python generate.py --prompt - --adapter runs/my-run < book.txt
     python generate.py --prompt file.txt --method streaming --mem 128         # without an adapter
     python generate.py --prompt file.txt --show-memory 2 1        # the slots of layer 2, head 1
+    python generate.py --prompt file.txt --show-memory page.html  # all of them, as a page
     python generate.py --prompt book.txt --save-memory book.safetensors       # read it once ...
     python generate.py --prompt question.txt --load-memory book.safetensors   # ... ask many times
 
@@ -15,18 +16,19 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Iterator
+from typing import Iterable, Iterator
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, identity, load_adapter
-from lococo import untrained
+from lococo import read_adapter, untrained
 from model import Entries, KVCache, Llama, Tokenizer, load_base
-from support.command_line import TINY, Parser, at_least, method_flags, output_file, prepare
-from support.command_line import run_program
+from support.command_line import TINY, Machine, Parser, at_least, method_flags, output_file
+from support.command_line import prepare, run_program
 from support.files import UTF8, UserError, checksum, created, read_file, write_file
+from support.memory_page import page_record, token_texts, write_page
 
 # --- Text as it comes ----------------------------------------------------------------------------
 
@@ -78,40 +80,53 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 
 
 class TracedMemory(Memory):
-    """A memory that also follows W through all compressions, for one layer and key/value head."""
+    """A memory that also follows W through all compressions, in some layers or in all."""
 
-    def __init__(self, *args, layer: int, head: int):
+    def __init__(self, *args, layers: Iterable[int]):
         """`args` as those of Memory."""
         super().__init__(*args)
-        self.layer, self.head = layer, head
-        self.shares = torch.zeros(0, 0)  # (M, N): how much of each of N tokens each slot has
-        self.largest = []  # after each compression: the largest share in each slot, its token
+        self.read = []  # tokens that had been read at each compression
+        # For each layer: how much of each of N tokens each slot has, (G, M, N).
+        self.shares = {layer: torch.zeros(self.config.n_kv_heads, 0, 0) for layer in layers}
+        # For each layer, after each compression: the three largest shares of each slot and the
+        # tokens that they are of, both (G, M, 3). N grows with the text; this does not.
+        self.largest = {layer: [] for layer in layers}
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         order, w = super().compress(layer)
-        if layer == self.layer:
-            W = self.mixing_matrix(layer, order, w)[0, self.head].float().cpu()  # (M, S)
-            entered = torch.eye(W.shape[1] - len(self.shares))
-            self.shares = W @ torch.block_diag(self.shares, entered)
-            self.largest = [*self.largest, self.shares.max(dim=1)]
+        if layer == 0:
+            self.read.append(self.seen)
+        if layer in self.shares:
+            W = self.mixing_matrix(layer, order, w)[0].float().cpu()  # (G, M, S)
+            before = self.shares[layer]
+            slots = before.shape[1]  # 0 or M; what follows in the cache are tokens, each whole
+            shares = torch.cat((W[:, :, :slots] @ before, W[:, :, slots:]), dim=2)
+            self.shares[layer] = shares
+            self.largest[layer].append(shares.topk(min(3, shares.shape[2])))
         return order, w
 
 
-def describe_slots(memory: TracedMemory, ids: list[int], tokenizer: Tokenizer) -> Iterator[str]:
+def describe_slots(
+    memory: TracedMemory, layer: int, head: int, ids: list[int], tokenizer: Tokenizer
+) -> Iterator[str]:
     """Lines about what the slots hold; ids are the tokens that were read. At a line's end stands a
     bar for each compression: the largest share that the line's first token had then, of slots
     where it came first."""
-    yield f"layer {memory.layer}, head {memory.head}: {memory.size} entries after {len(ids)} tokens"
-    kinds = [kind for kind in KINDS for _ in range(getattr(memory.layers[memory.layer], kind))]
-    for slot, kind in enumerate(kinds if memory.compressed else []):
+    held = memory.keys[layer].size
+    yield f"layer {layer}, head {head}: {held} entries after {len(ids)} tokens"
+    counts = memory.layers[layer]
+    kinds = [kind for kind in KINDS for _ in range(getattr(counts, kind))]
+    for slot, kind in enumerate(kinds if memory.largest[layer] else []):
         line = f"{slot:>4} {kind:7}"
-        top = memory.shares[slot].topk(min(3, memory.shares.shape[1]))
-        for share, n in zip(top.values.tolist(), top.indices.tolist()):
+        shares, tokens = (part[head, slot].tolist() for part in memory.largest[layer][-1])
+        for share, n in zip(shares, tokens):
             if share >= 0.01:
                 piece = repr(tokenizer.piece(ids[n]))
                 line += f"  {'█' * round(4 * share):·<4} {share:.2f} {piece:<10} {n:<5}"
-        then = [(part * (token == top.indices[0])).max() for part, token in memory.largest]
-        bars = "".join(" ▁▂▃▄▅▆▇█"[round(8 * float(part))] for part in then)
+        bars = ""
+        for shares, at in memory.largest[layer]:
+            first = shares[head, :, 0] * (at[head, :, 0] == tokens[0])
+            bars += " ▁▂▃▄▅▆▇█"[round(8 * float(first.max()))]
         yield f"{line}  {bars}"
 
 
@@ -143,6 +158,8 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
 
 # --- The program ---------------------------------------------------------------------------------
 
+MOST_MEMORIES = 3  # on a page
+
 
 def read_prompt(name: str) -> str:
     """The text of a file; of standard input if the name is -."""
@@ -156,6 +173,31 @@ def read_prompt(name: str) -> str:
     return text
 
 
+def encode_prompt(args: argparse.Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
+    ids = tokenizer.encode(text)
+    if len(ids) == len(tokenizer.prefix):
+        sentence = "the tokenizer has no token for its text; write more"
+        raise UserError(f"--prompt {args.prompt}: {sentence}")
+    return ids
+
+
+def warn_if_too_long(settings: Settings, tokens: int) -> None:
+    if settings.positions != "slots" and tokens > settings.length:
+        print(f"warning: this may pass the {settings.length:,} tokens trained for", file=sys.stderr)
+
+
+def refuse_without_slots(settings: Settings) -> None:
+    if not settings.mem:
+        raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
+
+
+def refuse_for_page(settings: Settings) -> None:
+    refuse_without_slots(settings)
+    if settings.budgets:
+        reason = "layers with budgets are compressed at different times, which a page does not show"
+        raise UserError(f"{settings.method}: {reason}; give --show-memory LAYER HEAD")
+
+
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument_group("text").add_argument
@@ -164,23 +206,57 @@ def parse() -> argparse.Namespace:
         help="tokens to write (default: 200)")
     add("--temperature", type=at_least(0, float), default=0.8, metavar="T",
         help="default: 0.8; 0 takes the likeliest token")
-    one = parser.memory.add_mutually_exclusive_group().add_argument
-    one("--adapter", type=Path, metavar="RUN",
+    add = parser.memory.add_argument
+    add("--adapter", type=Path, metavar="RUN",
         help="run directory of train.py (default for tiny/: its own)")
-    one("--method", choices=METHODS,
-        help="a method without training, instead of an adapter (default for other models: full)")
+    add("--method", nargs="+", default=[], choices=METHODS,
+        help="a method without training, instead of an adapter (default for other models: "
+             "full); several, also beside an adapter, with --show-memory page.html")
     group = parser.add_argument_group("output")
     group.add_argument("--save-memory", type=output_file, metavar="FILE",
                        help="write the memory there, and end")  # fmt: skip
     one = group.add_mutually_exclusive_group().add_argument
     one("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
-    one("--show-memory", type=at_least(0), nargs=2, metavar=("LAYER", "HEAD"),
-        help="print what the slots hold, and end")  # fmt: skip
+    one("--show-memory", nargs="+", metavar="WHAT",
+        help="LAYER HEAD: print what its slots hold, and end; FILE.html: write a page of what "
+             "all slots hold while the text is read, and end")
     args = parser.parse_args()
+    args.place = args.page = None
+    if args.show_memory:
+        args.place, args.page = what_to_show(args.show_memory, parser)
     parser.refuse_counts(args)
+    refuse_several(args, parser)
     if args.save_memory and args.save_memory.exists():
         parser.error(f"--save-memory {args.save_memory}: there is such a file already")
     return args
+
+
+def what_to_show(
+    words: list[str], parser: Parser
+) -> tuple[tuple[int, int] | None, Path | None]:
+    """Of --show-memory: a layer and a head, or else the file of a page."""
+    numbers = [int(word) for word in words if word.isdecimal()]
+    if len(words) == len(numbers) == 2:
+        return tuple(numbers), None
+    if len(words) > 1 or numbers or words[0].startswith("-"):
+        remedy = "name a layer and a head, such as 1 0, or one file, such as page.html"
+        parser.error(f"--show-memory {' '.join(words)}: {remedy}")
+    try:
+        return None, output_file(words[0])
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--show-memory {error}")
+
+
+def refuse_several(args: argparse.Namespace, parser: Parser) -> None:
+    """One memory reads the text. For a page these can be three."""
+    args.method = list(dict.fromkeys(args.method))
+    asked = ([f"--adapter {args.adapter}"] if args.adapter else []) + args.method
+    if len(asked) > 1 and not args.page:
+        parser.error(f"{', '.join(asked)}: one at a time, or --show-memory page.html")
+    if len(asked) > MOST_MEMORIES:
+        parser.error(f"{', '.join(asked)}: a page shows at most {MOST_MEMORIES} memories")
+    if args.save_memory and args.show_memory:
+        parser.error("--save-memory and --show-memory: one at a time, as each ends the program")
 
 
 def model_with_memory(args: argparse.Namespace, model: Llama) -> AdaptedLlama:
@@ -190,7 +266,7 @@ def model_with_memory(args: argparse.Namespace, model: Llama) -> AdaptedLlama:
     if args.method:
         mem = args.mem or 512
         flags = method_flags(vars(args))
-        return untrained(model, args.method, mem, args.segment or mem, **flags)
+        return untrained(model, args.method[0], mem, args.segment or mem, **flags)
     if args.model.resolve() == TINY:
         return load_adapter(TINY, model)
     memory = "its memory is the full cache, which keeps every token"
@@ -200,17 +276,17 @@ def model_with_memory(args: argparse.Namespace, model: Llama) -> AdaptedLlama:
 
 
 def empty_cache(args: argparse.Namespace, adapted: AdaptedLlama) -> KVCache:
-    """With --show-memory a memory that is traced."""
+    """With --show-memory LAYER HEAD a memory that is traced."""
     settings, config = adapted.settings, adapted.model.config
-    needs_slots = args.save_memory or args.load_memory or args.show_memory
-    if needs_slots and not settings.mem:
-        raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
-    if not args.show_memory:
+    if args.save_memory or args.load_memory or args.place:
+        refuse_without_slots(settings)
+    if not args.place:
         return adapted.cache()
-    layer, head = args.show_memory
+    layer, head = args.place
     if layer >= config.n_layers or head >= config.n_kv_heads:
-        raise UserError(f"--show-memory {layer} {head}: no such layer or head")
-    return adapted.cache(partial(TracedMemory, layer=layer, head=head))
+        has = f"layers 0 to {config.n_layers - 1} and heads 0 to {config.n_kv_heads - 1}"
+        raise UserError(f"--show-memory {layer} {head}: no such layer or head; there are {has}")
+    return adapted.cache(partial(TracedMemory, layers=[layer]))
 
 
 def figures(cache: KVCache, settings: Settings) -> str:
@@ -235,15 +311,66 @@ def figures(cache: KVCache, settings: Settings) -> str:
     return "\n".join(lines)
 
 
+def memories_of_page(
+    args: argparse.Namespace, machine: Machine
+) -> Iterator[tuple[str, AdaptedLlama]]:
+    """Names and models: each --method, then the adapter. The methods share a base and have the
+    adapter's M and T, unless --mem says otherwise. A wrong one is refused before any reads.
+    Delete a model before asking for the next: a GPU may hold just one."""
+    run = args.adapter
+    if not run and not args.method:
+        run = TINY
+        if args.model.resolve() != TINY:
+            remedy = "name a memory: --method h2o --mem 512, or --adapter RUN after train.py"
+            raise UserError(f"--show-memory {args.page}: this base has no adapter; {remedy}")
+    mem, segment = args.mem or 512, args.segment
+    if run:
+        settings = read_adapter(run)[0]
+        refuse_for_page(settings)
+        if not args.mem:
+            mem, segment = settings.mem, args.segment or settings.segment
+    if args.method:
+        model, _ = load_base(args.model, machine)
+        flags = method_flags(vars(args))
+        models = [untrained(model, m, mem, segment or mem, **flags) for m in args.method]
+        for adapted in models:
+            refuse_for_page(adapted.settings)
+        yield from zip(args.method, models)
+        del model, models, adapted
+    if run:
+        adapted = load_adapter(run, load_base(args.model, machine)[0])
+        yield f"{adapted.settings.method}, adapter {run.resolve().name}", adapted
+
+
+def make_page(args: argparse.Namespace, machine: Machine, text: str) -> None:
+    """Read the text with each memory, and write down what its slots hold on the way."""
+    tokenizer = Tokenizer(args.model)
+    ids = encode_prompt(args, text, tokenizer)
+    prompt = torch.tensor([ids], device=machine.device)
+    records = []
+    with created(args.page):
+        for name, adapted in memories_of_page(args, machine):
+            settings, layers = adapted.settings, range(adapted.model.config.n_layers)
+            warn_if_too_long(settings, len(ids))
+            cache = adapted.cache(partial(TracedMemory, layers=layers))
+            with machine.precision():
+                prefill(adapted.model, prompt, cache, settings.segment)
+            counts = {kind: getattr(settings, kind) for kind in KINDS}
+            records.append(page_record(name, cache, counts))
+            print(f"{name}\n{figures(cache, settings)}", file=sys.stderr)
+            del adapted, cache
+        write_page(args.page, *token_texts(ids, tokenizer), records)
+    print(f"open {args.page} in a browser", file=sys.stderr)
+
+
 def main() -> None:
     args = parse()
     machine = prepare(args.device, args.dtype, args.seed)
     text = read_prompt(args.prompt)
+    if args.page:
+        return make_page(args, machine, text)
     model, tokenizer = load_base(args.model, machine)
-    ids = tokenizer.encode(text)
-    if len(ids) == len(tokenizer.prefix):
-        sentence = "the tokenizer has no token for its text; write more"
-        raise UserError(f"--prompt {args.prompt}: {sentence}")
+    ids = encode_prompt(args, text, tokenizer)
     adapted = model_with_memory(args, model)
     settings = adapted.settings
     cache = empty_cache(args, adapted)
@@ -252,9 +379,8 @@ def main() -> None:
     if args.load_memory:
         load_memory(args.load_memory, cache, owner, machine.device)
         ids = ids[len(tokenizer.prefix) :]  # without the BOS; sentencepiece's blank stays
-    answer = 0 if args.save_memory or args.show_memory else args.max_new_tokens
-    if settings.positions != "slots" and cache.seen + len(ids) + answer > settings.length:
-        print(f"warning: this may pass the {settings.length:,} tokens trained for", file=sys.stderr)
+    answer = 0 if args.save_memory or args.place else args.max_new_tokens
+    warn_if_too_long(settings, cache.seen + len(ids) + answer)
 
     saved = created(args.save_memory) if args.save_memory else nullcontext()
     with saved, machine.precision():
@@ -262,8 +388,8 @@ def main() -> None:
         logits = prefill(model, prompt, cache, settings.segment)
         if args.save_memory:
             save_memory(args.save_memory, cache, owner)
-        elif args.show_memory:
-            print(*describe_slots(cache, ids, tokenizer), sep="\n")
+        elif args.place:
+            print(*describe_slots(cache, *args.place, ids, tokenizer), sep="\n")
         else:
             new = decode(model, tokenizer, logits, cache, args.max_new_tokens, args.temperature)
             for piece in as_text(new, tokenizer, ids):

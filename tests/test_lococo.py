@@ -264,17 +264,20 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, layer,
             arranged, w = super().compress(n)
             if n == layer:
                 held = torch.cat((self.keys[n].held, self.values[n].held), dim=3)[0, head]
-                assert torch.allclose(self.shares @ torch.cat(entered), held, atol=1e-4)
-                largest.append(self.shares.max(dim=1))
+                shares = self.shares[layer][head]  # (M, N)
+                assert torch.allclose(shares @ torch.cat(entered), held, atol=1e-4)
+                largest.append(shares.topk(3))
             return arranged, w
 
     adapted = AdaptedLlama(model, settings)
-    cache = adapted.cache(partial(Followed, layer=layer, head=head))
+    cache = adapted.cache(partial(Followed, layers=[layer]))
     logits = [prefill(model, TOKENS[:1], memory, 8) for memory in (cache, adapted.cache())]
     assert torch.equal(*logits)
-    assert cache.size == 8 + 8 and len(largest) == len(cache.largest) == 3
-    assert all(map(torch.equal, sum(largest, ()), sum(cache.largest, ())))
-    assert torch.allclose(cache.shares.sum(dim=1), torch.ones(8), atol=1e-5)
+    assert cache.size == 8 + 8 and cache.read == [16, 24, 32] and [*cache.largest] == [layer]
+    for expected, found in zip(largest, cache.largest[layer], strict=True):
+        assert torch.equal(expected.values, found.values[head])
+        assert torch.equal(expected.indices, found.indices[head])
+    assert torch.allclose(cache.shares[layer].sum(dim=2), torch.ones(2, 8), atol=1e-5)
 
 
 def test_slots_are_described_by_their_largest_shares(model, tokenizer):
@@ -282,16 +285,17 @@ def test_slots_are_described_by_their_largest_shares(model, tokenizer):
     largest share of the first of them."""
     ids = tokenizer.encode("def f(x):\n    return [x]")
     settings = Settings("a method", 2, 64, 1, 1, 1, 1, kernel=3, lora_rank=0)
-    cache = AdaptedLlama(model, settings).cache(partial(TracedMemory, layer=1, head=0))
-    cache.keys[0] = Entries(torch.zeros(1, 2, 6, 8))
-    first = "layer 1, head 0: 6 entries after 12 tokens"
-    assert list(describe_slots(cache, ids, tokenizer)) == [first]  # all tokens are held
-    cache.seen, cache.shares = len(ids), torch.zeros(4, len(ids))
+    cache = AdaptedLlama(model, settings).cache(partial(TracedMemory, layers=[1]))
+    cache.keys[1] = Entries(torch.zeros(1, 2, 6, 8))
+    first = "layer 1, head 1: 6 entries after 12 tokens"
+    assert list(describe_slots(cache, 1, 1, ids, tokenizer)) == [first]  # all tokens are held
+    at_first = torch.zeros(2, 4, len(ids))
+    at_first[1, range(4), [0, 3, 3, 2]] = torch.tensor([1, 0.5, 0.3, 0.05])
+    shares = torch.zeros(2, 4, len(ids))
     slots, tokens = (0, 1, 2, 2, 2, 2, 3, 3), (0, 3, 2, 4, 6, 7, 8, 7)
-    cache.shares[slots, tokens] = torch.tensor([1, 1, 0.5, 0.25, 0.2, 0.05, 0.994, 0.006])
-    at_first = torch.tensor([1, 0.5, 0.3, 0.05]), torch.tensor([0, 3, 3, 2])
-    cache.largest = at_first, cache.shares.max(dim=1)
-    assert list(describe_slots(cache, ids, tokenizer)) == [
+    shares[1, slots, tokens] = torch.tensor([1, 1, 0.5, 0.25, 0.2, 0.05, 0.994, 0.006])
+    cache.largest = {1: [at_first.topk(3), shares.topk(3)]}
+    assert list(describe_slots(cache, 1, 1, ids, tokenizer)) == [
         first, "   0 sinks    ████ 1.00 '<s>'      0      ██",
         "   1 heavy    ████ 1.00 '('        3      ▄█",
         "   2 merged   ██·· 0.50 ' f'       2      █··· 0.25 'x'        4"

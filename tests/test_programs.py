@@ -436,14 +436,28 @@ def test_text_is_shown_as_it_comes_and_in_whole_characters(tokenizer, text):
 # What follows a program's line, and what the sentence must say.
 FOLLOWING = {
     generate: [
-        ("--temperature nan", "--temperature nan"), ("--show-memory 4 0", "--show-memory 4 0"),
+        ("--temperature nan", "--temperature nan"), ("--show-memory 4 0", "layers 0 to 3 and"),
         ("--show-memory 0 2", "--show-memory 0 2"), ("--method lococo", "--method lococo"),
         ("--prompt -", "--prompt -"), ("--prompt allocate", "allocate: No such file"),
         ("--prompt latin", "latin: not UTF-8 text (byte 3)"), ("--model nan-base", "finite"),
-        ("--adapter adapter", "not allowed with argument"), ("--save-memory no/m", "no/m: there"),
+        ("--adapter adapter", "adapter, h2o: one at a time"), ("--save-memory no/m", "no/m: there"),
         ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
         ("--load-memory adapter/adapter.safetensors", "of another model"),
         ("--load-memory nowhere", "nowhere"),
+        ("--method h2o streaming", "h2o, streaming: one at a time, or --show-memory page.html"),
+        ("--method h2o streaming --show-memory 0 0", "h2o, streaming: one at a time"),
+        ("--show-memory 1", "--show-memory 1: name a layer and a head, such as 1 0, or one file"),
+        ("--show-memory 1 x", "--show-memory 1 x: name a layer and"), ("--show-memory -1 0", "-1"),
+        ("--show-memory a.html b.html", "or one file"), ("--show-memory 0 0 0", "0 0 0: name a"),
+        ("--show-memory latin", "latin: there is such a file already; name another one"),
+        ("--show-memory text", "text: this is a folder"), ("--show-memory no/p", "no/p: there is no"),
+        ("--method full --show-memory p.html", "no slots"),
+        ("--mem 8 --budgets 8 8 4 12 --show-memory p.html", "which a page does not show"),
+        ("--method lococo --show-memory p.html", "must be trained first"),
+        ("--adapter damaged --show-memory p.html", "checksum"),
+        ("--method h2o streaming full --adapter a --show-memory p.html", "at most 3 memories"),
+        ("--show-memory p.html --save-memory m", "one at a time"),
+        ("--show-memory p.html --load-memory adapter", "not allowed with argument"),
     ],
     eval_ppl: [
         ("--lengths 99999", "--lengths 99999"), ("-- nowhere", "nowhere/adapter"),
@@ -462,6 +476,7 @@ FOLLOWING = {
     ],
 }  # fmt: skip
 MISTAKES = [
+    (generate, "--prompt text/0.py --show-memory p.html --model other-base", "has no adapter"),
     (generate, "", "required: --prompt"),
     (generate, "--prompt text/0.py --mem 16", "go with --method"),
     (generate, "--prompt text/0.py --adapter damaged", "checksum"),

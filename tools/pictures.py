@@ -1,23 +1,31 @@
-"""Draw assets/mixing.png, W in every layer, and assets/recall.png, what is remembered and where.
-Both show our memory for facts (docs/facts.md), not the paper's.
+"""Draw assets/mixing.png, W in every layer, assets/recall.png, what is remembered and where, and
+assets/memory.png, a page of --show-memory. All show our memory for facts (docs/facts.md), not the
+paper's.
 
     pip install matplotlib                    # only this script needs it
     python tools/pictures.py                  # the embedded adapter
     python tools/pictures.py --tuned runs/window runs/h2o
+    python tools/pictures.py --only-page      # memory.png; chromium must be installed
 
 mixing.png: all of W at the last compression of a document. Row i says how much of each entry slot i
 takes. What is kept has a one-hot row; the rows of merged slots come from the convolution.
 recall.png, left: the share of facts recalled, by how long ago they were told. Right: where the word
 of the fact in assets/prompt.txt is, compression after compression.
+memory.png: what three memories have of this text at the end, as Chromium shows it.
 """
 
 import argparse
+import os
+import shutil
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from matplotlib import pyplot
+from PIL import Image
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,7 +37,7 @@ from lococo import (  # noqa: E402
 from model import load_base  # noqa: E402
 from support.command_line import HERE, TINY, prepare, run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
-from support.files import read_text  # noqa: E402
+from support.files import UserError, read_text  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 
 
@@ -47,17 +55,17 @@ class Watched(Memory):
 
 
 class Following(TracedMemory):
-    """Remembers after each compression how much of token `word` is in each slot, (M,)."""
+    """Remembers for each layer, after each compression, how much of token `word` is in each slot
+    of its heads, (G, M)."""
 
-    def __init__(self, *args, word: int, **place: int):
-        super().__init__(*args, **place)
+    def __init__(self, *args, word: int, layers: range):
+        super().__init__(*args, layers=layers)
         self.word = word
-        self.path = []
+        self.path = {layer: [] for layer in layers}
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         result = super().compress(layer)
-        if layer == self.layer:
-            self.path.append(self.shares[:, self.word].clone())
+        self.path[layer].append(self.shares[layer][:, :, self.word].clone())
         return result
 
 
@@ -103,14 +111,35 @@ def draw_recall(lines: dict[str, list[float]], kinds: list[str], path: Tensor, l
 def follow(adapted: AdaptedLlama, ids: list[int], word: int) -> tuple[Tensor, int, int]:
     """In the layer and head that hold most of token `word` at the end: how much of it is in each
     slot after each compression, (compressions, M)."""
+    layers = range(adapted.model.config.n_layers)
+    memory = adapted.cache(partial(Following, word=word, layers=layers))
+    prefill(adapted.model, torch.tensor([ids]), memory, adapted.settings.segment)
     paths = {}
-    for layer in range(adapted.model.config.n_layers):
-        for head in range(adapted.model.config.n_kv_heads):
-            memory = adapted.cache(partial(Following, layer=layer, head=head, word=word))
-            prefill(adapted.model, torch.tensor([ids]), memory, adapted.settings.segment)
-            paths[layer, head] = torch.stack(memory.path)
+    for layer, path in memory.path.items():
+        for head, slots in enumerate(torch.stack(path, dim=1)):  # (compressions, M)
+            paths[layer, head] = slots
     best = max(paths, key=lambda key: paths[key][-1].max())
     return paths[best], *best
+
+
+def draw_page(run: Path, file: Path) -> None:
+    """A page of three memories at its last compression, where ` socket` has the light."""
+    browser = shutil.which("chromium")
+    if not browser:
+        raise UserError(f"{file}: chromium is not installed; Debian's package has this name")
+    words = ["--prompt", str(HERE / "assets" / "prompt.txt"), "--adapter", str(run)]
+    words += ["--method", "streaming", "h2o", "--positions", "slots"]
+    flags = ["--headless", "--disable-gpu", "--hide-scrollbars", "--window-size=1400,1100"]
+    flags += ["--virtual-time-budget=2000"]  # milliseconds that the page is given
+    flags += ["--no-sandbox"] * (os.geteuid() == 0)  # Chromium refuses to run as root with it
+    with TemporaryDirectory() as folder:
+        page, picture = Path(folder) / "page.html", Path(folder) / "page.png"
+        program = [sys.executable, str(HERE / "generate.py"), *words, "--show-memory", str(page)]
+        subprocess.run(program, check=True)
+        view = f"{page.as_uri()}#compression=17&layer=1&head=0&token=72"
+        command = [browser, *flags, f"--screenshot={picture}", view]
+        subprocess.run(command, check=True, capture_output=True)  # it also reports on itself
+        Image.open(picture).convert("RGB").quantize(128).save(file, optimize=True)
 
 
 def main() -> None:
@@ -118,7 +147,10 @@ def main() -> None:
     parser.add_argument("--adapter", type=Path, default=TINY)
     parser.add_argument("--tuned", type=Path, nargs="*", default=[], help="more runs to compare")
     parser.add_argument("--out", type=Path, default=HERE / "assets")
+    parser.add_argument("--only-page", action="store_true", help="draw memory.png alone")
     args = parser.parse_args()
+    if args.only_page:
+        return draw_page(args.adapter, args.out / "memory.png")
     machine = prepare("cpu", "float32")
     model, tokenizer = load_base(TINY, machine)
     streams = token_streams([], tokenizer)
@@ -154,6 +186,7 @@ def main() -> None:
         _, hits, _ = token_losses(make(base), told, machine, 8)
         lines[name] = [hits[mask].double().mean().item() for mask in masks.values()]
     draw_recall(lines, list(masks), path, layer, head, args.out / "recall.png")
+    draw_page(args.adapter, args.out / "memory.png")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,86 @@
+"""The page of `generate.py --show-memory page.html`: what memories hold while a text is read.
+
+memory_page.html, beside this file, is the page itself: HTML, CSS and JavaScript without data.
+This module makes the data from what generate.TracedMemory has followed, and fills them in.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from support.files import write_whole
+
+if TYPE_CHECKING:
+    from generate import TracedMemory
+    from model import Tokenizer
+
+TEMPLATE = Path(__file__).with_name("memory_page.html")
+PLACE = "THE_DATA_OF_THE_PAGE"  # stands once in the template
+LEAST = 0.01  # smaller shares are left out
+
+
+def token_texts(ids: list[int], tokenizer: "Tokenizer") -> tuple[list[str], dict[int, str]]:
+    """The text of each token; joined, they are the text that was read. A token that ends inside
+    a character has none: the token that completes the character has it. Also the names of the
+    tokens without text, such as <s>."""
+    start = len(tokenizer.prefix)
+    texts = [""] * start
+    context, waiting = [], []  # tokens before, and those whose character is incomplete
+    for token in ids[start:]:
+        waiting.append(token)
+        before = tokenizer.decode(context)
+        text = tokenizer.decode(context + waiting)[len(before) :]
+        if text.endswith("\ufffd") and len(texts) + 1 < len(ids):
+            texts.append("")
+        else:
+            texts.append(text)
+            # The last ones suffice: a token's text depends only on its neighbours.
+            context, waiting = (context + waiting)[-8:], []
+    names = {n: tokenizer.piece(ids[n]) for n, text in enumerate(texts) if not text}
+    return texts, names
+
+
+def slot_record(shares: list[float], tokens: list[int]) -> int | list[int]:
+    """One slot: [token, share, token, share ...] with shares in hundredths, the largest first.
+    A slot that is one whole token, as most are, is that token's number alone."""
+    record = []
+    for share, token in zip(shares, tokens):
+        if share >= LEAST:
+            record += [token, round(100 * share)]
+    return record[0] if record[1:] == [100] else record
+
+
+def head_record(shares: Tensor, tokens: Tensor) -> list[int | list[int]]:
+    """All slots of one layer and head after one compression; both (M, 3)."""
+    return [slot_record(*slot) for slot in zip(shares.tolist(), tokens.tolist())]
+
+
+def page_record(name: str, memory: "TracedMemory", counts: dict[str, int]) -> dict:
+    """What the page shows of a memory that has read the text. `counts`: slots of each kind."""
+    held = []  # [compression][layer][head][slot]
+    for layers in zip(*memory.largest.values()):
+        held.append([[head_record(*head) for head in zip(*layer)] for layer in layers])
+    return {
+        "name": name,
+        "counts": counts,
+        "segment": memory.settings.segment,
+        "layers": memory.config.n_layers,
+        "heads": memory.config.n_kv_heads,
+        "bytes": memory.nbytes,
+        "full": memory.nbytes // memory.size * memory.seen,
+        "read": memory.read,
+        "held": held,
+    }
+
+
+def write_page(
+    file: Path, tokens: list[str], names: dict[int, str], memories: list[dict]
+) -> None:
+    """The template with its data. In a script a `<` could end it or begin a comment, so each one
+    is written as an escape."""
+    data = {"tokens": tokens, "names": names, "memories": memories}
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    page = TEMPLATE.read_text("utf-8").replace(PLACE, text)
+    write_whole(file, lambda beside: beside.write_bytes(page.encode("utf-8")))
