@@ -98,7 +98,7 @@ ROWS = {
         trained=False,
     ),
     "h2o 5/8 forget budgets": Row(
-        "the same, with budgets of layers",
+        "H2O with forgetting, 5M/8 heavy, 3M/8 last, budgets of layers",
         "--method h2o --heavy {heavy} --forget 0.75 --budgets {budgets}",
         trained=False,
     ),
@@ -126,7 +126,8 @@ ROWS = {
 }
 
 SHORT = (  # README.md's rows
-    "full", "window", "h2o", "h2o 5/8 forget", "official h2o", "lococo+h2o", "official code", "ours",
+    "full", "window", "window merged", "h2o", "h2o 5/8 forget", "official h2o", "lococo+h2o",
+    "official code", "ours", "h2o 5/8 forget budgets", "ours budgets",
 )  # fmt: skip
 PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
 
@@ -240,6 +241,8 @@ def table(stored: list[dict], **about) -> str:
     rows = {}
     for cell in cells.latest(today, "row", "steps", "extra", "seed"):
         rows.setdefault((cell["row"], cell["steps"], cell["extra"]), []).append(cell)
+    for some in rows.values():
+        some.sort(key=lambda cell: cell["seed"])
     order = list(ROWS)
     rows = dict(sorted(rows.items(), key=lambda item: (order.index(item[0][0]), item[0][1:])))
     nats = {key: np.mean([c["by document"] for c in some], axis=0) for key, some in rows.items()}
