@@ -291,12 +291,10 @@ def empty_cache(args: argparse.Namespace, adapted: AdaptedLlama) -> KVCache:
 
 def figures(cache: KVCache, settings: Settings) -> str:
     """How much is held, and what the full cache would hold."""
-    held = sum(keys.size for keys in cache.keys)  # in all layers
-    full = cache.nbytes // held * len(cache.keys) * cache.seen
-    mean = held // len(cache.keys)
+    mean = sum(keys.size for keys in cache.keys) // len(cache.keys)  # over the layers
     lines = [
         f"memory           {settings.mem} slots; {mean:,} entries held of {cache.seen:,}",
-        f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {full:,}",
+        f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {cache.full_nbytes:,}",
     ]
     if settings.budgets:
         least, most = min(settings.budgets), max(settings.budgets)
@@ -368,7 +366,8 @@ def main() -> None:
     machine = prepare(args.device, args.dtype, args.seed)
     text = read_prompt(args.prompt)
     if args.page:
-        return make_page(args, machine, text)
+        make_page(args, machine, text)
+        return
     model, tokenizer = load_base(args.model, machine)
     ids = encode_prompt(args, text, tokenizer)
     adapted = model_with_memory(args, model)

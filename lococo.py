@@ -66,20 +66,6 @@ class Settings:
         their mean."""
         return self.sinks + self.heavy + self.merged + self.recent
 
-    def in_layer(self, layer: int) -> "Settings":
-        """The settings of one layer: its budget has the kinds of slots in the same proportion.
-
-        Layers differ in how much of a long text they read, so that equal budgets waste slots
-        (PyramidKV, arXiv 2406.02069). tools/budgets.py measures which layers need more.
-        """
-        if not self.budgets:
-            return self
-        M = self.budgets[layer]
-        counts = {kind: M * getattr(self, kind) // self.mem for kind in KINDS}
-        largest = max(KINDS, key=counts.get)
-        counts[largest] += M - sum(counts.values())  # what rounding has left over
-        return replace(self, budgets=[], **counts)
-
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
     """A row of METHODS at M = mem. Those of `changes` that are not None replace fields.
@@ -103,21 +89,6 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     settings = Settings(method, segment, length, **chosen | counts)
     check_budgets(settings)
     return settings
-
-
-def check_budgets(settings: Settings) -> None:
-    """Raises UserError if the budgets do not suit the other settings."""
-    budgets = settings.budgets
-    if not budgets:
-        return
-    if not settings.mem or settings.positions == "slots":
-        raise UserError("--budgets: they need a method with slots, and not --positions slots")
-    if sum(budgets) != len(budgets) * settings.mem:
-        mean = sum(budgets) / len(budgets)
-        raise UserError(f"--budgets: their mean is {mean:g}, but it must be --mem {settings.mem}")
-    layers = [settings.in_layer(layer) for layer in range(len(budgets))]
-    if min(budgets) < 4 or (settings.merged and min(s.merged for s in layers) == 0):
-        raise UserError(f"--budgets: {min(budgets)} slots are too few for {settings.method}")
 
 
 # --- Compressor (section 3.2.1) ------------------------------------------------------------------
@@ -204,7 +175,8 @@ class Memory(KVCache):
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         super().__init__(config)
         self.settings, self.compressors = settings, compressors
-        self.layers = [settings.in_layer(layer) for layer in range(config.n_layers)]
+        # One for each layer. They differ if layers have budgets (ours, see `in_layer`).
+        self.layers = [in_layer(settings, layer) for layer in range(config.n_layers)]
         self.most = [s.mem + s.segment for s in self.layers]
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         self.scores: list[Tensor | None] = [None] * config.n_layers  # attention received, (B, G, S)
@@ -283,8 +255,10 @@ class Memory(KVCache):
         self.keys[layer] = Entries(torch.cat((k_front, k_new, k_recent), dim=2))
         self.values[layer] = Entries(torch.cat((v_front, v_new, v_recent), dim=2))
         if self.scoring:  # a merged slot gets the mean, by w, of what its entries have received
-            W = self.mixing_matrix(layer, order, w.detach())
-            self.scores[layer] = (W * self.scores[layer][:, :, None]).sum(dim=3)
+            scores = self.scores[layer].gather(2, order)
+            kept_front, rest, kept_recent = scores.split(sizes, dim=2)
+            merged = (w.detach() * rest[:, :, None]).sum(dim=3)
+            self.scores[layer] = torch.cat((kept_front, merged, kept_recent), dim=2)
         return order, w
 
     def merge(
@@ -411,6 +385,40 @@ class LoRALinear(nn.Module):
         return self.base(x) + self.factor * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
+# --- Ours: budgets of layers ---------------------------------------------------------------------
+
+
+def in_layer(settings: Settings, layer: int) -> Settings:
+    """The settings of one layer: its budget has the kinds of slots in the same proportion.
+
+    Layers differ in how much of a long text they read, so that equal budgets waste slots
+    (PyramidKV, arXiv 2406.02069). tools/budgets.py measures which layers need more. What it gains
+    is in docs/real-llama.md.
+    """
+    if not settings.budgets:
+        return settings
+    M = settings.budgets[layer]
+    counts = {kind: M * getattr(settings, kind) // settings.mem for kind in KINDS}
+    largest = max(KINDS, key=counts.get)
+    counts[largest] += M - sum(counts.values())  # what rounding has left over
+    return replace(settings, budgets=[], **counts)
+
+
+def check_budgets(settings: Settings) -> None:
+    """Raises UserError if the budgets do not suit the other settings."""
+    budgets = settings.budgets
+    if not budgets:
+        return
+    if not settings.mem or settings.positions == "slots":
+        raise UserError("--budgets: they need a method with slots, and not --positions slots")
+    if sum(budgets) != len(budgets) * settings.mem:
+        mean = sum(budgets) / len(budgets)
+        raise UserError(f"--budgets: their mean is {mean:g}, but it must be --mem {settings.mem}")
+    layers = [in_layer(settings, layer) for layer in range(len(budgets))]
+    if min(budgets) < 4 or (settings.merged and min(s.merged for s in layers) == 0):
+        raise UserError(f"--budgets: {min(budgets)} slots are too few for {settings.method}")
+
+
 # --- Ours: compressors whose slots choose in order -----------------------------------------------
 
 COMMON = 3  # scaling the shared filter by 3 triples its change per AdamW step
@@ -515,7 +523,7 @@ class AdaptedLlama(nn.Module):
             raise UserError(f"--budgets: there are {numbers}; give one for each")
         kind = COMPRESSORS[settings.compressor]
         self.compressors = nn.ModuleList(
-            kind(config.head_dim, settings.in_layer(layer).merged, settings.kernel)
+            kind(config.head_dim, in_layer(settings, layer).merged, settings.kernel)
             for layer in range(config.n_layers if settings.merged else 0)
         ).to(model.norm.weight.device)
         if settings.lora_rank:

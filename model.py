@@ -184,6 +184,12 @@ class KVCache:
         """Bytes of the keys and values held. Their room may take as much again."""
         return sum(entries.held.nbytes for entries in self.keys + self.values if entries.size)
 
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes that would be held if every token that has entered were kept."""
+        held = sum(keys.size for keys in self.keys)
+        return self.nbytes // held * len(self.keys) * self.seen
+
     def copy(self) -> "KVCache":
         """A cache with the same entries. What enters one does not change the other."""
         other = copy.copy(self)
@@ -547,9 +553,12 @@ class JsonTokens:
         except ImportError:
             sentence = "to read this tokenizer one more package is needed: pip install tokenizers"
             raise UserError(f"{file}: {sentence}") from None
+        text = read_text(file)
         try:
-            self.tokenizer = JsonTokenizer.from_str(read_text(file))
-        except Exception as error:  # the package raises plain Exception, nothing more special
+            self.tokenizer = JsonTokenizer.from_str(text)
+        except Exception as error:
+            if type(error) is not Exception:  # the package's own are of this plain type
+                raise
             raise ValueError(error) from None
         self.tokenizer.encode_special_tokens = True  # as plain text
         self.vocab_size = 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values())

@@ -136,7 +136,8 @@ def sequences_of(seq: int) -> int:
 
 
 def number_of(variable: str, usual: int) -> int:
-    """What torchrun has set; what is usual, too, where it is no number."""
+    """The number that torchrun has put into a variable. Without a number there it is `usual`, and
+    `check_environment` says what is wrong."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else usual
 
@@ -150,9 +151,12 @@ def check_environment() -> None:
     """Raises UserError where a job has left behind a part of torchrun's variables, or other text in
     them."""
     many = RANK > 0 or WORLD != 1
-    for name in TORCHRUN if many else TORCHRUN[:2]:  # of one process the others are not read
+    numbers = ["RANK", "WORLD_SIZE"]
+    if many:  # one process does not read these
+        numbers += ["LOCAL_RANK", "MASTER_PORT"]
+    for name in numbers:
         text = os.environ.get(name) or "0"
-        if name != "MASTER_ADDR" and not text.isdecimal():
+        if not text.isdecimal():
             sentence = "not a number; start many processes by torchrun, or unset it for one"
             raise UserError(f"{name} is {text!r} in the environment, {sentence}")
     found = f"RANK is {RANK} and WORLD_SIZE is {WORLD}"
@@ -194,6 +198,7 @@ def wait_for_all() -> None:
 # --- Training ------------------------------------------------------------------------------------
 
 EXTRA_EVERY = 3  # pieces; see `backward_by_pieces`
+
 
 class ShiftedGroups(KVCache):
     """LongLoRA's attention while it trains (arXiv 2309.12307). A sequence enters whole, so that
@@ -314,8 +319,8 @@ def train(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: M
                 raise UserError(f"step {step + 1}: a gradient is not finite; lower --lr, --conv-lr")
             optimizer.step()
             bar.set_postfix_str(f"step {step + 1}/{config.steps}, loss {loss:.3f}", refresh=False)
-            norms = [round(float(norm), 6) for norm in norms]  # before clipping
-            about = {"step": step + 1, "loss": loss, "gradient norms": norms}
+            before_clipping = [round(norm.item(), 6) for norm in norms]
+            about = {"step": step + 1, "loss": loss, "gradient norms": before_clipping}
             log.write(json.dumps(about) + "\n")
             log.flush()
             stop = add_up(torch.tensor(len(noted))) > 0

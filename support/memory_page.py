@@ -69,7 +69,7 @@ def page_record(name: str, memory: "TracedMemory", counts: dict[str, int]) -> di
         "layers": memory.config.n_layers,
         "heads": memory.config.n_kv_heads,
         "bytes": memory.nbytes,
-        "full": memory.nbytes // memory.size * memory.seen,
+        "full": memory.full_nbytes,
         "read": memory.read,
         "held": held,
     }

@@ -13,8 +13,8 @@ from reference import by_loop, official_rows, slow_memory
 
 from generate import TracedMemory, describe_slots, prefill
 from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, interpolation, segment_losses
-from lococo import settings_for
-from model import Entries, Llama, load_base
+from lococo import in_layer, settings_for
+from model import Entries, KVCache, Llama, load_base
 from support.command_line import TINY, Machine
 from support.files import UserError
 
@@ -111,11 +111,11 @@ def test_every_method_equals_a_slow_memory(config, monkeypatch, method, changes,
 
 def test_a_budget_has_the_kinds_of_slots_in_proportion():
     s = settings("lococo+h2o+recent", 64, budgets=[40, 96, 56])
-    assert [s.in_layer(n).mem for n in range(3)] == s.budgets and s.mem == 64
-    counts = [[getattr(s.in_layer(n), kind) for kind in KINDS] for n in range(3)]
+    assert [in_layer(s, n).mem for n in range(3)] == s.budgets and s.mem == 64
+    counts = [[getattr(in_layer(s, n), kind) for kind in KINDS] for n in range(3)]
     assert counts == [[0, 15, 10, 15], [0, 36, 24, 36], [0, 21, 14, 21]]
     s = settings("streaming", 10, positions="original", budgets=[9, 11])
-    assert (s.in_layer(0).sinks, s.in_layer(0).recent) == (3, 6)  # 3.6 and 5.4; 6 take the rest
+    assert (in_layer(s, 0).sinks, in_layer(s, 0).recent) == (3, 6)  # 3.6 and 5.4; 6 take the rest
 
 
 def test_each_layer_has_its_budget(model):
@@ -131,6 +131,9 @@ def test_each_layer_has_its_budget(model):
     assert sizes == [[6, 6], [12, 12], [18, 18], [18, 24], [18, 26]]
     assert torch.equal(both.keys[0].held, small.keys[0].held)
     assert torch.equal(both.scores[0], small.scores[0])
+    whole = KVCache(model.config)
+    model(TOKENS[:, :30], whole)
+    assert both.full_nbytes == whole.full_nbytes == whole.nbytes > both.nbytes
 
 
 @pytest.mark.parametrize("method", ["h2o", "lococo+h2o+recent"])

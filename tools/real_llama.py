@@ -6,11 +6,11 @@
         --part choosing --flags "--recent 16"                                 # a variation of a row
     python tools/real_llama.py --print                                        # the tables alone
 
-A cell of a table is one row with one seed: train.py trains its convolutions on what its split by
-names takes for training of three books and of WikiText-2's valid part (two books, 56 articles), then
-documents of --seq tokens are scored. Forms are chosen on the fourth
-book (--part choosing). The documents of WikiText-2's test part are scored once, when nothing is
-left to choose. A row without convolutions is not trained.
+A cell of a table is one row with one seed: train.py trains its convolutions, then documents of
+--seq tokens are scored. Of three books and of WikiText-2's valid part it trains on what its split
+by names takes for training, which is two books and 56 articles. Forms are chosen on the fourth book
+(--part choosing). The documents of WikiText-2's test part are scored once, when nothing is left to
+choose. A row without convolutions is not trained.
 
 Runs are in runs/real-llama/ and go on where they were stopped. The figures of a cell are one line
 of docs/real-llama.jsonl, with the nats of each document. cells.py says how a cell is named and
@@ -32,31 +32,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import cells  # noqa: E402
 import train  # noqa: E402
 from eval_ppl import token_losses  # noqa: E402
-from lococo import COMPRESSORS, AdaptedLlama, Compressor  # noqa: E402
-from lococo import load_adapter, settings_for  # noqa: E402
+from lococo import AdaptedLlama, load_adapter, settings_for  # noqa: E402
 from model import Llama, load_base  # noqa: E402
-from official_code import OfficialCompressor  # noqa: E402
 from support.command_line import HERE, Machine, method_flags, prepare, run_program  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
+import official_code  # noqa: E402, F401, it adds a compressor
+import softmax  # noqa: E402, F401, it adds a compressor
 
 BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.jsonl")
 PARTS = {"choosing": "book_news.txt", "test": "wikitext2-test.jsonl"}
 TOOL = "real_llama.py"
 RESULTS = HERE / "docs" / "real-llama.jsonl"
 RUNS = HERE / "runs" / "real-llama"
-
-# --- Compressors between the paper's and ours ----------------------------------------------------
-
-
-class SoftmaxCompressor(Compressor):
-    """A softmax instead of the ReLU and (7)."""
-
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        return self.conv(entries).softmax(dim=-1)
-
-
-COMPRESSORS["softmax"] = SoftmaxCompressor
-assert COMPRESSORS["official"] is OfficialCompressor
 
 # --- Rows ----------------------------------------------------------------------------------------
 

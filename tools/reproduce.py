@@ -41,15 +41,9 @@ from support.command_line import HERE, TINY, Machine, prepare, run_program  # no
 from support.facts import tell_all  # noqa: E402
 from support.text import PARTS, find_files, long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
+import softmax  # noqa: E402, F401, it adds a compressor
 
 # --- What lies between the paper's compressor and ours -------------------------------------------
-
-
-class SoftmaxCompressor(Compressor):
-    """A softmax instead of the ReLU and (7)."""
-
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        return self.conv(entries).float().softmax(dim=-1)
 
 
 class CommonCompressor(FactCompressor):
@@ -58,10 +52,9 @@ class CommonCompressor(FactCompressor):
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         new = F.conv1d(entries, self.conv.weight + COMMON * self.common, padding="same")
         old = F.conv1d(entries, self.slot_filters + COMMON * self.slot_common)
-        return torch.where(from_slot[:, None], old, new).float().softmax(dim=-1)
+        return torch.where(from_slot[:, None], old, new).softmax(dim=-1)
 
 
-COMPRESSORS["softmax"] = SoftmaxCompressor
 COMPRESSORS["common"] = CommonCompressor
 
 # --- Rows ----------------------------------------------------------------------------------------
