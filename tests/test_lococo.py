@@ -116,6 +116,9 @@ def test_a_budget_has_the_kinds_of_slots_in_proportion():
     assert counts == [[0, 15, 10, 15], [0, 36, 24, 36], [0, 21, 14, 21]]
     s = settings("streaming", 10, positions="original", budgets=[9, 11])
     assert (in_layer(s, 0).sinks, in_layer(s, 0).recent) == (3, 6)  # 3.6 and 5.4; 6 take the rest
+    s = settings("lococo+h2o", 8, budgets=[7, 9])
+    counts = [[getattr(in_layer(s, n), kind) for kind in KINDS] for n in range(2)]
+    assert counts == [[0, 4, 3, 0], [0, 5, 4, 0]]  # 3.5 and 4.5; no recent slots where none were
 
 
 def test_each_layer_has_its_budget(model):

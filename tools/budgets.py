@@ -41,7 +41,9 @@ def loss(model: Llama, settings: Settings, documents: Tensor, machine: Machine) 
     return nats.double().mean().item()
 
 
-def measure_needs(model: Llama, settings: Settings, documents: Tensor, machine: Machine) -> np.ndarray:
+def measure_needs(
+    model: Llama, settings: Settings, documents: Tensor, machine: Machine
+) -> np.ndarray:
     """For each layer the nats per token that are gained if it alone keeps all entries."""
     layers = model.config.n_layers
     usual = loss(model, settings, documents, machine)

@@ -323,7 +323,8 @@ def score_rows(
         score_row = score_choices if "choices" in row else score_answer
         with machine.precision():
             metrics, cache = score_row(adapted, row, tokenizer, machine.device)
-        values = {"compressed": cache.nbytes < cache.full_nbytes, "cache, MB": cache.nbytes / 1e6} | metrics
+        compressed = cache.nbytes < cache.full_nbytes
+        values = {"compressed": compressed, "cache, MB": cache.nbytes / 1e6} | metrics
         for column, value in values.items():
             columns.setdefault(column, []).append(float(value))
         if cache.seen > trained:
