@@ -112,10 +112,7 @@ ROWS = {
     "ours budgets": Row("**ours with budgets of layers**", f"{RECIPE} --budgets {{budgets}}"),
 }
 
-SHORT = (  # README.md's rows
-    "full", "window", "window merged", "h2o", "h2o 5/8 forget", "official h2o", "lococo+h2o",
-    "official code", "ours", "h2o 5/8 forget budgets", "ours budgets",
-)  # fmt: skip
+SHORT = ("full", "window", "h2o", "official code", "ours", "ours budgets")  # in README.md
 PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
 
 # --- A cell --------------------------------------------------------------------------------------
