@@ -306,7 +306,9 @@ class Llama(nn.Module):
         T = tokens.shape[1]
         positions = cache.enter(T) + torch.arange(T, device=tokens.device)  # a Memory makes room
         cos, sin = rope(positions / cache.rope_scale, self.config)
-        x = self.tok_embeddings(tokens)
+        # An adapter keeps embeddings in float32. The stream has the base's numbers all the same,
+        # so that a base with and without an adapter compute alike.
+        x = self.tok_embeddings(tokens).type_as(self.layers[0].feed_forward.w1.weight)
         for block in self.layers:
             x = block(x, cos, sin, cache)
         return self.norm(x)

@@ -253,6 +253,18 @@ def test_lora_starts_unchanged_and_equals_merged_weights(model):
     assert not torch.allclose(model(TOKENS), before, atol=1e-1)
 
 
+def test_an_adapter_that_has_not_been_trained_changes_nothing_in_bfloat16(model):
+    """Its embeddings and norms are in float32. Were what flows through the layers, too, then the
+    rows of a table would differ by their numbers."""
+    model = model.bfloat16()
+    machine = Machine("cpu", torch.bfloat16)
+    with machine.precision():
+        before = model(TOKENS)
+        AdaptedLlama(model, settings(lora_rank=4))
+        assert model.norm.weight.dtype == torch.float32
+        assert torch.equal(model(TOKENS), before)
+
+
 @pytest.mark.parametrize("layer, head", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("counts", [(4, 0, 0, 4), (0, 4, 0, 4), (0, 0, 8, 0), (2, 2, 3, 1)])
 def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, layer, head):
