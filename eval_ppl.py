@@ -14,6 +14,7 @@ import argparse
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Iterator
 
@@ -191,12 +192,22 @@ def why_none(streams: dict[str, np.ndarray], parts: list[str], bos: int, L: int)
     return f"{sentence}; name a smaller one, or longer texts by --data"
 
 
-def print_work(models: int, documents: dict[int, Tensor], recall: bool) -> None:
-    """How much there is to do, so that the user can ask for less."""
+def print_work(
+    models: int, documents: dict[int, Tensor], base: AdaptedLlama, args: argparse.Namespace,
+    machine: Machine,
+) -> None:  # fmt: skip
+    """How much there is to do, and about how long it takes, so that the user can ask for less."""
     tokens = sum(rows.numel() for rows in documents.values())
-    if recall:
+    if args.recall:
         tokens += list(documents.values())[-1].numel()
+    some = next(iter(documents.values()))[: args.micro_batch, :512]
+    for _ in range(2):  # the first time is longer, as it also sets things up
+        begun = time.perf_counter()
+        token_losses(base, some, machine, args.micro_batch)
+        seconds = time.perf_counter() - begun
+    minutes = math.ceil(models * tokens * seconds / some.numel() / 60)
     work = f"{models * tokens:,} tokens to score with {counted(models, 'model')}"
+    work += f" take about {counted(minutes, 'minute')}"
     print(f"{work}; fewer --documents or --lengths take less", file=sys.stderr)
 
 
@@ -227,11 +238,13 @@ def main() -> None:
     if args.recall:
         told, told_ago = tell_all(last, args.part or "held-out", tokenizer, args.fact_form)
 
-    print_work(1 + len(args.method) + 2 * len(sizes) + len(args.runs), documents, args.recall)
-    print(f"{'':{NAME}} {'slots':>6} {'cache bytes':>12}", *(f"{L:>8}" for L in documents))
+    number = 1 + len(args.method) + 2 * len(sizes) + len(args.runs)  # of models
     methods, losses, hits = {}, {}, {}
     reach = 0  # the most entries that a memory holds
     for name, adapted in compared(args, machine, sizes):
+        if not methods:
+            print_work(number, documents, adapted, args, machine)
+            print(f"{'':{NAME}} {'slots':>6} {'cache bytes':>12}", *(f"{L:>8}" for L in documents))
         if adapted.settings.mem:
             reach = max(reach, adapted.settings.mem + adapted.settings.segment)
         methods[name], losses[name] = score(name, adapted, documents, machine, args.micro_batch)

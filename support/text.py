@@ -142,7 +142,7 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
         store(stored, streams)
     if not any(len(ids) for ids in streams.values()):
         raise UserError(f"--data {' '.join(map(str, paths))}: there is no text in it")
-    return {part: ids.numpy() for part, ids in streams.items()}
+    return {part: streams[part].numpy() for part in PARTS}  # a file has them in another order
 
 
 def sequence(ids: np.ndarray, L: int, seed: int, i: int) -> Tensor:

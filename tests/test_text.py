@@ -75,6 +75,8 @@ def test_parts_are_by_the_checksum_of_the_documents_name(tokenizer):
     streams = token_streams([FOLDER], tokenizer)
     assert {part: ids.tolist() for part, ids in streams.items()} == expected
     assert all(ids.dtype == np.int32 and len(ids) for ids in streams.values())
+    again = token_streams([FOLDER], tokenizer)  # from the file: in the same order
+    assert [*streams] == [*again] == [*expected]
 
 
 def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch):

@@ -183,7 +183,7 @@ def make_cell(row: Row, name: dict, args: argparse.Namespace, machine: Machine) 
     model, tokenizer = load_base(args.model, machine)
     adapted = load_adapter(run, model) if row.trained else untrained_model(name, args, model)
     streams = token_streams([args.prose / PARTS[args.part]], tokenizer)
-    ids = np.concatenate([*streams.values()])
+    ids = np.concatenate([streams[part] for part in sorted(streams)])  # as all stored figures
     if args.part == "choosing":  # one book: pieces of it, evenly spread
         pieces = torch.from_numpy(ids[: len(ids) // args.seq * args.seq].astype(np.int64))
         pieces = pieces.view(-1, args.seq)
