@@ -372,16 +372,23 @@ def make_parser() -> Parser:
     parser = Parser(__doc__)
     recipes = {name: TrainConfig(**RECIPES[name]) for name in RECIPES}
     parser.epilog = f"what a recipe sets:\n{table_of(recipes)}"
-    positive = at_least(1)
-    whole = at_least(0)
-    number = at_least(0, float)
     parser.set_defaults(model=None, seed=None)
+    add_memory_flags(parser)
+    add_text_flags(parser)
+    add_training_flags(parser)
+    add_output_flags(parser)
+    return parser
 
+
+def add_memory_flags(parser: Parser) -> None:
     add = parser.memory.add_argument
     add("--method", choices=METHODS, help="what the slots hold: a row of lococo.METHODS")
     add("--compressor", choices=COMPRESSORS, help="what merges entries: the paper's or ours")
     add("--kernel", type=odd, metavar="TAPS", help="width of the convolution, odd")
 
+
+def add_text_flags(parser: Parser) -> None:
+    whole = at_least(0)
     add = parser.add_argument_group("text").add_argument
     add("--data", type=Path, nargs="+", metavar="PATH",
         help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
@@ -392,6 +399,9 @@ def make_parser() -> Parser:
     add("--fact-form", choices=FORMS,
         help="lines `@ name name = word` (default), or sentences as RULER's needles")
 
+
+def add_training_flags(parser: Parser) -> None:
+    positive, whole, number = at_least(1), at_least(0), at_least(0, float)
     add = parser.add_argument_group("training").add_argument
     add("--recipe", choices=RECIPES,
         help="values of the flags that are not given (default: embedded for tiny/, else paper)")
@@ -410,13 +420,14 @@ def make_parser() -> Parser:
     add("--sharper", type=number, metavar="N",
         help="multiply the convolutions' logits by N after training")
 
+
+def add_output_flags(parser: Parser) -> None:
     add = parser.add_argument_group("scoring and output").add_argument
-    add("--score-tokens", type=whole, metavar="N",
+    add("--score-tokens", type=at_least(0), metavar="N",
         help="tokens of held-out documents to score; 0: none")
     add("--out", type=Path, metavar="RUN", help="new directory of the run (default: in runs/)")
-    add("--save-every", type=positive, metavar="STEPS", help="between two saved states")
+    add("--save-every", type=at_least(1), metavar="STEPS", help="between two saved states")
     add("--resume", type=Path, metavar="RUN", help="go on with a run; other flags win over its own")
-    return parser
 
 
 def as_json(value):

@@ -50,7 +50,8 @@ def fact_tokens(tokenizer: Tokenizer, form: str = "line") -> FactTokens:
     x = tokenizer.encode("x")[1:]
     for text, ids in zip(FORMS[form], parts):
         if tokenizer.decode(x + ids) != f"x{text}":
-            raise UserError(f"{tokenizer.file}: it has no tokens of their own for {text!r} in a fact")
+            sentence = f"it has no tokens of their own for {text!r} in a fact"
+            raise UserError(f"{tokenizer.file}: {sentence}")
     return FactTokens(words, breaks, *parts)
 
 
@@ -89,8 +90,8 @@ def schedule(names: Iterable[str], L: int, rng: np.random.Generator) -> list[tup
 
 def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int, tokenizer: Tokenizer,
          form: str = "line") -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write facts into text number i, (L,): lines `@ message number = socket`, a name of two words and
-    a word, or another of FORMS. Each is told at the first line break after it is due.
+    """Write facts into text number i, (L,): lines `@ message number = socket`, a name of two words
+    and a word, or another of FORMS. Each is told at the first line break after it is due.
 
     Returns the text, cut at L, and for the word of each fact how long ago it was last told, else 0:
     both (L,).

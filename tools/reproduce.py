@@ -65,13 +65,28 @@ ROWS = {  # name: what a table says of it, flags of train.py
     "full": ("full attention", "--method full --positions original"),
     "window": ("the window: 4 first and 124 last tokens", "--method streaming"),
     "h2o": ("H2O", "--method h2o --positions slots"),
-    "official code": ("the official code", f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
+    "official code": (
+        "the official code",
+        f"--method lococo+h2o {PAPER} --compressor official --forget 0",
+    ),
     "lococo": ("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
-    "lococo+h2o": ("the paper's `lococo+h2o`: half heavy, half merged", f"--method lococo+h2o {PAPER}"),
-    "recent": ("+ 100 last and 4 first tokens instead of the heavy ones, 24 merged", f"--method lococo+window {PAPER}"),
-    "small": ("+ 3 taps and `--conv-lr` 7.5e-3 instead of 21 and 5e-2", f"{WINDOW} paper --sharper 1"),
+    "lococo+h2o": (
+        "the paper's `lococo+h2o`: half heavy, half merged",
+        f"--method lococo+h2o {PAPER}",
+    ),
+    "recent": (
+        "+ 100 last and 4 first tokens instead of the heavy ones, 24 merged",
+        f"--method lococo+window {PAPER}",
+    ),
+    "small": (
+        "+ 3 taps and `--conv-lr` 7.5e-3 instead of 21 and 5e-2",
+        f"{WINDOW} paper --sharper 1",
+    ),
     "softmax": ("+ softmax instead of the ReLU and (7)", f"{WINDOW} softmax --sharper 1"),
-    "common": ("+ a common filter, one-tap filters for slots, a start that hardly sees neighbours", f"{WINDOW} common --sharper 1"),
+    "common": (
+        "+ a common filter, one-tap filters for slots, a start that hardly sees neighbours",
+        f"{WINDOW} common --sharper 1",
+    ),
     "rows in turn": ("+ rows in turn that avoid copies", f"{WINDOW} facts --sharper 1"),
     "ours": ("+ logits times 16 after training: **ours**", WINDOW + " facts"),
 }  # fmt: skip
@@ -82,14 +97,29 @@ PLAIN = {  # the same for plain text
     "window": ("the window: the last M tokens", "--method streaming --sinks 0"),
     "window with sinks": ("4 first and M - 4 last tokens", "--method streaming"),
     "h2o": ("H2O: M/2 heavy, M/2 last", "--method h2o --positions slots"),
-    "official h2o": ("H2O as the official code has it: M heavy", "--method h2o --heavy {mem} --recent 0 --forget 0 --positions slots"),
+    "official h2o": (
+        "H2O as the official code has it: M heavy",
+        "--method h2o --heavy {mem} --recent 0 --forget 0 --positions slots",
+    ),
     "ours": ("**ours**: M/4 merged, 3M/4 last", OURS),
     "ours by (7)": ("the same with the paper's compressor", f"{OURS} {PAPER}"),
-    "heavy": ("`lococo+h2o` with our compressor", f"--method lococo+h2o --positions slots {MIXING}"),
-    "lococo+h2o": ("the paper's `lococo+h2o`: M/2 heavy, M/2 merged", f"--method lococo+h2o {PAPER}"),
-    "merged": ("`lococo` with our compressor", f"--method lococo --positions slots {MIXING}"),
+    "heavy": (
+        "`lococo+h2o` with our compressor",
+        f"--method lococo+h2o --positions slots {MIXING}",
+    ),
+    "lococo+h2o": (
+        "the paper's `lococo+h2o`: M/2 heavy, M/2 merged",
+        f"--method lococo+h2o {PAPER}",
+    ),
+    "merged": (
+        "`lococo` with our compressor",
+        f"--method lococo --positions slots {MIXING}",
+    ),
     "lococo": ("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
-    "official code": ("the official code", f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
+    "official code": (
+        "the official code",
+        f"--method lococo+h2o {PAPER} --compressor official --forget 0",
+    ),
 }  # fmt: skip
 COLUMNS = {"to 256": (0, 256), "256-512": (256, 512), "512-2,048": (512, 2048)}  # told so long ago
 TOOL = "reproduce.py"
