@@ -114,7 +114,7 @@ def describe_slots(
     where it came first."""
     held = memory.keys[layer].size
     yield f"layer {layer}, head {head}: {held} entries after {len(ids)} tokens"
-    counts = memory.layers[layer]
+    counts = memory.layer_settings[layer]
     kinds = [kind for kind in KINDS for _ in range(getattr(counts, kind))]
     for slot, kind in enumerate(kinds if memory.largest[layer] else []):
         line = f"{slot:>4} {kind:7}"

@@ -1,8 +1,11 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a small convolution.
 
 First comes the paper (arXiv 2406.05317), by its equation numbers; then ours. Letters are those of
-model.py. The paper's W of (6) is called `logits` here, and its normalised form (7) is called `w`.
-W has all M rows: those of w, and the one-hot rows that copy an entry.
+model.py, and R is the number of entries that are merged. Three matrices have similar names:
+
+    logits          the paper's W of (6), as the convolution gives it
+    w               the paper's w of (7): each row sums to 1
+    mixing matrix   ours: the rows of w, and one-hot rows that copy what is kept
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -22,13 +25,16 @@ from support.files import UserError, checksum, read_file
 KINDS = ("sinks", "heavy", "merged", "recent")  # kinds of slots, in this order
 
 METHODS = {
+    # What the paper compares with.
     "full": lambda M: {},
     "longlora": lambda M: {},  # other attention while it trains: train.ShiftedGroups
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
+    # The paper: alone, with StreamingLLM, and with H2O (section 3.2.3).
     "lococo": lambda M: dict(merged=M),
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
+    # Ours: for a real Llama, and for the embedded model.
     "lococo+h2o+recent": lambda M: dict(
         heavy=M * 3 // 8,  # 24, 16 and 24 slots at M = 64
         merged=M // 4,
@@ -70,14 +76,16 @@ class Settings:
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
     """A row of METHODS at M = mem. Those of `changes` that are not None replace fields.
 
-    Slots that are left over are merged slots, or recent ones if the row merges none. If that number
-    is given, M is the sum of all. A row without slots keeps all entries. Raises UserError.
+    If changes replace some counts of slots, one kind is the filler and gets the slots that remain:
+    the merged slots, or the recent ones if the row merges none. If the changes have the filler's
+    count, too, nothing is filled, and the memory has as many slots as the counts add up to. A row
+    without slots keeps all entries. Raises UserError.
     """
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
     chosen = row | given
     counts = {kind: chosen.get(kind, 0) for kind in KINDS}
-    filler = "merged" if "merged" in row else "recent"  # the kind that takes what is left over
+    filler = "merged" if "merged" in row else "recent"
     if row and filler not in given:
         counts[filler] += mem - sum(counts.values())
 
@@ -95,7 +103,7 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
 
 
 class Compressor(nn.Module):
-    """A convolution says how much of S entries goes into each slot. A layer's heads share it."""
+    """A convolution says how much of each entry goes into each slot. A layer's heads share it."""
 
     reads_scores = False  # whether `weights` needs the attention that entries have received
 
@@ -105,11 +113,11 @@ class Compressor(nn.Module):
         nn.init.normal_(self.conv.weight)  # as the official code starts
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        """Entries (N, 2D, S) of N heads -> w (N, slots, S).
+        """R entries that are merged, (N, 2D, R) of N = B * G heads -> w (N, slots, R).
 
-        `from_slot` (N, S) marks entries that come from an earlier compression. `scores` (N,
-        S) is the attention that each has received, if the memory counts it. The paper's
-        compressor ignores both.
+        The last two arguments are for our compressors below. `from_slot` (N, R) marks entries that
+        come from an earlier compression. `scores` (N, R) is the attention that each has received,
+        if the memory counts it.
         """
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official code, it
@@ -120,27 +128,30 @@ class Compressor(nn.Module):
     def forward(
         self, k: Tensor, v: Tensor, from_slot: Tensor, scores: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (B, G, S, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, S).
+        """Keys and values (B, G, R, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, R).
 
-        W is computed in float32 whatever the model's numbers are. In bfloat16 neighbouring numbers
+        w is computed in float32 whatever the model's dtype is. In bfloat16 neighbouring numbers
         near 900, which a logit can reach, are 4 apart.
         """
         with torch.autocast(k.device.type, enabled=False):
             entries = torch.cat((k, v), dim=-1).float()
-            entries = entries.flatten(0, 1).transpose(1, 2)  # (B * G, 2D, S)
+            entries = entries.flatten(0, 1).transpose(1, 2)  # (B * G, 2D, R)
             scores = None if scores is None else scores.flatten(0, 1)
             w = self.weights(entries, from_slot.flatten(0, 1), scores)
             w = w.unflatten(0, k.shape[:2]).type_as(k)
             return w @ k, w @ v, w  # (4), (5)
 
 
+# --- Attention that can be seen (for H2O) ---------------------------------------------------------
+
+
 def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     """Equation (1) up to its product with V. H2O must see these weights, and fused attention does
     not return them.
 
-    The last T of S entries ask: q (B, H, T, D), k (B, G, S, D) -> weights in float32,
-    (B, G, H/G * T, S). The query heads of a key/value head stand one below the other. Under
-    autocast the logits are rounded to its numbers before the softmax.
+    The queries belong to the last T of the S entries: q (B, H, T, D), k (B, G, S, D) -> weights in
+    float32, (B, G, H/G * T, S). The query heads of a key/value head stand one below the other.
+    Under autocast the products are in bfloat16, as in fused attention; the softmax is in float32.
     """
     T, S, heads = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, heads)).flatten(2, 3)  # (B, G, H/G * T, D)
@@ -160,24 +171,26 @@ def in_order(entries: Tensor, order: Tensor) -> Tensor:
 class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer.
 
-    When the next segment does not fit, S entries become M slots by K' = W K and V' = W V. Each
-    method is a choice of the matrix W. Its columns are memory, then segment; the paper's (6) has
-    them the other way.
-    For M = 4 and T = 3, with one sink, two merged slots and one recent token:
+    When the next segment does not fit, the mixing matrix makes M slots of S entries. Each method is
+    a choice of this matrix. For M = 4 and T = 3, with one sink, two merged slots and one recent
+    token:
 
                      memory     segment
         sink       1  .  .  .   .  .  .     kept: a one-hot row
         merged     .  w  w  w   w  w  .     from the convolution; the row sums to 1
         merged     .  w  w  w   w  w  .
         recent     .  .  .  .   .  .  1
+
+    The paper's (6) has the segment first. Here the memory is first, in the order of the text. So
+    other entries are neighbours where the two meet, and at both ends.
     """
 
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         super().__init__(config)
         self.settings, self.compressors = settings, compressors
         # One for each layer. They differ if layers have budgets (ours, see `in_layer`).
-        self.layers = [in_layer(settings, layer) for layer in range(config.n_layers)]
-        self.most = [s.mem + s.segment for s in self.layers]
+        self.layer_settings = [in_layer(settings, layer) for layer in range(config.n_layers)]
+        self.most = [s.mem + s.segment for s in self.layer_settings]
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         self.scores: list[Tensor | None] = [None] * config.n_layers  # attention received, (B, G, S)
         self.recompute = False  # as in Block, for the compressors
@@ -197,8 +210,8 @@ class Memory(KVCache):
 
         We compress when the next segment arrives, not right after a segment as algorithm 2
         does: the loop detaches in between, which would cut the gradient to the convolution.
-        So M slots and a segment wait for the next tokens, and decoding compresses once per
-        segment.
+        Whole segments are compressed as in algorithm 2. Only decoding differs: the paper
+        compresses at each token, we do so once a segment.
         """
         assert T <= self.settings.segment
         for layer, most in enumerate(self.most):
@@ -230,11 +243,10 @@ class Memory(KVCache):
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         """The operator C of (3), steps 4 and 5: S entries become M slots.
 
-        One-hot rows of W copy. Only w, the block of the merged slots, multiplies keys and values.
-        Returns what `mixing_matrix` needs to make all of W: the order of the entries (B, G, S),
-        and w.
+        One-hot rows copy. Only w, the block of the merged slots, multiplies keys and values.
+        Returns what `mixing_matrix` needs: the order of the entries (B, G, S), and w.
         """
-        s = self.layers[layer]
+        s = self.layer_settings[layer]
         by_slot = s.positions == "slots"
         front = s.sinks + s.heavy
         order = self.arrange(layer)  # [front | rest | recent]
@@ -267,7 +279,7 @@ class Memory(KVCache):
         """Merge the rest of the entries: k and v (B, G, R, D), which stand at `places` (B, G,
         R) of the cache. Returns K', V' and w of the compressor. Without merged slots the rest
         is dropped."""
-        s = self.layers[layer]
+        s = self.layer_settings[layer]
         if not s.merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
         # If compressed before, the cache is [front | merged slots | recent slots | segment].
@@ -282,13 +294,13 @@ class Memory(KVCache):
         return compressor(k, v, from_slot, scores)
 
     def new_places(self, layer: int, S: int, device: torch.device) -> Tensor:
-        """Where the keys of S entries in order [front | rest | recent] are turned to, (S,),
-        if a key's position is its place in the cache.
+        """For --positions slots: the new position of each of S entries, (S,), which are in order
+        [front | rest | recent].
 
-        What is kept gets the place of its slot. The rest gets place 0, so that (4) mixes keys that
-        are not rotated. With positions of the text, (4) mixes rotated keys.
+        What is kept gets the place of its slot. An entry that is merged gets place 0, so that (4)
+        mixes keys that are not rotated. With the other --positions, (4) mixes rotated keys.
         """
-        s = self.layers[layer]
+        s = self.layer_settings[layer]
         places = torch.zeros(S, device=device)
         front = s.sinks + s.heavy
         places[:front] = torch.arange(front)
@@ -298,7 +310,7 @@ class Memory(KVCache):
     def arrange(self, layer: int) -> Tensor:
         """The places in the cache of [front | rest | recent], each in order: (B, G, S). The front
         are the entries of sinks and heavy slots."""
-        s = self.layers[layer]
+        s = self.layer_settings[layer]
         k = self.keys[layer].held
         B, G, S, _ = k.shape
         chosen = torch.zeros(B, G, S, dtype=torch.bool, device=k.device)  # for the front
@@ -313,8 +325,9 @@ class Memory(KVCache):
         return torch.cat((front, others), dim=2)
 
     def mixing_matrix(self, layer: int, order: Tensor, w: Tensor) -> Tensor:
-        """All of a layer's W (B, G, M, S), as drawn above, from what `compress` returns."""
-        s = self.layers[layer]
+        """For pictures: a layer's mixing matrix (B, G, M, S), as drawn above, from what `compress`
+        returns."""
+        s = self.layer_settings[layer]
         S = order.shape[2]
         front = s.sinks + s.heavy
         W = w.new_zeros(*w.shape[:2], s.mem, S)
@@ -423,12 +436,11 @@ def check_budgets(settings: Settings) -> None:
 
 COMMON = 3  # scaling the shared filter by 3 triples its change per AdamW step
 # The (centred) cosine of a fact that is told twice is 0.995, that of two facts 0.52. To the
-# power of 32 these are 0.85 and 0. Times 1,000, a copy loses to everything else in 299 of 300
-# rows, even where logits are 16 times larger.
+# power of 32 these are 0.85 and 0. The penalty is so large that a slot hardly ever takes a copy,
+# even where logits are 16 times larger.
 POWER = 32
 PENALTY = 1000
-# At the start an entry with twice the attention gets 2^2 times the weight. The factor also
-# doubles the change of ScoredCompressor.trust per AdamW step.
+# At the start an entry with twice the attention gets 2^2 times the weight.
 TRUST = 2
 
 
@@ -437,10 +449,10 @@ class FactCompressor(Compressor):
 
     Of entries A, A' (a copy of A) and B, in this order of relevance, two slots hold A and B.
     A common filter learns what is relevant. Each slot also has its own filter, which learns
-    which of the relevant entries it takes. What comes from a merged or heavy slot has filters
-    of its own, of one tap, which learn to keep it: without them one seed of two forgets
-    (docs/notebook.md). Rows are soft while they learn. The recipe's `sharper` makes them nearly
-    one-hot afterwards, as mixed facts cannot be read.
+    which of the relevant entries it takes. An entry that is in a merged or heavy slot already is
+    judged by other filters, one tap wide, which learn to keep it. Without them one seed of two
+    forgets (docs/notebook.md). Rows are soft while they learn. The recipe's `sharper` makes them
+    nearly one-hot afterwards, as mixed facts cannot be read.
     """
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
@@ -452,7 +464,7 @@ class FactCompressor(Compressor):
         self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
 
     def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        """How relevant each of S entries is for each slot: (N, slots, S)."""
+        """How relevant each of R entries is for each slot: (N, slots, R)."""
         new = F.conv1d(entries, self.conv.weight + COMMON * self.common, padding="same")
         old = F.conv1d(entries, self.slot_filters + COMMON * self.slot_common)
         return torch.where(from_slot[:, None], old, new)
@@ -465,14 +477,14 @@ class FactCompressor(Compressor):
 @torch.no_grad()
 def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
     """How much each entry is a copy of what earlier rows have picked, as in maximal marginal
-    relevance (Carbonell and Goldstein 1998). Relevance (N, slots, S), entries (N, 2D, S) ->
-    (N, slots, S)."""
-    unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1)  # (N, 2D, S)
+    relevance (Carbonell and Goldstein 1998). Relevance (N, slots, R), entries (N, 2D, R) ->
+    (N, slots, R)."""
+    unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1)  # (N, 2D, R)
     taken, rows = torch.zeros_like(relevance[:, :1]), []
-    for row in relevance.split(1, dim=1):  # (N, 1, S)
+    for row in relevance.split(1, dim=1):  # (N, 1, R)
         rows.append(taken)
         best = (row - PENALTY * taken).argmax(dim=-1, keepdim=True)  # (N, 1, 1)
-        cosine = unit.gather(2, best.expand(-1, unit.shape[1], -1)).mT @ unit  # (N, 1, S)
+        cosine = unit.gather(2, best.expand(-1, unit.shape[1], -1)).mT @ unit  # (N, 1, R)
         taken = taken + cosine.clamp(min=0) ** POWER  # an opposite is no copy
     return torch.cat(rows, dim=1)
 
@@ -495,7 +507,7 @@ class ScoredCompressor(FactCompressor):
 
     def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         received = (scores + 1e-4).log()  # entries below 0.0001 are alike
-        received = received - received.mean(dim=-1, keepdim=True)  # (N, S)
+        received = received - received.mean(dim=-1, keepdim=True)  # (N, R)
         filtered = super().relevance(entries, from_slot, scores)
         return filtered + TRUST * self.trust * received[:, None]
 

@@ -49,10 +49,9 @@ from support.text import long_documents, sequence, token_streams
 class TrainConfig:
     """Everything that a run depends on.
 
-    The defaults are the paper's context extension. A recipe, a stored run and flags override them,
-    in this order. Where the paper is silent, there is no weight decay, and the gradients of the
-    convolutions and of all else are each clipped at norm 1. Paths are strings, so that a
-    configuration can be stored as JSON.
+    The defaults are the paper's context extension, and ours where a comment says so. A recipe, a
+    stored run and flags override them, in this order. Paths are strings, so that a configuration
+    can be stored as JSON.
     """
 
     recipe: str = "paper"  # its name; what it sets is in the other fields
@@ -61,12 +60,13 @@ class TrainConfig:
     device: str | None = None  # None: a GPU if there is one
     dtype: str | None = None  # None: float32 on a CPU, bfloat16 on a GPU
     seed: int = 0
-    # Memory. None in the second half takes what the method has.
+    # Memory.
     method: str = "lococo+h2o"  # "Ours" of table 2, and what the official code does by default
     mem: int = 512  # slots M; section 4.1
-    segment: int | None = None  # tokens T that enter together (the paper's chunk); None: M
+    segment: int | None = 512  # tokens T that enter together, the paper's chunk; None: M
     compressor: str = "paper"  # section 3.2.1
     kernel: int = 21  # taps of the convolution; section 4.1
+    # Memory: with None the method's own value holds.
     sinks: int | None = None
     heavy: int | None = None
     recent: int | None = None
@@ -83,12 +83,14 @@ class TrainConfig:
     lora_rank: int = 8  # section 4.1; with 0 the convolutions train alone
     lr: float = 5e-5  # of LoRA, embeddings and norms; section 4.1. Both rates fall linearly to 0
     conv_lr: float = 5e-2  # of the convolutions; section 4.1
-    # Our choice: 99.2 steps are the 104 million tokens that section 3.3 names for inference mode.
+    # Ours: the paper gives no number of steps for context extension. 100 steps are 104.9 million
+    # tokens; section 3.3 has 104 million for inference mode.
     steps: int = 100
     batch: int | None = 128  # sequences; section 4.1. None: at most 4,096 tokens, at least one
     micro_batch: int = 1  # sequences in memory at once; section 4.1
     bptt: int = 1  # segments that the gradient spans; algorithm 2
     recompute: bool = False
+    # Ours, for facts.
     answer_weight: float = 1.0  # of a fact's word when told again, for the convolutions
     sharper: float = 1.0  # after training the convolutions' logits are multiplied by this
     # Scoring and output.
@@ -101,11 +103,11 @@ RECIPES = {  # what each changes of the defaults above
     "paper": dict(),
     "paper-inference": dict(seq=4096, lora_rank=0, steps=200),  # section 4.1; 104 million tokens
     "inference": dict(  # ours: a real Llama stays as it is; 60 x 4,096 tokens (docs/real-llama.md)
-        method="lococo+h2o+recent", mem=64, seq=1024, compressor="scored", kernel=3, lora_rank=0,
+        method="lococo+h2o+recent", mem=64, segment=None, seq=1024, compressor="scored", kernel=3, lora_rank=0,
         conv_lr=2e-2, steps=60, batch=None, micro_batch=4, bptt=4,
     ),
     "embedded": dict(  # ours: twice the pretrained context; 240 x 4,096 tokens; 32 to score
-        method="lococo+window", mem=128, seq=2048, compressor="facts", kernel=3,
+        method="lococo+window", mem=128, segment=None, seq=2048, compressor="facts", kernel=3,
         lr=2e-3, conv_lr=7.5e-3, steps=240, batch=None, micro_batch=2, bptt=4, save_every=10,
         facts=8, answer_weight=20.0, sharper=16.0, score_tokens=65536,
     ),
@@ -248,10 +250,10 @@ def backward_by_pieces(
     """Backward passes of sequences (n, L), one for each `bptt` segments, so that the graph never
     spans more. Yields what each adds to the step's loss, and how many tokens it has scored.
 
-    In the convolutions' gradient a token that is an answer counts `answer_weight` times. Its extra
-    part costs a second backward pass. So it is taken from one piece in EXTRA_EVERY alone, and
-    counts so many times there: over the steps the mean is the same. Which pieces these are depends
-    on the step, not on how the sequences are dealt out.
+    In the convolutions' gradient a token that is an answer counts `answer_weight` times. The extra
+    weight costs a second backward pass. To save time, one piece in EXTRA_EVERY has it, EXTRA_EVERY
+    times as large, so that the mean over the steps is the same. Which pieces these are depends on
+    the step, not on how the sequences are dealt out.
     """
     longlora = adapted.settings.method == "longlora"
     cache = adapted.cache(plain=ShiftedGroups if longlora else KVCache)
@@ -262,13 +264,13 @@ def backward_by_pieces(
     answers = answers[:, 1:].split(config.bptt * segment, dim=1)
     for piece, answer in enumerate(answers):
         with machine.precision():
-            losses, _ = next(pieces)
-        # Outside autocast, as PyTorch advises: a backward pass has the numbers of its forward pass.
+            losses, _ = next(pieces)  # runs one piece forward; the next call cuts the graph
+        # Outside autocast, as PyTorch advises: a backward pass has the dtypes of its forward pass.
         loss = losses.sum() / scored_in_step
         if loss.requires_grad:  # with --lora-rank 0 this is not so before the first compression
-            if convolutions and answer.any() and (step + piece) % EXTRA_EVERY == 0:
+            weight = EXTRA_EVERY * (config.answer_weight - 1)
+            if weight and convolutions and answer.any() and (step + piece) % EXTRA_EVERY == 0:
                 # For the convolutions alone: LoRA would get worse on plain text.
-                weight = EXTRA_EVERY * (config.answer_weight - 1)
                 extra = weight * losses[answer].sum() / scored_in_step
                 extra.backward(inputs=convolutions, retain_graph=True)
             loss.backward()
@@ -409,7 +411,7 @@ def add_training_flags(parser: Parser) -> None:
         help="0: only the convolutions train (inference mode)")
     add("--lr", type=number, metavar="RATE", help="learning rate of LoRA, embeddings and norms")
     add("--conv-lr", type=number, metavar="RATE", help="learning rate of the convolutions")
-    add("--steps", type=positive, help="optimizer steps; the rates fall linearly to 0 at the last")
+    add("--steps", type=positive, help="optimizer steps; the rates fall linearly towards 0")
     add("--batch", type=positive, metavar="N", help="sequences per step")
     add("--micro-batch", type=positive, metavar="N", help="sequences in memory at once")
     add("--bptt", type=positive, metavar="N", help="segments that the gradient spans")
@@ -448,6 +450,9 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
     if flags.resume:
         tensors, about = read_file(flags.resume / "state.safetensors")
         recipe, stored = {}, about.get("config", {})
+        for flag in ("recipe", "out"):
+            if flag in given:
+                parser.error(f"--{flag} {given[flag]}: a run that is resumed keeps its own")
         given["out"] = given.pop("resume")
         if stored.keys() != {f.name for f in fields(TrainConfig)}:
             parser.error(f"--resume {flags.resume}: made by another version of this program")
@@ -644,6 +649,8 @@ def print_start(config: TrainConfig, settings: Settings, machine: Machine, text:
     slots = [f"{getattr(settings, kind)} {kind}" for kind in KINDS if getattr(settings, kind)]
     if slots:
         print(f"slots: {', '.join(slots)}; positions: {settings.positions}")
+        if settings.mem != config.mem:
+            print(f"these are {settings.mem} slots, and not --mem {config.mem}")
     if not settings.merged:
         print("nothing is merged: this method uses no compressor")
 
@@ -727,8 +734,7 @@ def main(line: list[str] | None = None) -> None:
             dist.destroy_process_group()  # or gloo may abort a process while it ends
     except BaseException:
         if RANK > 0:
-            # Process 0 prints an error that all have. torchrun ends the others when one has ended.
-            time.sleep(3)
+            time.sleep(3)  # process 0 prints the error first: torchrun ends all when one has ended
         raise
 
 

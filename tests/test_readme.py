@@ -91,7 +91,7 @@ def test_the_ten_lines_are_the_papers_compressor():
     k_new, v_new, w = compressor(k, v, torch.zeros(1, 1, names["S"], dtype=torch.bool), None)
     torch.testing.assert_close(names["K_new"], k_new[0, 0])
     torch.testing.assert_close(names["V_new"], v_new[0, 0])
-    torch.testing.assert_close(names["W"], w[0, 0])
+    torch.testing.assert_close(names["w"], w[0, 0])
 
 
 # --- Tables --------------------------------------------------------------------------------------
