@@ -276,7 +276,8 @@ def parse() -> argparse.Namespace:
         help=f"rows to make: {', '.join(ROWS)} (default: all)")  # fmt: skip
     add("--seeds", nargs="+", type=at_least(0), default=[0])
     add("--steps", type=positive, default=60, help="training steps of 4,096 tokens (default: 60)")
-    add("--mem", type=positive, default=64, help="slots M; a segment has as many tokens (default: 64)")
+    add("--mem", type=positive, default=64,
+        help="slots M; a segment has as many tokens (default: 64)")
     add("--seq", type=positive, default=1024, help="tokens of a document (default: 1,024)")
     add("--part", choices=PARTS, default="test", help="documents to score (default: test)")
     add("--documents", type=positive, default=48, help="documents to score at most (default: 48)")

@@ -243,8 +243,8 @@ def shorten(row: dict, most: int, tokenizer: Tokenizer) -> bool:
 
 
 def is_task(row: dict) -> bool:
-    """Whether no text is blank, "stop" is text, "punctuation" is nothing or a blank, and `answer` is
-    the place of one of the choices."""
+    """Whether no text is blank, "stop" is text, "punctuation" is nothing or a blank, and `answer`
+    is the place of one of the choices."""
     if "choices" in row:
         texts, answer = row["choices"], row["answer"]
         prompts = np.broadcast_to(row["prompt"], len(texts)).tolist()
