@@ -55,7 +55,7 @@ def token_losses(
 def perplexity(nats: Tensor) -> float:
     """Infinite where exp overflows, above 709 nats."""
     mean = nats.double().mean().item()
-    return math.exp(mean) if mean < 709 else math.inf
+    return math.inf if mean > 709 else math.exp(mean)
 
 
 def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:

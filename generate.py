@@ -51,10 +51,14 @@ def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> I
 
 @torch.no_grad()
 def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tensor:
-    """Read tokens (B, L) into the cache by segments; float32 logits (B, V) of what comes next."""
+    """Read tokens (B, L) into the cache by segments; float32 logits (B, V) of what comes next.
+    Raises UserError if these are not finite."""
     for x in tqdm(tokens.split(segment, dim=1), "reading", leave=False, delay=2, disable=None):
         h = model.hidden(x, cache)
-    return model.logits(h[:, -1])
+    logits = model.logits(h[:, -1])
+    if not logits.isfinite().all():
+        raise UserError("the model's output is not finite; its weights or its adapter are no good")
+    return logits
 
 
 def sample(logits: Tensor, temperature: float) -> int:

@@ -28,6 +28,19 @@ if TYPE_CHECKING:
     from support.command_line import Machine
 
 
+def check_numbers(config: "LlamaConfig | Llama3Rope") -> None:
+    """Numbers get their field's type: 10000 and 10000.0 in a file are the same model. Raises
+    ValueError if one is of another type or not positive."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if f.type in (int, float, bool):
+            if f.type(value) != value:
+                raise ValueError(f"{f.name} {value!r} is not of type {f.type.__name__}")
+            if f.type is not bool and not 0 < value < math.inf:
+                raise ValueError(f"{f.name} {value!r} is not positive")
+            object.__setattr__(config, f.name, f.type(value))  # also where it is frozen
+
+
 @dataclass(frozen=True)
 class Llama3Rope:
     """How Llama 3.1 and 3.2 stretch their positions (rope_type "llama3" in config.json): slow
@@ -37,6 +50,8 @@ class Llama3Rope:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+    __post_init__ = check_numbers
 
     def slowed(self, frequency: Tensor) -> Tensor:
         """A rotation that turns at least `high_freq_factor` times within the original context is
@@ -67,13 +82,10 @@ class LlamaConfig:
     llama3_rope: Llama3Rope | None = field(default=None, repr=False)
 
     def __post_init__(self):
-        """Numbers get their field's type: 10000 and 10000.0 in a file are the same model."""
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.type in (int, float):
-                if f.type(value) != value:
-                    raise ValueError(f"{f.name} {value!r} is not of type {f.type.__name__}")
-                setattr(self, f.name, f.type(value))
+        check_numbers(self)
+        if self.head_dim % 2 or self.n_heads % self.n_kv_heads:
+            heads = f"{self.n_heads} heads, {self.n_kv_heads} of keys and values"
+            raise ValueError(f"dim {self.dim} and {heads}, do not fit together")
 
     @property
     def head_dim(self) -> int:
@@ -428,8 +440,8 @@ def hugging_face_config(file: Path) -> LlamaConfig:
         n_kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
         rope_theta=newer.get("rope_theta", c.get("rope_theta", 10000.0)),
         rope_scale=scaling["factor"] if rope_type == "linear" else 1.0,
-        tied=c.get("tie_word_embeddings", False),
-        qkv_bias=c.get("qkv_bias", False),
+        tied=c.get("tie_word_embeddings") or False,
+        qkv_bias=c.get("qkv_bias") or False,
         turned=c.get("partial_rotary_factor", 1.0),
         llama3_rope=llama3_rope,
     )
@@ -463,7 +475,7 @@ def weight_files(path: Path) -> list[Path]:
                 raise not_a_llama(index, error) from None
         if files:
             return files
-    return []
+    raise UserError(f"{path}: there is no model*.safetensors and no pytorch_model*.bin in it")
 
 
 def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
@@ -495,13 +507,15 @@ class Tokenizer:
             self.tokens = reader(self.file)
             self.vocab_size = self.tokens.vocab_size
             self.prefix = read_json(prefix) if prefix.is_file() else [self.tokens.bos]
+            if not all(type(i) is int and i >= 0 for i in self.prefix):
+                raise ValueError(f"no ids that begin a text: {self.prefix!r}")
             self.bos = self.prefix[0]  # begins each text
             self.ends = self.tokens.ends  # ids, each of which ends a text
         except DAMAGED as error:
             reason = why(self.file, error)
             sentence = f"{self.file.name} is not a readable tokenizer ({reason})"
             raise UserError(f"{path}: {sentence}") from None
-        self.letter = self.tokens.encode("x")[-1]  # what `piece` puts in front of a token
+        self.letter = self.tokens.encode("x")[-1:]  # what `piece` puts in front of a token
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text that begins here: the prefix, usually the BOS alone, then its own."""
@@ -515,7 +529,7 @@ class Tokenizer:
         U+FFFD for a part of a character, the name of a token that has no text."""
         if i >= self.vocab_size:
             return f"<{i}>"
-        added = self.decode([self.letter, i]).removeprefix(self.decode([self.letter]))
+        added = self.decode([*self.letter, i]).removeprefix(self.decode(self.letter))
         return added or self.tokens.name(i)
 
 
@@ -598,6 +612,6 @@ class JsonTokens:
 def load_base(path: Path, machine: "Machine") -> tuple[Llama, Tokenizer]:
     model = load_llama(path, machine.dtype, machine.device)
     tokenizer = Tokenizer(path)
-    if tokenizer.vocab_size > model.config.vocab_size:
+    if max(tokenizer.vocab_size - 1, *tokenizer.prefix) >= model.config.vocab_size:
         raise UserError(f"{tokenizer.file}: it has more tokens than the model ({path})")
     return model, tokenizer

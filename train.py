@@ -39,7 +39,7 @@ from model import KVCache, Llama, Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, counted, method_flags
 from support.command_line import prepare, run_program
 from support.facts import FORMS, tell, tell_all
-from support.files import UserError, checksum, read_file, write_file
+from support.files import DAMAGED, UserError, checksum, read_file, write_file
 from support.text import long_documents, sequence, token_streams
 
 # --- Recipes -------------------------------------------------------------------------------------
@@ -174,7 +174,11 @@ def join() -> None:
     """Meet the other processes. Returns when all are here."""
     if torch.cuda.is_available():  # choose the one that "cuda" means
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group(timeout=timedelta(days=1))
+    try:
+        dist.init_process_group(timeout=timedelta(days=1))
+    except (ValueError, RuntimeError) as error:
+        place = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
+        raise UserError(f"the processes do not meet at {place}: {error}"[:250]) from None
 
 
 def add_up(t: Tensor) -> Tensor:
@@ -506,7 +510,7 @@ def claim(config: TrainConfig, begun: int | None) -> tuple[TrainConfig, TextIO]:
 def lock_log(out: Path) -> TextIO | None:
     """The log in a run's folder, locked until it is closed; None if another process has it."""
     out.mkdir(parents=True, exist_ok=True)
-    log = open(out / "log.jsonl", "a+", encoding="utf-8")
+    log = open(out / "log.jsonl", "a+", encoding="utf-8", newline="\n")
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -520,7 +524,11 @@ def forget_crash(out: Path, log: TextIO, step: int) -> None:
         part.unlink()
     log.seek(0)
     kept = takewhile(lambda line: line[-1] == "\n" and json.loads(line)["step"] <= step, log)
-    log.truncate(sum(len(line) for line in kept))  # each character is a byte
+    try:
+        log.truncate(sum(len(line) for line in kept))  # each character is a byte
+    except DAMAGED as error:
+        sentence = f"damaged ({error!r}); move it elsewhere to go on"
+        raise UserError(f"{os.path.relpath(log.name)}: {sentence}") from None
 
 
 def chosen_settings(config: TrainConfig) -> Settings:

@@ -9,21 +9,23 @@ from typing import Callable, NoReturn
 
 import torch
 
-from support.files import UserError, is_out_of_memory
+from support.files import UserError, is_out_of_memory, is_stream
 
 HERE = Path(__file__).resolve().parent.parent  # the project's folder
 TINY = HERE / "tiny"  # the embedded model and its adapter
 KEPT = {"--sinks": "first tokens", "--heavy": "most attended entries", "--recent": "last tokens"}
+HUGE = 2**31 - 1  # the largest number that a flag takes
 POSITIONS = ("interpolated", "original", "slots")  # see lococo.interpolation
 
 
-def at_least(least: float, kind: type = int) -> Callable[[str], float]:
-    """An argparse type: a number from `least` on."""
+def at_least(least: float, kind: type = int, most: float = HUGE) -> Callable[[str], float]:
+    """An argparse type: a number from `least` on, up to `most`."""
+    end = "on, and not huge" if most == HUGE else f"to {most}"
 
     def convert(text: str) -> float:
         number = kind(text)
-        if not least <= number < 2**31:
-            raise argparse.ArgumentTypeError(f"{text}: it must be from {least} on, and not huge")
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text}: it must be from {least} {end}")
         return number
 
     convert.__name__ = kind.__name__  # for argparse's own sentence: invalid int value
@@ -37,6 +39,8 @@ def output_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text}: this is a folder; name a file")
     if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no folder {file.parent}; make it first")
+    if not os.access(file if is_stream(file) else file.resolve().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: nothing can be written there; name another file")
     return file
 
 
@@ -68,7 +72,7 @@ class Parser(argparse.ArgumentParser):
                 help=f"slots that keep the {kept} (default: the method's)")
         add("--positions", choices=POSITIONS,
             help="of keys: in the text, divided; in the text; in the cache (default: the method's)")
-        add("--forget", type=at_least(0, float), metavar="F",
+        add("--forget", type=at_least(0, float, most=1), metavar="F",
             help="heavy slots: factor of earlier attention at each segment, 0 to 1")
         add("--budgets", type=at_least(4), nargs="+", metavar="N",
             help="slots of each layer, M on average; tools/budgets.py finds them (default: M each)")
@@ -109,7 +113,7 @@ def prepare(device: str | None, dtype: str | None, seed: int = 0) -> Machine:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError):
+    except (RuntimeError, AssertionError, ImportError):
         raise UserError(f"--device {device}: this torch has no such device") from None
     usual = "float32" if torch.device(device).type == "cpu" else "bfloat16"
     torch.manual_seed(seed)
@@ -120,6 +124,9 @@ def prepare(device: str | None, dtype: str | None, seed: int = 0) -> Machine:
 def run_program(main: Callable[[], None]) -> None:
     """Run a program. A mistake that the user can fix is one sentence and exit code 2; what only a
     bug of ours can cause is a traceback."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # it is closed, as by the shell's `>&-`
+            setattr(sys, name, open(os.devnull, "r+"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal may not have every character
     try:

@@ -47,7 +47,7 @@ def fact_tokens(tokenizer: Tokenizer, form: str = "line") -> FactTokens:
     breaks = frozenset(i for i, piece in enumerate(pieces) if piece.endswith("\n"))
     before, between, after = FORMS[form]
     parts = ids_behind("x\n", before), ids_behind("x", between), ids_behind("x", after)
-    x = tokenizer.encode("x")[1:]
+    x = tokenizer.encode("x")[len(tokenizer.prefix) :]
     for text, ids in zip(FORMS[form], parts):
         if tokenizer.decode(x + ids) != f"x{text}":
             sentence = f"it has no tokens of their own for {text!r} in a fact"

@@ -40,7 +40,10 @@ def read_text(file: Path, encoding: str = UTF8) -> str:
 
 
 def read_json(file: Path) -> Any:
-    return json.loads(read_text(file))
+    try:
+        return json.loads(read_text(file))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: cannot be read as JSON ({why(file, error)})") from None
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -83,9 +86,14 @@ def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
     write_whole(file, lambda beside: save_file(tensors, beside, metadata))
 
 
+def is_stream(file: Path) -> bool:
+    """Whether what is written there is gone at once, as in /dev/stdout, which may be a pipe."""
+    return file.is_fifo() or file.is_char_device()
+
+
 def write_whole(file: Path, save: Callable[[Path], None]) -> None:
     """Write a file by save(path): under a name that no other process has, synced, then renamed."""
-    if file.is_fifo() or file.is_char_device():  # as /dev/stdout may be: nothing to keep whole
+    if is_stream(file):  # there is nothing to keep whole
         return save(file)
     whole = file.resolve()  # a link stays one
     beside = whole.with_name(f"{whole.name}.{uuid4().hex[:8]}.part")
@@ -95,8 +103,9 @@ def write_whole(file: Path, save: Callable[[Path], None]) -> None:
             os.fsync(written.fileno())
         os.replace(beside, whole)
     except DAMAGED as error:
-        beside.unlink(missing_ok=True)
         raise UserError(f"{file}: cannot be written ({error}); nothing is changed") from None
+    finally:
+        beside.unlink(missing_ok=True)  # after an error or Ctrl-C; else it has its name by now
 
 
 def write_text(file: Path, text: str) -> None:
@@ -125,7 +134,7 @@ def created(file: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        file.unlink()
+        file.unlink(missing_ok=True)
         raise
 
 

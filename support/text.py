@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from support.command_line import counted
 from support.files import DAMAGED, UTF8, UserError, read_file, read_text, write_file
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ def find_files(paths: list[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise UserError(f"--data {path}: no such file or folder")
-        inside = (f for f in sorted(path.rglob("*")) if "/." not in f"/{f.relative_to(path)}")
+        inside = [f for f in sorted(path.rglob("*")) if "/." not in f"/{f.relative_to(path)}"]
+        for link in (f for f in inside if f.is_symlink() and f.is_dir()):
+            print(f"left out, as it is a link to a folder: {link}", file=sys.stderr)
         files += [f for f in inside if f.is_file()] if path.is_dir() else [path]
     return files
 
@@ -67,22 +70,30 @@ def is_row(row: Any) -> bool:
     return isinstance(row, dict) and isinstance(row.get("text"), str)
 
 
+def parsed(text: bytes) -> Any:
+    """The value of a JSON text; None if it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def has_rows(file: Path) -> bool:
-    """Whether each line is a document. In capitals or not, .jsonl, .jsonl.gz and .json.gz say so,
-    and a .json file whose first line is one. Raises UserError if texts are packed otherwise."""
+    """Whether each line is a document. In capitals or not, the name's end says so, and a .json file
+    whose first line is one. Raises UserError if texts are packed otherwise."""
     name = file.name.lower()
-    if name.endswith((".jsonl", ".jsonl.gz", ".json.gz")):
+    if name.endswith((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz")):
         return True
-    if re.search(r"\.(jsonl?|txt)\.(gz|zst|xz|bz2|lz4|zip|7z)$", name):
+    if re.search(r"\.(jsonl?|ndjson|txt)\.(gz|zst|xz|bz2|lz4|zip|7z)$", name):
         sentence = "texts that are packed so are not read; unpack it, or pack rows as .jsonl.gz"
         raise UserError(f"{file}: {sentence}")
     if not name.endswith(".json"):
         return False
-    with open(file, encoding=UTF8) as content:
-        try:
-            return is_row(json.loads(content.readline()))
-        except ValueError:  # an object of many lines, or no JSON: a plain text
-            return False
+    content = file.read_bytes()
+    whole = parsed(content)
+    if isinstance(whole, list) and any(map(is_row, whole)):
+        raise UserError(f"{file}: a list of texts is not read; write each row in a line, as .jsonl")
+    return is_row(parsed(content.split(b"\n", 1)[0]))  # else it is a plain text
 
 
 def read_documents(file: Path) -> Iterator[tuple[str, str]]:
@@ -114,7 +125,7 @@ def name_of_tokens(files: list[Path], tokenizer: Tokenizer) -> str:
     """By all that tokens are made from: the texts, the names that choose a part, the tokenizer and
     how it begins a text, and how this module reads them (a number to raise)."""
     texts = [(f.name, str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    made_from = repr(("int32, 3", texts, tokenizer.prefix)).encode() + tokenizer.file.read_bytes()
+    made_from = repr(("int32, 4", texts, tokenizer.prefix)).encode() + tokenizer.file.read_bytes()
     return f"{hashlib.sha256(made_from).hexdigest()[:24]}.safetensors"
 
 
@@ -148,7 +159,7 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
 def sequence(ids: np.ndarray, L: int, seed: int, i: int) -> Tensor:
     """Training sequence i, (L,): the stream is cut into pieces, shuffled anew for each pass."""
     if len(ids) < L:
-        raise UserError(f"--seq {L}: the text to train on has only {len(ids)} tokens")
+        raise UserError(f"--seq {L}: the text to train on has only {counted(len(ids), 'token')}")
     epoch, i = divmod(i, len(ids) // L)
     place = np.random.default_rng((seed, epoch)).permutation(len(ids) // L)[i]
     return torch.from_numpy(ids[place * L : (place + 1) * L].astype(np.int64))

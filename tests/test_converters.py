@@ -92,6 +92,15 @@ def test_a_wrong_tensor_is_named(tmp_path, change, named):
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+@pytest.mark.parametrize("key, value", [
+    ("num_layers", "2"), ("num_attention_heads", 0), ("hidden_size", None)])  # fmt: skip
+def test_a_configuration_that_is_no_llamas_is_one_sentence(tmp_path, key, value):
+    write(tmp_path / "official", {})
+    (tmp_path / "official" / "config.json").write_text(json.dumps(CONFIG | {key: value}))
+    with pytest.raises(UserError, match="official/config.json or its weights: not a plain Llama-2"):
+        chatglm3.convert(tmp_path / "official", tmp_path / "out")
+
+
 def disk_is_full(tensors, file) -> None:
     if isinstance(file, Path):
         file.write_bytes(b"the first half")

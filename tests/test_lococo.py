@@ -189,6 +189,7 @@ def test_needs_become_budgets():
     """Least 6 of 16. The weights are 1 and 2^0.7 = 1.62: the other 30 slots are 11.4 and 18.6."""
     assert budgets.shared_out(np.array([-1.0, 1.0, 2.0]), 16) == [4, 16, 28]
     assert sum(budgets.shared_out(np.array([0.3, 0.1, 0.1]), 15)) == 45
+    assert budgets.shared_out(np.array([-1.0, 0.0, 2.0]), 8) == [4, 4, 16]  # --budgets takes 4 on
 
 
 # --- What the official code does, positions, losses, LoRA -----------------------------------------

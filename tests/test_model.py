@@ -5,6 +5,8 @@ import copy
 import json
 import math
 import os
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,9 +20,10 @@ from sentencepiece import SentencePieceTrainer
 from generate import prefill
 from lococo import AdaptedLlama, identity, load_adapter, settings_for
 from model import KVCache, Llama, LlamaConfig, Tokenizer, hugging_face_config, hugging_face_name
-from model import load_llama, rope, rotate
+from model import load_base, load_llama, rope, rotate
+from support.command_line import HERE, TINY, Machine
 from support.files import UserError, checksum, created, is_out_of_memory, read_file
-from support.files import write_file, write_json
+from support.files import write_file, write_json, write_whole
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
 SMALL = LlamaConfig(32, 2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)
@@ -281,8 +284,56 @@ def test_a_number_is_the_same_however_it_is_written(tmp_path, model, changes):
     """The configuration's repr, by which an adapter knows its base, is the same."""
     found = load_llama(write_model(tmp_path, model, [HF], **changes)).config
     assert repr(found) == repr(model.config)
-    with pytest.raises(UserError, match="dim 32.5 is not of type int"):
-        load_llama(write_model(tmp_path, model, [HF], hidden_size=32.5))
+    stretched = {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4.0,
+                 "original_max_position_embeddings": 32.0}  # fmt: skip
+    scaled = [stretched | {"factor": factor} for factor in (8, 8.0)]
+    both = [load_llama(write_model(tmp_path, model, [HF], rope_scaling=s)).config for s in scaled]
+    assert repr(both[0].llama3_rope) == repr(both[1].llama3_rope)
+
+
+@pytest.mark.parametrize("changes, sentence", [
+    ({"hidden_size": 32.5}, "dim 32.5 is not of type int"),
+    ({"tie_word_embeddings": "false"}, "tied 'false' is not of type bool"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": "8", "low_freq_factor": 1,
+                       "high_freq_factor": 4, "original_max_position_embeddings": 32}},
+     "factor '8' is not of type float"),
+    ({"max_position_embeddings": 0}, "context 0 is not positive"),
+    ({"rms_norm_eps": -1e-5}, "norm_eps -1e-05 is not positive"),
+    ({"rope_theta": math.inf}, "rope_theta inf is not positive"),
+    ({"num_hidden_layers": 0}, "n_layers 0 is not positive"),
+    ({"num_attention_heads": 32, "num_key_value_heads": 16}, "32 heads, 16 of keys and values, do"),
+    ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads, 3 of keys and values, do not"),
+])  # fmt: skip
+def test_numbers_that_make_no_llama(tmp_path, model, changes, sentence):
+    """They are refused when they are read, not when they have made other figures."""
+    refusal(write_model(tmp_path, model, [HF], **changes), "not a plain Llama-2", sentence)
+
+
+def test_a_broken_file_is_the_one_that_is_named(tmp_path, tokenizer):
+    shutil.copy(tokenizer.file, tmp_path)
+    (tmp_path / "config.json").write_text('{"dim": ')
+    refusal(tmp_path, "config.json: cannot be read as JSON (JSONDecodeError: Expecting value")
+    for content, sentence in (
+        ("[1,", "prefix.json: cannot be read as JSON"), ("[" * 99999, "prefix.json: cannot be"),
+        ('"abc"', "no ids that begin a text: 'abc'"), ("[-1]", "no ids that begin a text: [-1]"),
+        ("[]", "tokenizer.model is not a readable tokenizer"),
+    ):  # fmt: skip
+        (tmp_path / "prefix.json").write_text(content)
+        refusal(tmp_path, sentence, call=Tokenizer)
+
+
+def test_what_begins_a_text_is_in_the_model(tmp_path):
+    """An id above all of its embeddings would be an IndexError."""
+    shutil.copytree(TINY, tmp_path / "base")
+    (tmp_path / "base" / "prefix.json").write_text("[1, 2048]")
+    machine = Machine("cpu", torch.float32)
+    refusal(tmp_path / "base", "it has more tokens than the model", call=load_base, args=(machine,))
+
+
+def test_a_folder_without_weights(tmp_path, model):
+    path = write_model(tmp_path, model, [HF])
+    (path / f"{HF}").unlink()
+    refusal(path, "there is no model*.safetensors and no pytorch_model*.bin in it")
 
 
 @pytest.mark.parametrize("files", [META[:1], [HF]], ids=str)
@@ -426,6 +477,29 @@ def test_json_is_written_whole_and_is_json(tmp_path, monkeypatch):
         patch.setattr(Path, "write_text", disk_is_full)
         refusal(file, "No space left on device", call=write_json, args=({},))
     assert [*tmp_path.iterdir()] == [file] and file.read_text() == text
+
+
+def test_ctrl_c_while_a_file_is_written(tmp_path):
+    """The old file is there, and no half of a new one."""
+    (tmp_path / "file").write_text("old")
+
+    def stopped(beside):
+        beside.write_text("ne")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "file", stopped)
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+def test_all_programs_write_whole_files():
+    """What a library writes goes through write_whole, so that a good file is never half a file."""
+    calls = r"\.savefig\(|\.save\((?!weights, content\))|\bsave_file\((?!tensors, beside)"
+    direct = re.compile(calls + r'|open\((?!os\.devnull)[^)]*"[wa]"')
+    sources = [f for place in ("", "support", "tools", "tiny") for f in (HERE / place).glob("*.py")]
+    lines = [line for file in sources for line in file.read_text("utf-8").splitlines()]
+    assert len(lines) > 3000 and not [line for line in lines if direct.search(line)]
 
 
 def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):

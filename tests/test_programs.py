@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -395,6 +396,19 @@ def test_a_perplexity_above_all_numbers(run):
     code, out, err = run(eval_ppl, f"{LINES[eval_ppl]} --model loud")
     assert code == 0 and len(re.findall(" inf$", out, re.M)) == 2, err  # of two models
     assert eval_ppl.perplexity(torch.tensor([1.0, 3.0])) == pytest.approx(math.e**2)
+    assert math.isnan(eval_ppl.perplexity(torch.tensor([1.0, math.nan])))  # which is not infinite
+
+
+def test_an_output_that_is_not_finite(run):
+    """As of an adapter that the last step has ruined. Its likeliest token would be any."""
+    shutil.copytree(TINY, "loud", ignore=shutil.ignore_patterns("adapter*"))
+    weights = load_file("loud/model.safetensors")
+    weights["lm_head.weight"] *= 3e38
+    save_file(weights, "loud/model.safetensors")
+    for temperature in (0, 1):
+        code, out, err = run(generate, f"{SINKS} --prompt text/0.py --model loud "
+                                       f"--temperature {temperature}")  # fmt: skip
+        assert (code, out) == (2, "") and "the model's output is not finite" in err, err
 
 
 def test_a_book_of_ones_own_that_fell_into_another_part(run):
@@ -437,6 +451,8 @@ def test_text_is_shown_as_it_comes_and_in_whole_characters(tokenizer, text):
 FOLLOWING = {
     generate: [
         ("--temperature nan", "--temperature nan"), ("--show-memory 4 0", "layers 0 to 3 and"),
+        ("--forget 1.5", "--forget 1.5: it must be from 0 to 1"), ("--forget nan", "--forget nan"),
+        ("--device hpu", "--device hpu: this torch has no"),
         ("--show-memory 0 2", "--show-memory 0 2"), ("--method lococo", "--method lococo"),
         ("--prompt -", "--prompt -"), ("--prompt allocate", "allocate: No such file"),
         ("--prompt latin", "latin: not UTF-8 text (byte 3)"), ("--model nan-base", "finite"),
@@ -517,6 +533,23 @@ def test_which_errors_are_a_sentence_and_which_a_traceback(capsys, error, code, 
     err = capsys.readouterr().err
     assert raised.value is error if code is None else raised.value.code == code
     assert sentence in err and err.count("\n") == (code == 2)
+
+
+def test_where_nothing_can_be_written(run, monkeypatch):
+    """It is said before the work, not after it."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for program, flag in ((eval_ppl, "--json"), (generate, "--save-memory")):
+        code, out, err = run(program, f"{LINES[program]} {flag} figures")
+        assert (code, out) == (2, "") and f"{flag} figures: nothing can be written there" in err
+
+
+def test_closed_streams():
+    """As the shell's `<&-` and `>&-` close them, and some that start programs by themselves."""
+    line = f"{sys.executable} {generate.__file__} --method h2o --mem 16 --prompt"
+    for words, code, sentence in (("- <&-", 2, "there is no text in it"),
+                                  ("text/0.py --max-new-tokens 1 >&-", 0, "16 slots")):  # fmt: skip
+        done = subprocess.run(f"{line} {words}", shell=True, stderr=PIPE, text=True)
+        assert done.returncode == code and sentence in done.stderr, done.stderr
 
 
 def test_help_and_terminals(run):

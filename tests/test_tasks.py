@@ -165,7 +165,9 @@ ANSWERS = {"prompt": "x =", "answers": ["1"]}
 CHOICES = {"prompt": "x =", "choices": ["1", "2"], "answer": 0}
 BAD = [ANSWERS | change for change in (
     dict(answers=[]), dict(answers="1"), dict(prompt=["x"]), dict(stop=""), dict(max_tokens=2.5),
-    dict(max_tokens=math.inf), dict(max_tokens=True), dict(longbench="trec"))]  # fmt: skip
+    dict(max_tokens=math.inf), dict(max_tokens=True), dict(longbench="trec"),
+    dict(punctuation=3), dict(punctuation="\\"), dict(longbench="trec", classes=None),
+    dict(longbench="trec", classes=[3]), dict(longbench="trec", classes="ab"))]  # fmt: skip
 BAD += [CHOICES | change for change in (
     dict(answer=-1), dict(answer=2), dict(answer=0.0), dict(answer=True), dict(prompt=" "),
     dict(choices=["1", True]), dict(choices=["1", " "]), dict(prompt=["x"] * 3))]  # fmt: skip
@@ -236,6 +238,26 @@ def test_official_files_become_rows(run, case):
     Path(test.replace("#", "0")).write_text("{}")
     assert f"row 1: not as in {data} (KeyError: " in convert(run, words)
     assert f": of {data}, " in convert(run, f"{data} text")  # then its files' names
+
+
+def test_official_files_behind_links(run):
+    """As in the cache of Hugging Face's hub: the folder's name says what the rows are."""
+    row = {"id": 1, "input": "Some.\n\nMore.", "output": "Short."}
+    Path("blobs").mkdir()
+    Path("blobs/1").write_text(json.dumps(row))
+    Path("gov_report").mkdir()
+    Path("gov_report/validation.jsonl").symlink_to("../blobs/1")
+    [found] = convert(run, "scrolls gov_report")
+    assert found["prompt"].startswith("Some.\n\nMore.\n\nQuestion: What is a summary")
+
+    row = {"dataset": "qasper", "context": "C", "input": "I", "answers": [], "all_classes": None}
+    for folder in ("bench/data", "bench/config"):
+        Path(folder).mkdir(parents=True)
+    Path("bench/data/qasper.jsonl").write_text(json.dumps(row))
+    Path("bench/config/dataset2prompt.json").write_text(PROMPTS)
+    Path("bench/config/dataset2maxlen.json").write_text('{"qasper": 9}')
+    Path("link").symlink_to("bench/data")
+    assert convert(run, "longbench link/qasper.jsonl")[0]["prompt"] == "C Q: I"
 
 
 def test_recall(run, tokenizer, monkeypatch):

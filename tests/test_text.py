@@ -1,6 +1,7 @@
 """support/text.py: files into documents, documents into token streams, those into sequences; and
 support/facts.py: the facts that are told in them. How these are recalled is in test_programs.py."""
 
+import copy
 import gzip
 import os
 import re
@@ -136,7 +137,9 @@ MARK, ROW = b"\xef\xbb\xbf", b'{"text": "a text"}\n'
     ("a.json", ROW * 2, ["a text"] * 2), ("a.json", MARK + ROW, ["a text"]),
     ("a.json.gz", gzip.compress(MARK + ROW), ["a text"]), ("a.json", b"[1]", ["[1]"]),
     ("a.json", b'{\n"text": "x"}', ['{\n"text": "x"}']),
-    ("a.json", b'{"text": 1}', ['{"text": 1}']),
+    ("a.json", b'{"text": 1}', ['{"text": 1}']), ("a.ndjson", ROW * 2, ["a text"] * 2),
+    ("A.NDJSON.gz", gzip.compress(ROW), ["a text"]), ("a.json", b"[" * 99999, ["[" * 99999]),
+    ("a.txt", b"a\0b", ["a\0b"]), ("a.jsonl", ROW.replace(b"\n", b"\r\n") * 2, ["a text"] * 2),
     (b"caf\xe9.txt", b"a text", ["a text"])])  # fmt: skip
 def test_files_as_others_write_them(tokenizer, name, content, expected):
     """With a byte order mark, with endings in capitals, rows in .json, a name that is no UTF-8."""
@@ -159,6 +162,23 @@ def test_texts_that_are_packed_otherwise_are_refused(tokenizer, name):
     Path(name).write_text("seems to be text")
     with pytest.raises(UserError, match=f"{name}: texts that are packed so are not read; unpack"):
         token_streams([FOLDER, Path(name)], tokenizer)
+
+
+@pytest.mark.parametrize("start", [b"[", b"[\n", MARK + b" [ "])
+def test_a_list_of_texts_is_refused(tokenizer, start):
+    """It would be one text full of braces. Any other list is a text."""
+    Path("a.json").write_bytes(start + ROW + b"," + ROW + b"]")
+    with pytest.raises(UserError, match="a.json: a list of texts is not read; write each row in a"):
+        token_streams([FOLDER, Path("a.json")], tokenizer)
+
+
+def test_a_folder_behind_a_link_is_named(tokenizer, capsys):
+    """What is in it is not read, as a link may lead in a circle."""
+    (FOLDER / "link").symlink_to("..")
+    token_streams([FOLDER], tokenizer)
+    assert "left out, as it is a link to a folder: text/link\n" in capsys.readouterr().err
+    Path("named").symlink_to("text")
+    assert len(texts([Path("named")], tokenizer)) == 60
 
 
 def test_sequences_are_pieces_of_the_text_shuffled_for_each_pass():
@@ -255,6 +275,13 @@ def test_facts_in_rulers_sentences(tokenizer):
     for t in ago.nonzero()[:, 0].tolist():
         assert told[t] == told[t - int(ago[t])]
         assert tokenizer.decode(told[:t].tolist()).endswith(" is:")
+
+
+def test_facts_do_not_depend_on_what_begins_a_text(tokenizer):
+    """ChatGLM3 has two ids there, which its tokenizer.model does not know."""
+    other = copy.copy(tokenizer)
+    other.prefix = [2049, 2051]
+    assert fact_tokens(other) == fact_tokens(tokenizer)
 
 
 @pytest.mark.parametrize("few", [0, 2])

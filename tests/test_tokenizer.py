@@ -12,6 +12,7 @@ import pytest
 
 import eval_ppl
 import generate
+import tasks
 import train
 from generate import as_text
 from model import Tokenizer
@@ -86,12 +87,35 @@ def test_what_cannot_be_used_is_one_sentence(folder, monkeypatch):
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match="base: tokenizer.json is not .* names a token that begins"):
         Tokenizer(folder)
+    for name in ("0", -1):
+        write(folder, "config", bos_token_id=name)
+        with pytest.raises(UserError, match=rf"no ids that begin a text: \[{name!r}\]"):
+            Tokenizer(folder)
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match="base/generation_config.json: cannot be read as JSON"):
+        Tokenizer(folder)
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="base: tokenizer.json is not a readable tokenizer"):
         Tokenizer(folder)
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     with pytest.raises(UserError, match="pip install tokenizers"):
         Tokenizer(folder)
+
+
+def test_a_tokenizer_without_the_letter_x(folder):
+    """`piece` asks what a token adds behind an x."""
+    package = pytest.importorskip("tokenizers")
+    few = package.Tokenizer(package.models.BPE(vocab={"a": 0, "b": 1, "<begin>": 2}, merges=[]))
+    few.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(folder)
+    assert [tokenizer.piece(i) for i in range(2)] == ["a", "b"]
+    assert tokenizer.encode("axb") == [2, 0, 1]
+
+
+def test_what_begins_a_text_is_not_in_a_prompt_that_is_cut(folder):
+    """Decoded, it would come back as plain text."""
+    row = {"prompt": "abcdefghi" * 9}
+    assert tasks.shorten(row, 10, Tokenizer(folder)) and row["prompt"] == "abcdefghi"
 
 
 def test_the_programs_run_on_such_a_base(folder, run):

@@ -177,6 +177,20 @@ def test_after_a_crash_the_log_has_each_step_once(trained, ends_well):
     assert Path("run/log.jsonl").read_text() == whole
 
 
+def test_a_log_that_others_have_changed(trained, ends_well):
+    """With the line breaks of Windows no line is cut; what is no log is not thrown away."""
+    assert trained(f"{RUN} 9")[0] == 0
+    log = Path("run/log.jsonl")
+    windows = log.read_bytes().replace(b"\n", b"\r\n")
+    log.write_bytes(windows)
+    assert trained("--resume run")[0] == 0 and log.read_bytes() == windows
+    for content in (b"mine\n" + windows, windows + b"\0\0\n", windows + b"\xff\n", b"[1]\n"):
+        log.write_bytes(content)
+        code, _, err = trained("--resume run")
+        assert code == 2 and err.startswith("train.py: run/log.jsonl: damaged ("), err
+        assert err.count("\n") == 1 and log.read_bytes() == content
+
+
 OTHERS = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
@@ -203,6 +217,15 @@ def test_what_a_job_leaves_in_the_environment(variables, sentence):
     else:
         assert done.returncode == 2 and done.stderr.startswith(f"train.py: {sentence}")
         assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_a_port_that_does_not_exist(own_folders):
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999999", "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, train.__file__, *f"{SMALL} --seq 64 --score-tokens 0 --steps 1".split()]
+    environment = os.environ | OTHERS | variables | {"LOCOCO_CACHE": support.text.CACHE}
+    done = subprocess.run(line, capture_output=True, text=True, env=environment)
+    sentence = "train.py: the processes do not meet at MASTER_ADDR=localhost MASTER_PORT=99999999: "
+    assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
 
 
 def before_step(patch, n, then):

@@ -12,11 +12,13 @@ Writes Hugging Face's layout. A new base needs a new adapter, as one belongs to 
 """
 
 import argparse
+import io
 import json
 import math
 import sys
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import token_losses  # noqa: E402
 from lococo import AdaptedLlama, settings_for  # noqa: E402
 from model import Llama, LlamaConfig, Tokenizer, hugging_face_name, rope, rotate  # noqa: E402
-from support.command_line import Machine  # noqa: E402
+from support.command_line import Machine, at_least, run_program  # noqa: E402
 from support.facts import tell  # noqa: E402
+from support.files import write_text, write_whole  # noqa: E402
 from support.text import (  # noqa: E402
     PARTS, find_files, long_documents, sequence, token_streams,
 )  # fmt: skip
@@ -54,14 +57,16 @@ def train_tokenizer(out: Path) -> None:
                 except UnicodeDecodeError:
                     pass
 
+    content = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines(), model_prefix=str(out / "tokenizer"), model_type="bpe",
+        sentence_iterator=lines(), model_writer=content, model_type="bpe",
         vocab_size=CONFIG.vocab_size, byte_fallback=True, normalization_rule_name="identity",
         remove_extra_whitespaces=False, split_digits=True, allow_whitespace_only_pieces=True,
         character_coverage=0.9995, input_sentence_size=200_000, shuffle_input_sentence=True,
         num_threads=2, minloglevel=2,
     )  # fmt: skip
-    (out / "tokenizer.vocab").unlink()
+    file = out / "tokenizer.model"
+    write_whole(file, lambda beside: beside.write_bytes(content.getbuffer()))
 
 
 def recall_mixture(tokens: Tensor, i: int, tokenizer: Tokenizer) -> Tensor:
@@ -131,9 +136,9 @@ def main() -> None:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--steps", type=at_least(1), default=1500)
+    parser.add_argument("--batch", type=at_least(1), default=16)
+    parser.add_argument("--lr", type=at_least(0, float), default=2e-3)
     args = parser.parse_args()
     args.out.mkdir(exist_ok=True)
     torch.manual_seed(0)
@@ -145,13 +150,12 @@ def main() -> None:
     print(f"{len(ids) / 1e6:.1f} M training tokens", flush=True)
     model = init(Llama(CONFIG))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    checkpoint, first = args.out / "pretrain.pt", 0
+    checkpoint, first, log = args.out / "pretrain.pt", 0, ""
     if checkpoint.is_file():
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
-    log = open(args.out / "pretrain.jsonl", "a")
+        first, log = state["step"], state["log"]
     begun, seen = time.time(), 0
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=10)
     for step in bar:
@@ -171,16 +175,15 @@ def main() -> None:
         if (step + 1) % 20 == 0:
             rate = seen / (time.time() - begun)
             row = dict(step=step + 1, loss=round(loss.item(), 4), tokens_per_s=round(rate))
-            log.write(json.dumps(row) + "\n")
-            log.flush()
+            log += json.dumps(row) + "\n"
             bar.set_postfix_str(f"loss {loss.item():.3f}, {rate:,.0f} tokens/s")
         if (step + 1) % 100 == 0 or step + 1 == args.steps:
-            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step + 1)
-            torch.save(state, checkpoint.with_suffix(".part"))
-            checkpoint.with_suffix(".part").rename(checkpoint)
+            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
+            write_whole(checkpoint, partial(torch.save, state | {"step": step + 1, "log": log}))
+            write_text(args.out / "pretrain.jsonl", log)
     save(model, args.out)
     row = figures(model, long_documents(streams["held-out"], tokenizer.bos, CONFIG.context, 64))
-    log.write(json.dumps(row) + "\n")
+    write_text(args.out / "pretrain.jsonl", log + json.dumps(row) + "\n")
     print(row)
 
 
@@ -210,10 +213,11 @@ def save(model: Llama, out: Path) -> None:
         rope_scaling=None, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
         torch_dtype="float32",
     )  # fmt: skip
-    (out / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     weights = {hugging_face_name(n): p.detach().contiguous() for n, p in model.named_parameters()}
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    keep = partial(save_file, weights, metadata={"format": "pt"})
+    write_whole(out / "model.safetensors", keep)
+    write_text(out / "config.json", json.dumps(content, indent=2) + "\n")  # last: all is there
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import prefill  # noqa: E402
 from lococo import AdaptedLlama, settings_for  # noqa: E402
 from model import Entries, KVCache, Llama, LlamaConfig, Tokenizer, load_llama  # noqa: E402
-from support.command_line import TINY, Machine, prepare, run_program  # noqa: E402
+from support.command_line import TINY, Machine, at_least, prepare, run_program  # noqa: E402
 from support.facts import fact_tokens, tell  # noqa: E402
 from train import TrainConfig, gradients, make_optimizer  # noqa: E402
 
@@ -225,17 +225,20 @@ def parse() -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=PARTS)
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="the window is always there")
     add("--model", type=Path, help="a base model instead of random weights of these sizes:")
+    positive = at_least(1)
     sizes = dict(dim=256, layers=4, heads=4, ffn=688, vocab=2048)
     for name, size in sizes.items():
-        add(f"--{name}", type=int, default=size)
-    add("--mem", type=int, default=128)
-    add("--segment", type=int, default=128)
-    add("--seq", type=int, default=2048)
-    add("--long", type=int, default=32768, help="the other length whose training memory is shown")
-    add("--contexts", type=int, nargs="+", default=[2048, 32768], help="tokens before decoding")
-    add("--bptt", type=int, default=4, help="as in the recipe")
-    add("--facts", type=int, default=8, help="in a sequence; without any: one backward pass")
-    add("--rounds", type=int, default=5, help="turns of each method; one more warms up")
+        add(f"--{name}", type=positive, default=size)
+    add("--mem", type=positive, default=128)
+    add("--segment", type=positive, default=128)
+    add("--seq", type=positive, default=2048)
+    add("--long", type=positive, default=32768,
+        help="the other length whose training memory is shown")
+    add("--contexts", type=positive, nargs="+", default=[2048, 32768],
+        help="tokens before decoding")
+    add("--bptt", type=positive, default=4, help="as in the recipe")
+    add("--facts", type=at_least(0), default=8, help="in a sequence; without any: one backward pass")
+    add("--rounds", type=positive, default=5, help="turns of each method; one more warms up")
     add("--device", default="cpu")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     return parser.parse_args()

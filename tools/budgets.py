@@ -5,7 +5,8 @@
 Layers differ in how much of a long text they read, so that equal budgets waste slots (PyramidKV,
 arXiv 2406.02069, gives lower layers more; here it is measured). For each layer in turn, that layer
 alone keeps all entries while every other layer has M slots; nothing is trained. What the loss gains
-by it is the layer's need. Every layer gets LEAST of M slots, and the needs share the others.
+by it is the layer's need. Every layer gets LEAST of M slots, 4 or more, and the needs share the
+others.
 
 The gains are measured on texts that may be trained on; what is scored must not be among them.
 """
@@ -58,7 +59,7 @@ def measure_needs(
 def shared_out(needs: np.ndarray, mem: int) -> list[int]:
     """Slots of each layer, `mem` on average. What is negative is noise, and no need."""
     weights = needs.clip(min=0) ** POWER
-    least = LEAST * mem
+    least = max(STEP, LEAST * mem)
     slots = least + (mem - least) * len(needs) * weights / weights.sum()
     budgets = (slots // STEP * STEP).astype(int)
     left = len(needs) * mem - budgets.sum()

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from model import Llama, Tokenizer, hugging_face_config, hugging_face_name  # noqa: E402
+from model import FOREIGN, Llama, Tokenizer, hugging_face_config  # noqa: E402
+from model import hugging_face_name, not_a_llama  # noqa: E402
 from support.command_line import run_program  # noqa: E402
 from support.files import (  # noqa: E402
     DAMAGED, UserError, read_json, read_tensors, write_json, write_whole,
@@ -58,8 +59,11 @@ def convert(path: Path, out: Path) -> None:
         raise UserError(f"{path}/config.json: not that of ChatGLM3 ({error!r})") from None
     out.mkdir(parents=True)
     write_json(out / "about.json", config)
-    with torch.device("meta"):
-        model = Llama(hugging_face_config(out / "about.json"))
+    try:
+        with torch.device("meta"):
+            model = Llama(hugging_face_config(out / "about.json"))
+    except FOREIGN as error:
+        raise not_a_llama(path / "config.json", error) from None
     D = model.config.head_dim
     left = {hugging_face_name(name): p.shape for name, p in model.state_dict().items()}
     for shard in sorted(path.glob("pytorch_model-*.bin")) or sorted(path.glob("*.safetensors")):

@@ -4,10 +4,16 @@
     python tools/mechanism.py
 """
 
+import sys
+from functools import partial
 from pathlib import Path
 
 from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, Rectangle
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from support.command_line import run_program  # noqa: E402
+from support.files import write_whole  # noqa: E402
 
 FILE = Path(__file__).resolve().parent.parent / "assets" / "mechanism.png"
 COLOURS = {"heavy": "#d9822b", "merged": "#2f6fb3", "recent": "#5a9e6f"}
@@ -57,9 +63,9 @@ def main() -> None:
     axes.set_xlim(-0.2, 22.5)
     axes.set_ylim(-1.2, TOP + 1.3)
     axes.set_axis_off()
-    figure.savefig(FILE, dpi=100)
+    write_whole(FILE, partial(figure.savefig, dpi=100, format="png"))
     print(FILE)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -37,7 +37,7 @@ from lococo import (  # noqa: E402
 from model import load_base  # noqa: E402
 from support.command_line import HERE, TINY, prepare, run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
-from support.files import UserError, read_text  # noqa: E402
+from support.files import UserError, read_text, write_whole  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 
 
@@ -69,6 +69,10 @@ class Following(TracedMemory):
         return result
 
 
+def write_picture(file: Path, figure: pyplot.Figure) -> None:
+    write_whole(file, partial(figure.savefig, dpi=100, facecolor="white", format="png"))
+
+
 def draw_mixing(mixing: dict[int, Tensor], settings: Settings, file: Path) -> None:
     counts = {kind: getattr(settings, kind) for kind in KINDS if getattr(settings, kind)}
     ends = torch.tensor(list(counts.values())).cumsum(0).tolist()
@@ -85,7 +89,7 @@ def draw_mixing(mixing: dict[int, Tensor], settings: Settings, file: Path) -> No
     about = f"ours ({settings.method}): {settings.mem} slots, then {settings.segment} new entries"
     figure.supxlabel(about, fontsize=10)
     figure.colorbar(picture, ax=panels, shrink=0.5, label="weight in W")
-    figure.savefig(file, dpi=100, facecolor="white")
+    write_picture(file, figure)
 
 
 def draw_recall(lines: dict[str, list[float]], kinds: list[str], path: Tensor, layer: int,
@@ -105,7 +109,7 @@ def draw_recall(lines: dict[str, list[float]], kinds: list[str], path: Tensor, l
     title = f"ours: share of the fact's word, layer {layer}, head {head}"
     right.set_title(title, loc="left", fontsize=10)
     figure.colorbar(picture, ax=right)
-    figure.savefig(file, dpi=100, facecolor="white")
+    write_picture(file, figure)
 
 
 def follow(adapted: AdaptedLlama, ids: list[int], word: int) -> tuple[Tensor, int, int]:
@@ -139,7 +143,8 @@ def draw_page(run: Path, file: Path) -> None:
         view = f"{page.as_uri()}#compression=17&layer=1&head=0&token=72"
         command = [browser, *flags, f"--screenshot={picture}", view]
         subprocess.run(command, check=True, capture_output=True)  # it also reports on itself
-        Image.open(picture).convert("RGB").quantize(128).save(file, optimize=True)
+        small = Image.open(picture).convert("RGB").quantize(128)
+        write_whole(file, partial(small.save, format="png", optimize=True))
 
 
 def main() -> None:

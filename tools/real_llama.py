@@ -34,7 +34,8 @@ import train  # noqa: E402
 from eval_ppl import token_losses  # noqa: E402
 from lococo import AdaptedLlama, load_adapter, settings_for  # noqa: E402
 from model import Llama, load_base  # noqa: E402
-from support.command_line import HERE, Machine, method_flags, prepare, run_program  # noqa: E402
+from support.command_line import HERE, Machine, at_least, method_flags  # noqa: E402
+from support.command_line import prepare, run_program  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
 import softmax  # noqa: E402, F401, it adds a compressor
@@ -268,16 +269,18 @@ def parse() -> argparse.Namespace:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
+    positive = at_least(1)
     add("--model", type=Path, help="directory of the base model")
     add("--prose", type=Path, help=f"folder with {', '.join((*BOOKS, *PARTS.values()))}")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW",
         help=f"rows to make: {', '.join(ROWS)} (default: all)")  # fmt: skip
-    add("--seeds", nargs="+", type=int, default=[0])
-    add("--steps", type=int, default=60, help="training steps of 4,096 tokens (default: 60)")
-    add("--mem", type=int, default=64, help="slots M; a segment has as many tokens (default: 64)")
-    add("--seq", type=int, default=1024, help="tokens of a document (default: 1,024)")
+    add("--seeds", nargs="+", type=at_least(0), default=[0])
+    add("--steps", type=positive, default=60, help="training steps of 4,096 tokens (default: 60)")
+    add("--mem", type=positive, default=64,
+        help="slots M; a segment has as many tokens (default: 64)")
+    add("--seq", type=positive, default=1024, help="tokens of a document (default: 1,024)")
     add("--part", choices=PARTS, default="test", help="documents to score (default: test)")
-    add("--documents", type=int, default=48, help="documents to score at most (default: 48)")
+    add("--documents", type=positive, default=48, help="documents to score at most (default: 48)")
     add("--flags", default="", help="more flags of train.py, for an ablation")
     add("--print", action="store_true", help="print the tables of stored cells; make none")
     add("--write", action="store_true", help="write the tables into the pages, too")

@@ -102,7 +102,7 @@ def triviaqa(row: dict, file: Path) -> dict:
 
 def scrolls(row: dict, file: Path) -> dict:
     text, question = row["input"], "What is a summary of the preceding text?"
-    name = file.resolve().parent.name
+    name = file.parent.resolve().name
     summary = name in ("gov_report", "summ_screen_fd")
     if not summary:  # the question comes first; in QuALITY it has choices (A) to (D)
         end = text.index("\n\n", text.index("(D)") if name == "quality" else 0)
@@ -113,7 +113,7 @@ def scrolls(row: dict, file: Path) -> dict:
 
 
 def longbench(row: dict, file: Path) -> dict:
-    name, config = row["dataset"].removesuffix("_e"), file.absolute().parent.parent / "config"
+    name, config = row["dataset"].removesuffix("_e"), file.parent.resolve().parent / "config"
     if name not in LONGBENCH:
         raise UserError(f"{file}: of LongBench the sets in English and code are scored, not {name}")
     prompt = read_json(config / "dataset2prompt.json")[name]
@@ -235,14 +235,16 @@ def shorten(row: dict, most: int, tokenizer: Tokenizer) -> bool:
     prompts, shorter = np.atleast_1d(row["prompt"]).tolist(), []
     for prompt in prompts:
         ids, half = tokenizer.encode(prompt), most // 2
-        ends = tokenizer.decode(ids[:half]) + tokenizer.decode(ids[-half:])
+        front = ids[len(tokenizer.prefix) : half]  # what begins a text, such as <s>, is no text
+        ends = tokenizer.decode(front) + tokenizer.decode(ids[-half:])
         shorter.append(prompt if len(ids) <= most else ends)
     row["prompt"] = shorter[0] if isinstance(row["prompt"], str) else shorter
     return shorter != prompts
 
 
 def is_task(row: dict) -> bool:
-    """Whether no text is blank, "stop" is text, and `answer` is the place of one of the choices."""
+    """Whether no text is blank, "stop" is text, "punctuation" is nothing or a blank, and `answer`
+    is the place of one of the choices."""
     if "choices" in row:
         texts, answer = row["choices"], row["answer"]
         prompts = np.broadcast_to(row["prompt"], len(texts)).tolist()
@@ -250,10 +252,13 @@ def is_task(row: dict) -> bool:
         texts, answer, prompts = row["answers"], 0, [row["prompt"]]
     most, enough = row.get("max_tokens", 32), len(texts) > ("choices" in row)
     whole = type(most) is type(answer) is int and most > 0  # neither true nor 2.0
-    ends = row.get("stop", "\n") > "" and whole and enough
+    ends = row.get("stop", "\n") > "" and row.get("punctuation", " ") in ("", " ")
+    classes = []
     if "longbench" in row:
-        ends = ends and row["longbench"] in LONGBENCH and len(row["classes"] or " ") > 0
-    return ends and answer in range(len(texts)) and all(text.strip() for text in prompts + texts)
+        classes = row["classes"] or []
+        ends = ends and row["longbench"] in LONGBENCH and (classes or row["longbench"] != "trec")
+    fits = whole and enough and answer in range(len(texts))
+    return ends and fits and all(text.strip() for text in prompts + texts + classes)
 
 
 def refuse_without_tokens(

@@ -12,6 +12,7 @@ import argparse
 import re
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Iterator
 
@@ -21,14 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import token_losses  # noqa: E402
 from lococo import load_adapter, read_adapter  # noqa: E402
 from model import Tokenizer, load_base  # noqa: E402
-from support.command_line import HERE, prepare, run_program  # noqa: E402
+from support.command_line import HERE, output_file, prepare, run_program  # noqa: E402
+from support.files import write_whole  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 
 
 def words(ids: list[int], tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
-    """The words of a text that begins with a BOS, and where the tokens of each are."""
-    text, places = "", []
-    for place, token in enumerate(ids[1:], start=1):
+    """The words of a text, and where the tokens of each are."""
+    text, places, start = "", [], len(tokenizer.prefix)
+    for place, token in enumerate(ids[start:], start):
         piece = tokenizer.piece(token)
         text += piece
         places += [place] * len(piece)
@@ -48,7 +50,8 @@ def draw(rows: dict[tuple[str, str], list], file: Path) -> None:
     axes.set_xticks(range(len(rows)), labels, fontsize=8)
     axes.set_ylabel("nats a word, less the window's")
     axes.legend(fontsize=9)
-    figure.savefig(file, dpi=100, facecolor="white")
+    save = partial(figure.savefig, dpi=100, facecolor="white", format=file.suffix[1:] or "png")
+    write_whole(file, save)
 
 
 def main() -> None:
@@ -58,7 +61,7 @@ def main() -> None:
         add(name, type=Path, required=True)
     for name in ("--window", "--memory", "--full"):
         add(name, type=Path, nargs="+", required=True, metavar="RUN")
-    add("--out", type=Path, default=HERE / "assets" / "words.png")
+    add("--out", type=output_file, default=HERE / "assets" / "words.png")
     args = parser.parse_args()
     machine = prepare("cpu", "float32")
     settings = read_adapter(args.memory[0])[0]
