@@ -144,6 +144,9 @@ def parse() -> argparse.Namespace:
         help="with --recall: lines `@ name name = word` (default), or sentences as RULER's needles")
     args = parser.parse_args()
     parser.refuse_counts(args)
+    args.parts = [args.part or "held-out"]
+    if args.data and not args.runs and not args.part:
+        args.parts = list(PARTS)  # nothing was trained on any of the texts
     if not args.runs and not args.method and args.model.resolve() == TINY:
         args.runs = [TINY]
     return args
@@ -167,20 +170,18 @@ def print_means(
     return rows
 
 
-def read_documents(
-    args: argparse.Namespace, tokenizer: Tokenizer
-) -> tuple[list[str], dict[int, Tensor]]:
-    """The parts of the text that are scored; and by length L their documents, (N, L)."""
+def documents_to_score(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[int, Tensor]:
+    """By length L the first documents of the parts that are scored, (N, L)."""
     streams = token_streams(args.data, tokenizer)
-    all_parts = args.data and args.runs in ([], [TINY]) and not args.part
-    parts = list(PARTS) if all_parts else [args.part or "held-out"]
     documents = {}
     for L in args.lengths:
-        rows = [long_documents(streams[part], tokenizer.bos, L, args.documents) for part in parts]
+        rows = [
+            long_documents(streams[part], tokenizer.bos, L, args.documents) for part in args.parts
+        ]
         documents[L] = torch.cat(rows)[: args.documents]
         if not len(documents[L]):
-            raise UserError(f"--lengths {L}: {why_none(streams, parts, tokenizer.bos, L)}")
-    return parts, documents
+            raise UserError(f"--lengths {L}: {why_none(streams, args.parts, tokenizer.bos, L)}")
+    return documents
 
 
 def why_none(streams: dict[str, np.ndarray], parts: list[str], bos: int, L: int) -> str:
@@ -233,7 +234,7 @@ def main() -> None:
     sizes = memory_sizes(args.runs)
     if args.method or not args.recall:
         sizes = []  # no more methods than are asked for
-    parts, documents = read_documents(args, tokenizer)
+    documents = documents_to_score(args, tokenizer)
     L, last = list(documents.items())[-1]
     if args.recall:
         told, told_ago = tell_all(last, args.part or "held-out", tokenizer, args.fact_form)
@@ -251,11 +252,11 @@ def main() -> None:
         if args.recall:
             hits[name] = token_losses(adapted, told, machine, args.micro_batch)[1]
         del adapted
+
     counts = {length: len(rows) for length, rows in documents.items()}
     listed = ", ".join(f"{count} of {length} tokens" for length, count in counts.items())
-    print(f"documents ({', '.join(parts)}): {listed}; cache bytes at {L}")
-
-    report = {"parts": parts, "documents": counts, "methods": methods}
+    print(f"documents ({', '.join(args.parts)}): {listed}; cache bytes at {L}")
+    report = {"parts": args.parts, "documents": counts, "methods": methods}
     if args.by_position:
         position = torch.arange(1, L).expand(len(last), -1)
         kinds = ranges("position ", position, reach)

@@ -113,9 +113,11 @@ class TracedMemory(Memory):
 def describe_slots(
     memory: TracedMemory, layer: int, head: int, ids: list[int], tokenizer: Tokenizer
 ) -> Iterator[str]:
-    """Lines about what the slots hold; ids are the tokens that were read. At a line's end stands a
-    bar for each compression: the largest share that the line's first token had then, of slots
-    where it came first."""
+    """Lines about what the slots hold; ids are the tokens that were read.
+
+    A line ends with a bar for each compression. Take the line's first token, and the slots in
+    which it had the largest share then: the bar is the largest of these shares.
+    """
     held = memory.keys[layer].size
     yield f"layer {layer}, head {head}: {held} entries after {len(ids)} tokens"
     counts = memory.layer_settings[layer]
@@ -381,7 +383,8 @@ def main() -> None:
         owner = identity(adapted) | {"adapter": checksum(adapted.trained(), str(machine.dtype))}
     if args.load_memory:
         load_memory(args.load_memory, cache, owner, machine.device)
-        ids = ids[len(tokenizer.prefix) :]  # without the BOS; sentencepiece's blank stays
+        # The question continues a text, so it has no BOS. Sentencepiece still puts a blank first.
+        ids = ids[len(tokenizer.prefix) :]
     answer = 0 if args.save_memory or args.place else args.max_new_tokens
     warn_if_too_long(settings, cache.seen + len(ids) + answer)
 

@@ -142,7 +142,7 @@ class Compressor(nn.Module):
             return w @ k, w @ v, w  # (4), (5)
 
 
-# --- Attention that can be seen (for H2O) ---------------------------------------------------------
+# --- Attention that can be seen (for H2O) --------------------------------------------------------
 
 
 def attention_weights(q: Tensor, k: Tensor) -> Tensor:

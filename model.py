@@ -5,9 +5,17 @@ the cache: the model tells `cache.enter` how many tokens come (a Memory compress
 block hands q, k and v to `cache.attend`. The KVCache below keeps all; the Memory of lococo.py keeps
 M slots. Equation numbers are LoCoCo's; its matrices have a column for each token, these have a row.
 
-Letters: B batch, T tokens that enter together: a segment (the paper's B), its rest or one decoded
-token; S cached entries, M slots, H query heads, G key/value heads, D head dimension, L whole
-sequence, V vocabulary. The paper's tables swap our L and T.
+Letters:
+
+    B  texts in a batch
+    T  tokens that enter together: a segment (the paper's B), its rest, or one decoded token
+    S  entries in the cache
+    M  slots of a memory
+    H  query heads
+    G  key/value heads
+    D  channels of a head
+    L  tokens of a whole text; the paper's tables swap L and T
+    V  tokens of the vocabulary
 """
 
 import copy
@@ -28,19 +36,6 @@ if TYPE_CHECKING:
     from support.command_line import Machine
 
 
-def check_numbers(config: "LlamaConfig | Llama3Rope") -> None:
-    """Numbers get their field's type: 10000 and 10000.0 in a file are the same model. Raises
-    ValueError if one is of another type or not positive."""
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if f.type in (int, float, bool):
-            if f.type(value) != value:
-                raise ValueError(f"{f.name} {value!r} is not of type {f.type.__name__}")
-            if f.type is not bool and not 0 < value < math.inf:
-                raise ValueError(f"{f.name} {value!r} is not positive")
-            object.__setattr__(config, f.name, f.type(value))  # also where it is frozen
-
-
 @dataclass(frozen=True)
 class Llama3Rope:
     """How Llama 3.1 and 3.2 stretch their positions (rope_type "llama3" in config.json): slow
@@ -51,7 +46,8 @@ class Llama3Rope:
     high_freq_factor: float
     original_max_position_embeddings: int
 
-    __post_init__ = check_numbers
+    def __post_init__(self):
+        check_numbers(self)
 
     def slowed(self, frequency: Tensor) -> Tensor:
         """A rotation that turns at least `high_freq_factor` times within the original context is
@@ -72,7 +68,7 @@ class LlamaConfig:
     ffn_dim: int
     vocab_size: int = 32000  # V
     norm_eps: float = 1e-5
-    context: int = 4096  # pretrained length, in tokens
+    context: int = 4096  # pretrained length, in tokens, before `rope_scale` divides positions
     rope_theta: float = 10000.0
     rope_scale: float = 1.0  # positions are divided by this (position interpolation)
     tied: bool = False  # the embeddings are the output matrix, too
@@ -92,12 +88,26 @@ class LlamaConfig:
         return self.dim // self.n_heads
 
 
+def check_numbers(config: "LlamaConfig | Llama3Rope") -> None:
+    """Numbers get their field's type: 10000 and 10000.0 in a file are the same model. Raises
+    ValueError if one is of another type or not positive."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if f.type in (int, float, bool):
+            if f.type(value) != value:
+                raise ValueError(f"{f.name} {value!r} is not of type {f.type.__name__}")
+            if f.type is not bool and not 0 < value < math.inf:
+                raise ValueError(f"{f.name} {value!r} is not positive")
+            object.__setattr__(config, f.name, f.type(value))  # also where it is frozen
+
+
 # --- Rotary positions (arXiv 2104.09864) ---------------------------------------------------------
 
 
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position * theta^(-i/d), i = 0, 2, 4 ..., each (..., D/2). The first d
-    channels rotate; the rest have angle 0. In float32: in bfloat16 256 and 257 are one number."""
+    """Cosine and sine of position * theta^(-i/d), i = 0, 2, 4 ..., each (..., D/2). d channels, the
+    first d/2 pairs, rotate; the other pairs have angle 0. In float32: in bfloat16 256 and 257 are
+    one number."""
     channels = config.turned * config.head_dim
     i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = (i < channels) * config.rope_theta ** (-i / channels)
@@ -128,12 +138,14 @@ def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Equation (1), last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D). (1)
-    multiplies by the mask; what is masked must become -inf before the softmax, as here."""
-    whole = q.shape[2] == k.shape[2]  # nothing was cached: the fused causal mask is the right one
+    """Equation (1), last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D).
+
+    (1) multiplies by the mask; what is masked must become -inf before the softmax, as here.
+    """
+    cached = q.shape[2] < k.shape[2]  # if not, the fused causal mask is the right one
+    mask = causal_mask(q.shape[2], k.shape[2], q.device) if cached else None
     grouped = q.shape[1] != k.shape[1]
-    mask = None if whole else causal_mask(q.shape[2], k.shape[2], q.device)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=not cached, enable_gqa=grouped)
 
 
 class Entries:
@@ -295,8 +307,8 @@ class Block(nn.Module):
         if not self.recompute:
             q, k, v = self.project(x, cos, sin)
             return self.finish(x, cache.attend(self.layer, q, k, v))
-        # Keep what goes in and comes out of both halves. The backward pass runs them again for the
-        # rest. Attention itself is not run again: the cache would append twice.
+        # Only what goes into `project` and `finish` and comes out is stored. The backward pass
+        # computes what lies between again, but not attention: the cache would append twice.
         q, k, v = checkpoint(self.project, x, cos, sin, use_reentrant=False)
         read = cache.attend(self.layer, q, k, v)
         return checkpoint(self.finish, x, read, use_reentrant=False)
@@ -318,8 +330,8 @@ class Llama(nn.Module):
         T = tokens.shape[1]
         positions = cache.enter(T) + torch.arange(T, device=tokens.device)  # a Memory makes room
         cos, sin = rope(positions / cache.rope_scale, self.config)
-        # An adapter keeps embeddings in float32. The stream has the base's numbers all the same,
-        # so that a base with and without an adapter compute alike.
+        # An adapter keeps embeddings in float32. The stream has the base's dtype all the same, so
+        # that a base with and without an adapter compute alike.
         x = self.tok_embeddings(tokens).type_as(self.layers[0].feed_forward.w1.weight)
         for block in self.layers:
             x = block(x, cos, sin, cache)
@@ -344,10 +356,12 @@ FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, 
 def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
     """A model from a directory in Meta's layout (params.json) or Hugging Face's (config.json)."""
     if (path / "params.json").is_file():
-        file, name_in_file = path / "params.json", str  # our names are Meta's
+        file = path / "params.json"
+        name_in_file = str  # returns a name as it is: ours are Meta's
         read_config, read_weights = meta_config, meta_weights
     else:
-        file, name_in_file = path / "config.json", hugging_face_name
+        file = path / "config.json"
+        name_in_file = hugging_face_name
         read_config, read_weights = hugging_face_config, hugging_face_weights
     try:
         config = read_config(file)
@@ -417,13 +431,17 @@ def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]
         yield name, tensor
 
 
+ROTATED = "lococo_rotated_share"  # the key of LlamaConfig.turned; tools/chatglm3.py writes it
+
+
 def hugging_face_config(file: Path) -> LlamaConfig:
     c = read_json(file)
     newer = c.get("rope_parameters") or {}  # newer files keep theta and the scaling in here
     scaling = c.get("rope_scaling") or newer
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     plain = {"model_type": "llama", "hidden_act": "silu", "sliding_window": None,
-             "attention_bias": False, "mlp_bias": False, "quantization_config": None}  # fmt: skip
+             "attention_bias": False, "mlp_bias": False, "quantization_config": None,
+             "partial_rotary_factor": 1.0}  # fmt: skip
     for key, value in plain.items():
         if c.get(key, value) != value:
             raise ValueError(f"{key} {c[key]} is not implemented")
@@ -431,7 +449,7 @@ def hugging_face_config(file: Path) -> LlamaConfig:
         raise ValueError(f"rope_type {rope_type} is not implemented")
     llama3_rope = None
     if rope_type == "llama3":
-        llama3_rope = Llama3Rope(*(scaling[field.name] for field in fields(Llama3Rope)))
+        llama3_rope = Llama3Rope(**{f.name: scaling[f.name] for f in fields(Llama3Rope)})
     names = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "vocab_size": "vocab_size",
              "n_heads": "num_attention_heads", "ffn_dim": "intermediate_size",
              "norm_eps": "rms_norm_eps", "context": "max_position_embeddings"}  # fmt: skip
@@ -442,7 +460,7 @@ def hugging_face_config(file: Path) -> LlamaConfig:
         rope_scale=scaling["factor"] if rope_type == "linear" else 1.0,
         tied=c.get("tie_word_embeddings") or False,
         qkv_bias=c.get("qkv_bias") or False,
-        turned=c.get("partial_rotary_factor", 1.0),
+        turned=c.get(ROTATED, 1.0),
         llama3_rope=llama3_rope,
     )
 
@@ -519,6 +537,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text that begins here: the prefix, usually the BOS alone, then its own."""
+        # Half of a surrogate pair, which tokenizers refuse, becomes a question mark.
         return self.prefix + self.tokens.encode(text.encode("utf-8", "replace").decode())
 
     def decode(self, ids: list[int]) -> str:

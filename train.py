@@ -103,8 +103,8 @@ RECIPES = {  # what each changes of the defaults above
     "paper": dict(),
     "paper-inference": dict(seq=4096, lora_rank=0, steps=200),  # section 4.1; 104 million tokens
     "inference": dict(  # ours: a real Llama stays as it is; 60 x 4,096 tokens (docs/real-llama.md)
-        method="lococo+h2o+recent", mem=64, segment=None, seq=1024, compressor="scored", kernel=3, lora_rank=0,
-        conv_lr=2e-2, steps=60, batch=None, micro_batch=4, bptt=4,
+        method="lococo+h2o+recent", mem=64, segment=None, seq=1024, compressor="scored", kernel=3,
+        lora_rank=0, conv_lr=2e-2, steps=60, batch=None, micro_batch=4, bptt=4,
     ),
     "embedded": dict(  # ours: twice the pretrained context; 240 x 4,096 tokens; 32 to score
         method="lococo+window", mem=128, segment=None, seq=2048, compressor="facts", kernel=3,

@@ -77,8 +77,8 @@ def choose_facts(
 
 
 def schedule(names: Iterable[str], L: int, rng: np.random.Generator) -> list[tuple[float, str]]:
-    """When each fact is due in a text of L tokens, the first one last: once in the first half, then
-    after gaps of 64 to L tokens (log-uniform)."""
+    """When each fact is due in a text of L tokens: once in the first half, then after gaps of 64 to L
+    tokens (log-uniform). `pop` takes the one that is due next off the end of the list."""
     mentions = []
     for name in names:
         place = rng.uniform(0, L / 2)
@@ -90,8 +90,7 @@ def schedule(names: Iterable[str], L: int, rng: np.random.Generator) -> list[tup
 
 def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int, tokenizer: Tokenizer,
          form: str = "line") -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write facts into text number i, (L,): lines `@ message number = socket`, a name of two words
-    and a word, or another of FORMS. Each is told at the first line break after it is due.
+    """Write facts into text number i, (L,). Each is told at the first line break after it is due.
 
     Returns the text, cut at L, and for the word of each fact how long ago it was last told, else 0:
     both (L,).

@@ -31,7 +31,8 @@ from support.files import write_file
 from support.text import long_documents, token_streams
 
 LINES = {
-    train: "--data text --mem 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 --out run",
+    train: "--data text --mem 16 --segment 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 "
+           "--out run",
     generate: "--method h2o --mem 16 --prompt text/0.py",
     eval_ppl: "--method h2o --mem 16 --data text --lengths 64",
 }
@@ -174,7 +175,7 @@ def test_a_real_model_without_a_text_is_told_what_it_trains_on(run, monkeypatch)
     monkeypatch.setattr("support.text.find_files", lambda paths: sorted(Path("text").iterdir()))
     asked = "no --data: it trains on Python's standard library; name your own text by --data\n"
     shutil.copytree(TINY, "base")
-    words = "--mem 16 --seq 96 --batch 1 --steps 1 --score-tokens 0"
+    words = "--mem 16 --segment 16 --seq 96 --batch 1 --steps 1 --score-tokens 0"
     for flags, said in (("", False), ("--model base", True), ("--model base --data text", False)):
         code, out, err = run(train, f"{words} {flags} --out run{len(flags)}")
         assert code == 0 and (asked in out) == said, err

@@ -95,7 +95,7 @@ def test_rows_are_settings():
         line = real_llama.train_line({"flags": real_llama.all_flags(row, 64, "")}, args)
         config = real_llama.train.parse(line)[0]
         s = settings_for(config.method, 64, 64, 256, **method_flags(asdict(config)))
-        assert s.compressor in COMPRESSORS and s.lora_rank == 0
+        assert s.compressor in COMPRESSORS and s.lora_rank == 8 * ("lora" in key)
         assert s.budgets == (list(real_llama.BUDGETS) if "budgets" in key else [])
         if not row.trained:
             counts[key] = (s.sinks, s.heavy, s.merged, s.recent, s.positions, s.forget)

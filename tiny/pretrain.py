@@ -132,23 +132,25 @@ def init(model: Llama) -> Llama:
     return model
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=at_least(1), default=1500)
     parser.add_argument("--batch", type=at_least(1), default=16)
     parser.add_argument("--lr", type=at_least(0, float), default=2e-3)
-    args = parser.parse_args()
-    args.out.mkdir(exist_ok=True)
-    torch.manual_seed(0)
-    if not (args.out / "tokenizer.model").is_file():
-        train_tokenizer(args.out)
-    tokenizer = Tokenizer(args.out)
-    streams = token_streams([], tokenizer)
-    ids, L = streams["training"], CONFIG.context + 1
-    print(f"{len(ids) / 1e6:.1f} M training tokens", flush=True)
-    model = init(Llama(CONFIG))
+    return parser.parse_args()
+
+
+def step_loss(model: Llama, tokens: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def pretrain(model: Llama, ids: np.ndarray, tokenizer: Tokenizer, args: argparse.Namespace) -> str:
+    """Train on texts with facts, with a warm-up and a cosine schedule. Goes on from the last
+    checkpoint in --out, and writes one after every 100 steps. Returns the log."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     checkpoint, first, log = args.out / "pretrain.pt", 0, ""
     if checkpoint.is_file():
@@ -156,6 +158,7 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first, log = state["step"], state["log"]
+    L = CONFIG.context + 1
     begun, seen = time.time(), 0
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=10)
     for step in bar:
@@ -164,23 +167,36 @@ def main() -> None:
         warm, done = min(1, (step + 1) / 50), step / args.steps
         for group in optimizer.param_groups:
             group["lr"] = args.lr * warm * (0.5 + 0.5 * math.cos(math.pi * done))
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = step_loss(model, tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         seen += tokens[:, 1:].numel()
         if (step + 1) % 20 == 0:
-            rate = seen / (time.time() - begun)
-            row = dict(step=step + 1, loss=round(loss.item(), 4), tokens_per_s=round(rate))
+            rate = round(seen / (time.time() - begun))
+            row = dict(step=step + 1, loss=round(loss.item(), 4), tokens_per_s=rate)
             log += json.dumps(row) + "\n"
-            bar.set_postfix_str(f"loss {loss.item():.3f}, {rate:,.0f} tokens/s")
+            bar.set_postfix_str(f"loss {loss.item():.3f}, {rate:,} tokens/s")
         if (step + 1) % 100 == 0 or step + 1 == args.steps:
             state = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
             write_whole(checkpoint, partial(torch.save, state | {"step": step + 1, "log": log}))
             write_text(args.out / "pretrain.jsonl", log)
+    return log
+
+
+def main() -> None:
+    args = parse()
+    args.out.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    if not (args.out / "tokenizer.model").is_file():
+        train_tokenizer(args.out)
+    tokenizer = Tokenizer(args.out)
+    streams = token_streams([], tokenizer)
+    ids = streams["training"]
+    print(f"{len(ids) / 1e6:.1f} M training tokens", flush=True)
+    model = init(Llama(CONFIG))
+    log = pretrain(model, ids, tokenizer, args)
     save(model, args.out)
     row = figures(model, long_documents(streams["held-out"], tokenizer.bos, CONFIG.context, 64))
     write_text(args.out / "pretrain.jsonl", log + json.dumps(row) + "\n")

@@ -3,7 +3,8 @@
     python tools/bench.py                                        # minutes on one core of a CPU
     python tools/bench.py --device cuda --dtype bfloat16 --mem 512 --segment 512 --seq 8192
     python tools/bench.py --model SmolLM2-135M --dtype bfloat16 \\
-        --rows window h2o lococo+h2o+recent --parts prefill decode --mem 64 --segment 64 --contexts 1024 8192
+        --rows window h2o lococo+h2o+recent --parts prefill decode \\
+        --mem 64 --segment 64 --contexts 1024 8192
 
 The model has random weights, or those of --model. Methods take turns, for several rounds. The table
 has the medians and, behind each, how many times the window's that is.

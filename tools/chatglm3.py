@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from model import FOREIGN, Llama, Tokenizer, hugging_face_config  # noqa: E402
+from model import FOREIGN, ROTATED, Llama, Tokenizer, hugging_face_config  # noqa: E402
 from model import hugging_face_name, not_a_llama  # noqa: E402
 from support.command_line import run_program  # noqa: E402
 from support.files import (  # noqa: E402
@@ -47,12 +48,14 @@ def converted(c: dict) -> dict:
               "num_key_value_heads": "multi_query_group_num", "vocab_size": "padded_vocab_size",
               "rms_norm_eps": "layernorm_epsilon", "max_position_embeddings": "seq_length",
               "qkv_bias": "add_qkv_bias"}  # fmt: skip
-    own = {"model_type": "llama", "hidden_act": "silu", "partial_rotary_factor": 0.5,
+    own = {"model_type": "llama", "hidden_act": "silu", ROTATED: 0.5,
            "rope_theta": 10000.0 * c.get("rope_ratio", 1)}  # fmt: skip
     return own | {key: c[name] for key, name in theirs.items()}
 
 
-def convert(path: Path, out: Path) -> None:
+def model_for(path: Path, out: Path) -> Llama:
+    """The model without numbers. Its config.json is in out/about.json until all is written, so that
+    no program takes half a model for a whole one."""
     try:
         config = converted(read_json(path / "config.json"))
     except DAMAGED as error:
@@ -61,28 +64,42 @@ def convert(path: Path, out: Path) -> None:
     write_json(out / "about.json", config)
     try:
         with torch.device("meta"):
-            model = Llama(hugging_face_config(out / "about.json"))
+            return Llama(hugging_face_config(out / "about.json"))
     except FOREIGN as error:
         raise not_a_llama(path / "config.json", error) from None
-    D = model.config.head_dim
+
+
+def our_names(name: str) -> list[str]:
+    """The tensors that a tensor of ChatGLM3 becomes; none if it is unknown."""
+    layer = "".join(re.findall(r"\.layers\.(\d+)\.", name))
+    kind, _, end = re.sub(r"\.\d+\.", ".*.", name).partition(".")[2].rpartition(".")
+    return [f"{new}.{end}".replace("*", layer) for new in NAMES.get(kind, [])]
+
+
+def convert_shard(shard: Path, left: dict[str, torch.Size], D: int) -> dict[str, Tensor]:
+    """The tensors of a file. Takes them out of `left`, which has the shapes of those to come."""
+    tensors = {}
+    for name, tensor in read_tensors(shard).items():
+        if "rotary_pos_emb" in name:  # `rope` has it in float32
+            continue
+        ours = our_names(name)
+        if not ours or not left.keys() >= {*ours}:
+            raise UserError(f"{shard}: {name}: no tensor of this model")
+        rows = [left.pop(new)[0] for new in ours]
+        if sum(rows) != len(tensor):
+            raise UserError(f"{shard}: {name}: {tuple(tensor.shape)} does not fit config.json")
+        for new, part in zip(ours, tensor.split(rows)):
+            if "q_proj" in new or "k_proj" in new:  # neighbours turn together there
+                part = part.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).flatten(0, 2)
+            tensors[new] = part.contiguous()
+    return tensors
+
+
+def convert(path: Path, out: Path) -> None:
+    model = model_for(path, out)
     left = {hugging_face_name(name): p.shape for name, p in model.state_dict().items()}
     for shard in sorted(path.glob("pytorch_model-*.bin")) or sorted(path.glob("*.safetensors")):
-        tensors = {}
-        for name, tensor in read_tensors(shard).items():
-            layer = "".join(re.findall(r"\.layers\.(\d+)\.", name))
-            kind, _, end = re.sub(r"\.\d+\.", ".*.", name).partition(".")[2].rpartition(".")
-            ours = [f"{new}.{end}".replace("*", layer) for new in NAMES.get(kind, [])]
-            if kind == "rotary_pos_emb":  # `rope` has it in float32
-                continue
-            if not ours or not left.keys() >= {*ours}:
-                raise UserError(f"{shard}: {name}: no tensor of this model")
-            rows = [left.pop(new)[0] for new in ours]
-            if sum(rows) != len(tensor):
-                raise UserError(f"{shard}: {name}: {tuple(tensor.shape)} does not fit config.json")
-            for new, part in zip(ours, tensor.split(rows)):
-                if "q_proj" in new or "k_proj" in new:  # neighbours turn together there
-                    part = part.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).flatten(0, 2)
-                tensors[new] = part.contiguous()
+        tensors = convert_shard(shard, left, model.config.head_dim)
         write_whole(out / f"model-{shard.stem}.safetensors", partial(save_file, tensors))
     if left:
         raise UserError(f"{path}: there is no tensor for {', '.join(left)}"[:250])

@@ -26,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import cells  # noqa: E402
@@ -66,6 +65,7 @@ class Row:
 
 PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2 --bptt 1"
 RECIPE = "--recipe inference"
+LORA = "--lora-rank 8 --lr 3e-4"
 ROWS = {
     "full": Row("full attention", "--method full", trained=False),
     "window": Row("window: 4 first, M - 4 last", "--method streaming", trained=False),
@@ -111,9 +111,15 @@ ROWS = {
     "ours, no forgetting": Row("ours without forgetting", f"{RECIPE} --forget 1"),
     "ours": Row("**ours**, `lococo+h2o+recent`: 3M/8 heavy, M/4 merged, 3M/8 last", RECIPE),
     "ours budgets": Row("**ours with budgets of layers**", f"{RECIPE} --budgets {{budgets}}"),
+    # With LoRA, embeddings and norms as in the paper's context extension.
+    "full lora": Row("full attention, tuned", f"--method full {LORA}"),
+    "window lora": Row("window, tuned", f"--method streaming {LORA}"),
+    "h2o lora": Row("H2O, positions of the slots, tuned", f"--method h2o --positions slots {LORA}"),
+    "ours lora": Row("**ours**, tuned", f"{RECIPE} {LORA}"),
 }
 
 SHORT = ("full", "window", "h2o", "official code", "ours", "ours budgets")  # in README.md
+TUNED = ("full", "window", "h2o", "ours", "full lora", "window lora", "h2o lora", "ours lora")
 PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
 
 # --- A cell --------------------------------------------------------------------------------------
@@ -256,12 +262,14 @@ def kinds(stored: list[dict]) -> list[tuple[str, int, int]]:
 
 def tables(stored: list[dict]) -> dict[str, str]:
     """All tables by name; a name that ends with "in short" has the rows of README.md."""
+    frozen = [row for row in ROWS if "lora" not in row]
+    rows_of_tables = {"": frozen, ", in short": SHORT, ", tuned": TUNED}
     made = {}
     for part, mem, seq in kinds(stored):
-        name = f"{part}, M = {mem}, {seq:,} tokens"
-        short = [cell for cell in stored if cell["row"] in SHORT]
-        made[name] = table(stored, part=part, mem=mem, seq=seq)
-        made[f"{name}, in short"] = table(short, part=part, mem=mem, seq=seq)
+        for ending, rows in rows_of_tables.items():
+            some = [cell for cell in stored if cell["row"] in rows]
+            name = f"{part}, M = {mem}, {seq:,} tokens{ending}"
+            made[name] = table(some, part=part, mem=mem, seq=seq)
     return made
 
 

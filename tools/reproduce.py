@@ -34,7 +34,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import cells  # noqa: E402
 from eval_ppl import perplexity, token_losses  # noqa: E402
-from lococo import COMMON, COMPRESSORS, Compressor, FactCompressor  # noqa: E402
+from lococo import COMMON, COMPRESSORS, FactCompressor  # noqa: E402
 from lococo import load_adapter  # noqa: E402
 from model import load_base  # noqa: E402
 from support.command_line import HERE, TINY, Machine, prepare, run_program  # noqa: E402

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Iterator
 
 import numpy as np
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import token_losses  # noqa: E402
@@ -54,45 +55,65 @@ def draw(rows: dict[tuple[str, str], list], file: Path) -> None:
     write_whole(file, save)
 
 
-def main() -> None:
+GROUPS = ("window", "memory", "full")  # of runs; the first is what the others are compared with
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     for name in ("--model", "--data"):
         add(name, type=Path, required=True)
-    for name in ("--window", "--memory", "--full"):
-        add(name, type=Path, nargs="+", required=True, metavar="RUN")
+    for group in GROUPS:
+        add(f"--{group}", type=Path, nargs="+", required=True, metavar="RUN")
     add("--out", type=output_file, default=HERE / "assets" / "words.png")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def score(args: argparse.Namespace, length: int) -> tuple[list, dict[str, Tensor]]:
+    """The words of each text, and for each group of runs their mean nats of each token."""
     machine = prepare("cpu", "float32")
-    settings = read_adapter(args.memory[0])[0]
     nats = {}
-    for group in ("window", "memory", "full"):
+    for group in GROUPS:
         for run in vars(args)[group]:
             model, tokenizer = load_base(args.model, machine)
             streams = token_streams([args.data], tokenizer)
             ids = np.concatenate([streams["held-out"], streams["choosing"]])
-            texts = long_documents(ids, tokenizer.bos, settings.length, 64)
+            texts = long_documents(ids, tokenizer.bos, length, 64)
             found = token_losses(load_adapter(run, model), texts, machine, 8)[0].double()
             nats[group] = nats.get(group, 0) + found / len(vars(args)[group])
+    return [list(words(ids, tokenizer)) for ids in texts.tolist()], nats
 
-    texts = [list(words(ids, tokenizer)) for ids in texts.tolist()]
+
+def sort_words(
+    texts: list, nats: dict[str, Tensor], M: int, reach: int
+) -> tuple[dict[tuple, list[float]], dict[str, float]]:
+    """By when a word was last read and its kind: how many there are, the window's nats, and what
+    the memory and full attention add to these. And for each word what the memory adds."""
     lower = {word for text in texts for word, _ in text if not word[0].isupper()}
-    M, reach = settings.mem, settings.mem + settings.segment
-    rows = {(when, kind): [0, 0.0, 0.0, 0.0] for kind in ("name", "other word")
-            for when in ("new", f"{M} ago or less", f"{M} to {reach}", f"over {reach}")}  # fmt: skip
+    whens = {"new": 0, f"{M} ago or less": M, f"{M} to {reach}": reach, f"over {reach}": 10**9}
+    rows = {(when, kind): [0, 0.0, 0.0, 0.0] for kind in ("name", "other word") for when in whens}
     gains = defaultdict(float)
     for n, text in enumerate(texts):
         last = {}
         for word, places in text:
             ago = places[0] - last.get(word, places[0])
-            when = next(w for w, most in zip(list(rows), (0, M, reach, 10**9)) if ago <= most)[0]
+            when = next(when for when, most in whens.items() if ago <= most)
             name = word[0].isupper() and word.lower() not in lower
+            own = [place - 1 for place in places]
+            window, memory, full = (nats[group][n, own].sum() for group in GROUPS)
             row = rows[when, "name" if name else "other word"]
-            window, memory, full = (nats[group][n, [p - 1 for p in places]].sum() for group in nats)
             for column, value in enumerate((1, window, memory - window, full - window)):
                 row[column] += float(value)
             gains[word] += float(memory - window)
             last[word] = places[0]
+    return rows, gains
+
+
+def main() -> None:
+    args = parse()
+    settings = read_adapter(args.memory[0])[0]
+    texts, nats = score(args, settings.length)
+    rows, gains = sort_words(texts, nats, settings.mem, settings.mem + settings.segment)
     total = (nats["memory"] - nats["window"]).sum()
     print(f"{'':28}{'words':>7}{'window':>9}{'memory':>9}{'full':>9}{'of gain':>9}")
     for (when, kind), (count, *sums) in rows.items():
