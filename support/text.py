@@ -42,7 +42,7 @@ def find_files(paths: list[Path]) -> list[Path]:
     files = []
     for path in paths:
         if not path.exists():
-            raise UserError(f"--data {path}: no such file or folder")
+            raise UserError(f"{path}: there is no such file or folder of texts")
         inside = [f for f in sorted(path.rglob("*")) if "/." not in f"/{f.relative_to(path)}"]
         for link in (f for f in inside if f.is_symlink() and f.is_dir()):
             print(f"left out, as it is a link to a folder: {link}", file=sys.stderr)
@@ -152,7 +152,7 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
         streams = tokenize(files, tokenizer)
         store(stored, streams)
     if not any(len(ids) for ids in streams.values()):
-        raise UserError(f"--data {' '.join(map(str, paths))}: there is no text in it")
+        raise UserError(f"{' '.join(map(str, paths))}: there is no text in it")
     return {part: streams[part].numpy() for part in PARTS}  # a file has them in another order
 
 

@@ -59,7 +59,7 @@ def test_text_files_folders_and_json_lines(tokenizer, capsys):
 def test_text_that_cannot_be_used_is_named(tokenizer, name, content):
     if content:
         Path(name).write_bytes(content)
-    others = {"a.txt": "--data a.txt: there is no text", "nowhere": "--data nowhere: no such file"}
+    others = {"a.txt": "a.txt: there is no text", "nowhere": "nowhere: there is no such file"}
     sentence = others.get(name, rf"{name}, line \d: not as --help says")
     with pytest.raises(UserError, match=sentence):
         token_streams([Path(name)] if name == "a.txt" else [Path(name), FOLDER], tokenizer)
