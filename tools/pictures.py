@@ -129,7 +129,7 @@ def draw_page(run: Path, file: Path) -> None:
         raise UserError(f"{file}: chromium is not installed; Debian's package has this name")
     words = ["--prompt", str(HERE / "assets" / "prompt.txt"), "--adapter", str(run)]
     words += ["--method", "streaming", "h2o", "--positions", "slots"]
-    flags = ["--headless", "--disable-gpu", "--hide-scrollbars", "--window-size=1400,1360"]
+    flags = ["--headless", "--disable-gpu", "--hide-scrollbars", "--window-size=1400,1290"]
     flags += ["--virtual-time-budget=2000"]  # milliseconds that the page is given
     flags += ["--no-sandbox"] * (os.geteuid() == 0)  # Chromium refuses to run as root with it
     with TemporaryDirectory() as folder:
