@@ -358,11 +358,14 @@ def make_page(args: argparse.Namespace, machine: Machine, text: str) -> None:
             warn_if_too_long(settings, len(ids))
             cache = adapted.cache(partial(TracedMemory, layers=layers))
             with machine.precision():
-                prefill(adapted.model, prompt, cache, settings.segment)
+                logits = prefill(adapted.model, prompt, cache, settings.segment)
+            following = tokenizer.piece(sample(logits[0, : tokenizer.vocab_size], temperature=0))
             counts = {kind: getattr(settings, kind) for kind in KINDS}
-            records.append(page_record(name, cache, counts))
+            records.append(page_record(name, cache, counts, following))
             print(f"{name}\n{figures(cache, settings)}", file=sys.stderr)
             del adapted, cache
+        if args.adapter:
+            records.insert(0, records.pop())  # the adapter was the last to read, and comes first
         write_page(args.page, *token_texts(ids, tokenizer), records)
     print(f"open {args.page} in a browser", file=sys.stderr)
 

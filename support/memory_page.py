@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).with_name("memory_page.html")
 PLACE = "THE_DATA_OF_THE_PAGE"  # stands once in the template
 LEAST = 0.01  # smaller shares are left out
+TITLES = {"streaming": "window (streaming)", "h2o": "H2O"}  # of methods, as README.md calls them
 
 
 def token_texts(ids: list[int], tokenizer: "Tokenizer") -> tuple[list[str], dict[int, str]]:
@@ -57,19 +58,22 @@ def head_record(shares: Tensor, tokens: Tensor) -> list[int | list[int]]:
     return [slot_record(*slot) for slot in zip(shares.tolist(), tokens.tolist())]
 
 
-def page_record(name: str, memory: "TracedMemory", counts: dict[str, int]) -> dict:
-    """What the page shows of a memory that has read the text. `counts`: slots of each kind."""
+def page_record(
+    name: str, memory: "TracedMemory", counts: dict[str, int], following: str
+) -> dict:
+    """What the page shows of a memory that has read the text. `counts`: slots of each kind;
+    `following`: the token that it predicts after the text."""
     held = []  # [compression][layer][head][slot]
     for layers in zip(*memory.largest.values()):
         held.append([[head_record(*head) for head in zip(*layer)] for layer in layers])
     return {
-        "name": name,
+        "name": TITLES.get(name, name),
         "counts": counts,
         "segment": memory.settings.segment,
         "layers": memory.config.n_layers,
         "heads": memory.config.n_kv_heads,
-        "bytes": memory.nbytes,
-        "full": memory.full_nbytes,
+        "entry_bytes": memory.nbytes // memory.size,  # of one entry in all layers
+        "next": following,
         "read": memory.read,
         "held": held,
     }

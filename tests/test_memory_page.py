@@ -101,7 +101,7 @@ def test_the_shares_are_those_of_a_slow_memory(config, method, changes):
         segments.append((2 * k.repeat_interleave(2, dim=1) + torch.randn(1, 4, 6, 8), k, v))
         cache.enter(6)
         cache.attend(0, *segments[-1])
-    record = page_record("a memory", cache, {})
+    record = page_record("a memory", cache, {}, "next")
     assert record["read"] == [12, 18, 24] and len(record["held"]) == 3
     for head in range(2):
         own = [(q[0, 2 * head : 2 * head + 2], k[0, head], v[0, head]) for q, k, v in segments]
@@ -159,6 +159,14 @@ def test_a_character_of_several_tokens_stands_at_the_last_of_them(tokenizer):
 # --- The program ---------------------------------------------------------------------------------
 
 
+def printed_size(data: dict, memory: dict) -> str:
+    """What is printed about a memory of the page, at its last place."""
+    tokens, last = len(data["tokens"]), memory["read"][-1] if memory["read"] else 0
+    entries = tokens - last + (sum(memory["counts"].values()) if last else 0)
+    own, full = entries * memory["entry_bytes"], tokens * memory["entry_bytes"]
+    return f"{own:,} bytes; the full cache would hold {full:,}\n"
+
+
 def test_three_memories_on_one_page(run, monkeypatch):
     """Methods have the adapter's M and T, and the figures are those that are printed. The last
     compression of a head is what the two numbers print."""
@@ -172,16 +180,18 @@ def test_three_memories_on_one_page(run, monkeypatch):
     assert "".join(data["tokens"]) == prompt
     memories = data["memories"]
     names = [memory["name"] for memory in memories]
-    assert names == ["streaming", "h2o", "lococo+window, adapter tiny"]
+    assert names == ["lococo+window, adapter tiny", "window (streaming)", "H2O"]
     assert [[*memory["counts"].values()] for memory in memories] == [
-        [4, 0, 0, 124], [0, 64, 0, 64], [4, 0, 24, 100]]  # fmt: skip
+        [4, 0, 24, 100], [4, 0, 0, 124], [0, 64, 0, 64]]  # fmt: skip
     for memory in memories:
-        assert f"{memory['bytes']:,} bytes; the full cache would hold {memory['full']:,}\n" in err
+        assert printed_size(data, memory) in err
         assert memory["segment"] == 128 and memory["read"] == [256, 384]
         assert len(memory["held"]) == 2 and len(memory["held"][0]) == memory["layers"] == 4
         assert {len(layer) for layer in memory["held"][0]} == {memory["heads"]} == {2}
 
-    for flags, memory in (("--method h2o --mem 128", memories[1]), ("", memories[2])):
+    for flags, memory in (("--method h2o --mem 128", memories[2]), ("", memories[0])):
+        words = f"--prompt prompt.txt {flags} --temperature 0 --max-new-tokens 1"
+        assert run(generate, words)[1] == memory["next"] + "\n"
         for layer, head in ((1, 0), (3, 1)):
             words = f"--prompt prompt.txt {flags} --show-memory {layer} {head}"
             lines = run(generate, words)[1].splitlines()[1:]
@@ -195,8 +205,9 @@ def test_a_page_before_any_compression(run):
     """Of a text that fits."""
     code, _, err = run(generate, "--prompt - --show-memory page.html", b"a short text")
     assert code == 0 and "nothing is compressed up to M + T = 256" in err
-    memory = data_of("page.html")["memories"][0]
-    assert memory["held"] == memory["read"] == [] and memory["bytes"] == memory["full"]
+    data = data_of("page.html")
+    memory = data["memories"][0]
+    assert memory["held"] == memory["read"] == [] and printed_size(data, memory) in err
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("x"), OSError(28, "full")])
@@ -222,6 +233,15 @@ def test_the_template_is_a_page_of_its_own():
     assert all(f".{kind} {{ --own" in text for kind in KINDS)
 
 
+def test_the_picture_of_the_mechanism_has_the_colours_of_the_page():
+    """They are those of the light page, which come first in it."""
+    page, picture = TEMPLATE.read_text("utf-8"), (HERE / "tools" / "mechanism.py").read_text()
+    colours = dict(re.findall(r'"(\w+)": "(#\w{6})"', picture))
+    assert colours.keys() == {"heavy", "merged", "recent"}
+    for kind, colour in colours.items():
+        assert re.search(rf"--{kind}: (#\w+);", page)[1] == colour
+
+
 def in_a_browser(page: str, view: str) -> str:
     """What is in the page's document when the address names this view; the console says nothing."""
     flags = ["--headless", "--disable-gpu", "--enable-logging=stderr"]
@@ -239,11 +259,24 @@ def test_a_browser_shows_a_long_text_near_the_viewport_only(run):
     words = f"--prompt prompt.txt --adapter {TINY} --method streaming --show-memory page.html"
     assert run(generate, words)[0] == 0
     shown = in_a_browser("page.html", "compression=17&layer=1&head=0&token=72")
-    window, ours = shown.split("<section")[1:]
-    assert "It is lost at compression 1." in window and "it is only merged" in ours
+    ours, window = shown.split("<section")[1:]
+    assert "gone in all layers and heads; in layer 1, head 0, since compression 1." in window
+    assert "There it is only merged from compression 1 on" in ours
     there = [*map(int, re.findall(r'data-token="(\d+)"', ours))]
     assert 72 in there and len(there) < 3000 < len(data_of("page.html")["tokens"])
-    assert re.search(r'class="slot merged lit".*?1\.00 " socket"', ours)
+    assert re.search(r'class="slot merged lit".*?1\.00 “ socket”', ours)
+
+
+def page_by_hand() -> None:
+    """Eight tokens a to h, a slot of each kind, two heads and two compressions. The heavy slot of
+    head 0 has a mixture: its tokens are not kept word for word. In head 1 token c leaves."""
+    first = [0, [1, 60, 2, 40], [2, 75, 1, 25], 4]
+    second = [0, 1, [3, 50, 2, 50], 4]
+    last = [0, 1, [3, 50, 1, 50], 6]
+    memory = {"name": "by hand", "counts": dict.fromkeys(KINDS, 1), "segment": 2, "layers": 1}
+    memory |= {"heads": 2, "entry_bytes": 100, "next": "i", "read": [5, 7]}
+    memory["held"] = [[[first, second]], [[first, last]]]
+    write_page(Path("page.html"), [*"abcdefgh"], {}, [memory])
 
 
 @pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
@@ -253,19 +286,41 @@ def test_a_browser_shows_a_long_text_near_the_viewport_only(run):
     ("1", ["held sinks", "held heavy", "held merged", "held merged", "held recent"]),
     ("all", ["held sinks", "held heavy", "held merged", "held merged", "held recent"])])  # fmt: skip
 def test_a_browser_colours_tokens_by_what_holds_them(own_folders, head, expected):
-    """In head 0 the heavy slot has a mixture: its tokens are not kept word for word."""
-    first = [0, [1, 60, 2, 40], [2, 75, 1, 25], 4]
-    second = [0, 1, [3, 50, 2, 50], 4]
-    memory = {"name": "by hand", "counts": dict.fromkeys(KINDS, 1), "segment": 2, "layers": 1}
-    memory |= {"heads": 2, "bytes": 1000, "full": 2000, "read": [5, 7]}
-    memory["held"] = [[[first, second]]] * 2
-    write_page(Path("page.html"), [*"abcdefgh"], {}, [memory])
+    page_by_hand()
     shown = in_a_browser("page.html", f"compression=1&layer=0&head={head}")
-    assert "1,000 bytes instead of 2,000" in shown
     found = re.findall(r'class="([\w ]*)" data-token="(\d)"', shown)
-    classes = [*expected, "segment first", "segment last", "unread"]
+    classes = [*expected, "segment", "segment", "unread"]
     assert found == [(kind, str(token)) for token, kind in enumerate(classes)]
     slots = re.findall(r'<div class="slot (\w+)".*?</div>', shown)
-    assert slots == [*KINDS]
-    mean = {"0": "0.60", "1": "1.00", "all": "0.80"}[head]  # of token 1 in the heavy slot
-    assert f'{mean} "b"' in shown
+    if head == "all":  # a mean over slots of different heads would say nothing
+        assert slots == [] and "Slots differ between heads." in shown
+    else:
+        assert slots == [*KINDS] and {"0": "0.60", "1": "1.00"}[head] + " “b”" in shown
+
+
+@pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
+@pytest.mark.parametrize("view, words", [
+    ("compression=0&layer=0&head=0&token=3",
+     ["0 slots + 5 new tokens = 5 entries, 500 bytes", "an entry of its own, not compressed yet",
+      "In layer 0, head 0 it is lost at compression 1."]),
+    ("compression=1&layer=0&head=0&token=3",
+     ["4 slots + 2 new tokens = 6 entries, 600 bytes",
+      "a full cache would have 7 entries, 700 bytes",
+      "gone in layer 0, head 0, since compression 1; layer 0, head 1 still has it"]),
+    ("compression=1&layer=0&head=0&token=1",
+     ["share 0.60 of heavy slot 1 and 0.25 of merged slot 2 in layer 0, head 0",
+      "only merged from compression 1 on; it is not among the sinks, heavy hitters and recent"]),
+    ("compression=1&layer=0&head=1&token=2",
+     ["There it is merged from compression 1 on, and lost at compression 2."]),
+    ("compression=2&layer=0&head=1&token=2", ["head 0 still has it", "It was merged from"]),
+    ("compression=1&layer=0&head=1&token=0", ["There it is kept word for word to the end."]),
+    ("compression=2&layer=0&head=1&token=7", ["The text ends before it is compressed."]),
+    ("compression=2&layer=all&head=all&token=5",
+     ["gone in all layers and heads since compression 2"]),
+    ("compression=1&layer=0&head=all&token=2",
+     ["mean share 0.63; the largest is share 0.75 of merged slot 2 and 0.40 of heavy slot 1"]),
+])  # fmt: skip
+def test_a_browser_says_what_becomes_of_a_token(own_folders, view, words):
+    page_by_hand()
+    shown = in_a_browser("page.html", view)
+    assert [sentence for sentence in words if sentence not in shown] == []

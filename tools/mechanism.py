@@ -16,7 +16,7 @@ from support.command_line import run_program  # noqa: E402
 from support.files import write_whole  # noqa: E402
 
 FILE = Path(__file__).resolve().parent.parent / "assets" / "mechanism.png"
-COLOURS = {"heavy": "#d9822b", "merged": "#2f6fb3", "recent": "#5a9e6f"}
+COLOURS = {"heavy": "#009e73", "merged": "#e69f00", "recent": "#0072b2"}  # as memory_page.html
 MEMORY = ["heavy", "heavy", "heavy", "merged", "merged", "recent", "recent", "recent"]
 SEGMENT = 8  # new tokens; the picture has M = T = 8
 KEPT = {0: 0, 2: 1, 9: 2, 13: 5, 14: 6, 15: 7}  # entry of the full cache: the slot that keeps it

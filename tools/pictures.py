@@ -133,7 +133,7 @@ def draw_page(run: Path, file: Path) -> None:
         raise UserError(f"{file}: chromium is not installed; Debian's package has this name")
     words = ["--prompt", str(HERE / "assets" / "prompt.txt"), "--adapter", str(run)]
     words += ["--method", "streaming", "h2o", "--positions", "slots"]
-    flags = ["--headless", "--disable-gpu", "--hide-scrollbars", "--window-size=1400,1100"]
+    flags = ["--headless", "--disable-gpu", "--hide-scrollbars", "--window-size=1400,1290"]
     flags += ["--virtual-time-budget=2000"]  # milliseconds that the page is given
     flags += ["--no-sandbox"] * (os.geteuid() == 0)  # Chromium refuses to run as root with it
     with TemporaryDirectory() as folder:
@@ -143,7 +143,8 @@ def draw_page(run: Path, file: Path) -> None:
         view = f"{page.as_uri()}#compression=17&layer=1&head=0&token=72"
         command = [browser, *flags, f"--screenshot={picture}", view]
         subprocess.run(command, check=True, capture_output=True)  # it also reports on itself
-        small = Image.open(picture).convert("RGB").quantize(128)
+        drawn = Image.open(picture).convert("RGB")
+        small = drawn.quantize(256, Image.Quantize.MAXCOVERAGE)  # a third of its size
         write_whole(file, partial(small.save, format="png", optimize=True))
 
 
