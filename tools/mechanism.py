@@ -51,8 +51,8 @@ def main() -> None:
     axes.text(4, TOP + 0.75, "memory: M slots", **text)
     axes.text(12, TOP + 0.75, "segment: T new tokens", **text)
     axes.text(16.5, TOP + 0.31, "keys and values that one\nlayer attends to", va="center", fontsize=11)
-    axes.text(16.5, 1.85, "K' = W K,  V' = W V", va="center", fontsize=13)
-    axes.text(16.5, 1.25, "each slot is a row of W", va="center", fontsize=11)
+    axes.text(16.5, 1.85, "K' = w K,  V' = w V", va="center", fontsize=13)
+    axes.text(16.5, 1.25, "each slot is a row of w", va="center", fontsize=11)
     axes.text(8.5, BOTTOM + 0.31, "memory of the next segment: M slots", va="center", fontsize=11)
     labels = {"heavy": "kept: most attended", "merged": "merged: the convolution mixes the rest",
               "recent": "kept: the last tokens"}  # fmt: skip
