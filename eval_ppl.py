@@ -27,7 +27,7 @@ from lococo import METHODS, AdaptedLlama, Settings, load_adapter, read_adapter, 
 from lococo import untrained
 from model import Tokenizer, load_base
 from support.command_line import TINY, Machine, Parser, at_least, counted, method_flags, output_file
-from support.command_line import prepare, run_program
+from support.command_line import prepare, run_program, text_path
 from support.facts import FORMS, fact_tokens, tell_all
 from support.files import UserError, write_json
 from support.text import PARTS, long_documents, token_streams
@@ -129,7 +129,7 @@ def parse() -> argparse.Namespace:
     add = add_shared_flags(parser).add_argument
     add("--lengths", type=at_least(2), nargs="+", default=[2048, 4096, 8192], metavar="L",
         help="tokens of a document (default: 2048 4096 8192)")
-    add("--data", type=Path, nargs="+", default=[], metavar="PATH",
+    add("--data", type=text_path, nargs="+", default=[], metavar="PATH",
         help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
     add("--part", choices=PARTS,
         help="which of the texts (default: held-out; all of --data without a RUN)")

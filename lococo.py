@@ -63,6 +63,7 @@ class Settings:
     kernel: int = 21  # taps of the convolution
     lora_rank: int = 8
     lora_alpha: int = 16  # the official code's; the paper names none
+    # Ours:
     forget: float = 1.0  # earlier attention is multiplied by this at each segment; 1 in H2O
     budgets: list[int] = field(default_factory=list)  # slots of each layer; none: M in every one
 
@@ -160,12 +161,12 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     return logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
 
 
+# --- Memory (algorithm 2) ------------------------------------------------------------------------
+
+
 def in_order(entries: Tensor, order: Tensor) -> Tensor:
     """Entries (B, G, S, D) in the order (B, G, S) of each head."""
     return entries.gather(2, order[..., None].expand_as(entries))
-
-
-# --- Memory (algorithm 2) ------------------------------------------------------------------------
 
 
 class Memory(KVCache):
@@ -190,7 +191,7 @@ class Memory(KVCache):
         self.settings, self.compressors = settings, compressors
         # One for each layer. They differ if layers have budgets (ours, see `in_layer`).
         self.layer_settings = [in_layer(settings, layer) for layer in range(config.n_layers)]
-        self.most = [s.mem + s.segment for s in self.layer_settings]
+        self.capacity = [s.mem + s.segment for s in self.layer_settings]
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         self.scores: list[Tensor | None] = [None] * config.n_layers  # attention received, (B, G, S)
         self.recompute = False  # as in Block, for the compressors
@@ -214,8 +215,8 @@ class Memory(KVCache):
         compresses at each token, we do so once a segment.
         """
         assert T <= self.settings.segment
-        for layer, most in enumerate(self.most):
-            if self.keys[layer].size + T > most:
+        for layer, capacity in enumerate(self.capacity):
+            if self.keys[layer].size + T > capacity:
                 self.compress(layer)
         first = super().enter(T)
         return self.size if self.settings.positions == "slots" else first

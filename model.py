@@ -194,7 +194,7 @@ class KVCache:
         self.config = config
         self.rope_scale = config.rope_scale
         self.seen = 0  # tokens that have entered
-        self.most = [float("inf")] * config.n_layers  # entries that each layer may hold
+        self.capacity = [float("inf")] * config.n_layers  # entries that each layer may hold
         self.keys = [Entries() for _ in range(config.n_layers)]  # rotated
         self.values = [Entries() for _ in range(config.n_layers)]
 
@@ -234,8 +234,8 @@ class KVCache:
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Add new keys and values to what a layer holds (algorithm 1, step 4)."""
-        self.keys[layer].append(k, self.most[layer])
-        self.values[layer].append(v, self.most[layer])
+        self.keys[layer].append(k, self.capacity[layer])
+        self.values[layer].append(v, self.capacity[layer])
 
     def detach(self) -> None:
         """Cut the graph, so that it does not grow with the text."""

@@ -37,7 +37,7 @@ from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, identity
 from lococo import settings_for, untrained
 from model import KVCache, Llama, Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, counted, method_flags
-from support.command_line import prepare, run_program
+from support.command_line import prepare, run_program, text_path
 from support.facts import FORMS, tell, tell_all
 from support.files import DAMAGED, UserError, checksum, read_file, write_file
 from support.text import long_documents, sequence, token_streams
@@ -396,9 +396,9 @@ def add_memory_flags(parser: Parser) -> None:
 def add_text_flags(parser: Parser) -> None:
     whole = at_least(0)
     add = parser.add_argument_group("text").add_argument
-    add("--data", type=Path, nargs="+", metavar="PATH",
+    add("--data", type=text_path, nargs="+", metavar="PATH",
         help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
-    add("--held-out", type=Path, nargs="+", metavar="PATH",
+    add("--held-out", type=text_path, nargs="+", metavar="PATH",
         help="texts to score; all of --data trains then (default: a tenth of --data is scored)")
     add("--seq", type=at_least(2), metavar="L", help="trained length, in tokens")
     add("--facts", type=whole, metavar="N", help="facts to write into each sequence")
@@ -456,7 +456,8 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
         recipe, stored = {}, about.get("config", {})
         for flag in ("recipe", "out"):
             if flag in given:
-                parser.error(f"--{flag} {given[flag]}: a run that is resumed keeps its own")
+                value = getattr(flags, flag)
+                parser.error(f"--{flag} {value}: a run that is resumed keeps its own")
         given["out"] = given.pop("resume")
         if stored.keys() != {f.name for f in fields(TrainConfig)}:
             parser.error(f"--resume {flags.resume}: made by another version of this program")

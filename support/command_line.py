@@ -32,6 +32,14 @@ def at_least(least: float, kind: type = int, most: float = HUGE) -> Callable[[st
     return convert
 
 
+def text_path(text: str) -> Path:
+    """An argparse type: a file or folder of texts. An empty name, as an unset variable of the shell
+    gives, would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("its name is empty; give a file or a folder")
+    return Path(text)
+
+
 def output_file(text: str) -> Path:
     """An argparse type: a file that can be written when the work is done."""
     file = Path(text)

@@ -77,8 +77,8 @@ def choose_facts(
 
 
 def schedule(names: Iterable[str], L: int, rng: np.random.Generator) -> list[tuple[float, str]]:
-    """When each fact is due in a text of L tokens: once in the first half, then after gaps of 64 to L
-    tokens (log-uniform). `pop` takes the one that is due next off the end of the list."""
+    """When each fact is due in a text of L tokens: once in the first half, then after gaps of 64 to
+    L tokens (log-uniform). `pop` takes the one that is due next off the end of the list."""
     mentions = []
     for name in names:
         place = rng.uniform(0, L / 2)

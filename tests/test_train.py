@@ -310,7 +310,9 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
     assert trained(f"{RUN} 9 --model base")[0] == 130
     for words, sentence in (("--save-every 0", "--save-every 0: "), ("--mem 32", CHANGED),
                             ("--steps 1", "--steps 1: this run is at step 2"),
-                            ("--method h2o", CHANGED), ("--lora-rank 0", CHANGED)):
+                            ("--method h2o", CHANGED), ("--lora-rank 0", CHANGED),
+                            ("--recipe paper", "--recipe paper: a run that is resumed keeps"),
+                            ("--out other", "--out other: a run that is resumed keeps")):
         code, _, err = trained(f"--resume run {words}")
         assert code == 2 and err.startswith(f"train.py: {sentence}"), err
     base, text, state = Path("base/model.safetensors"), Path("text/0.py"), STATE.read_bytes()

@@ -238,7 +238,8 @@ def parse() -> argparse.Namespace:
     add("--contexts", type=positive, nargs="+", default=[2048, 32768],
         help="tokens before decoding")
     add("--bptt", type=positive, default=4, help="as in the recipe")
-    add("--facts", type=at_least(0), default=8, help="in a sequence; without any: one backward pass")
+    add("--facts", type=at_least(0), default=8,
+        help="in a sequence; without any: one backward pass")
     add("--rounds", type=positive, default=5, help="turns of each method; one more warms up")
     add("--device", default="cpu")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")

@@ -25,7 +25,7 @@ from eval_ppl import token_losses  # noqa: E402
 from lococo import METHODS, AdaptedLlama, Settings, settings_for  # noqa: E402
 from model import Llama, load_base  # noqa: E402
 from support.command_line import Machine, Parser, at_least, method_flags, prepare  # noqa: E402
-from support.command_line import run_program  # noqa: E402
+from support.command_line import run_program, text_path  # noqa: E402
 from support.files import UserError  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 
@@ -74,7 +74,8 @@ def parse() -> argparse.Namespace:
     add = parser.memory.add_argument
     add("--method", choices=METHODS, default="h2o", help="one without merged slots (default: h2o)")
     add = parser.add_argument_group("text").add_argument
-    add("--data", type=Path, nargs="+", metavar="PATH", required=True, help="files and folders")
+    add("--data", type=text_path, nargs="+", metavar="PATH", required=True,
+        help="files and folders")
     add("--length", type=at_least(2), default=1024, metavar="L",
         help="tokens of a document that are read (default: 1024)")
     add("--documents", type=at_least(1), default=16, metavar="N", help="at most (default: 16)")

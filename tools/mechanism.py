@@ -27,7 +27,8 @@ TOP, BOTTOM = 3.0, 0.0  # heights of the two rows of entries
 
 def draw_entries(axes, colours: list[str], height: float) -> None:
     for n, colour in enumerate(colours):
-        box = Rectangle((n + 0.08, height), 0.84, 0.62, facecolor=colour, edgecolor="#333333", lw=0.8)
+        place = (n + 0.08, height)
+        box = Rectangle(place, 0.84, 0.62, facecolor=colour, edgecolor="#333333", lw=0.8)
         axes.add_patch(box)
 
 
@@ -48,11 +49,12 @@ def main() -> None:
     for entry, slot in KEPT.items():
         draw_arrow(axes, entry, slot, COLOURS[MEMORY[slot]], 2.2)
     text = dict(ha="center", va="bottom", fontsize=11)
+    aside = dict(ha="left", va="center")
     axes.text(4, TOP + 0.75, "memory: M slots", **text)
     axes.text(12, TOP + 0.75, "segment: T new tokens", **text)
-    axes.text(16.5, TOP + 0.31, "keys and values that one\nlayer attends to", va="center", fontsize=11)
-    axes.text(16.5, 1.85, "K' = w K,  V' = w V", va="center", fontsize=13)
-    axes.text(16.5, 1.25, "each slot is a row of w", va="center", fontsize=11)
+    axes.text(16.5, TOP + 0.31, "keys and values that one\nlayer attends to", **text | aside)
+    axes.text(16.5, 1.85, "K' = w K,  V' = w V", **text | aside | {"fontsize": 13})
+    axes.text(16.5, 1.25, "each slot is a row of w", **text | aside)
     axes.text(8.5, BOTTOM + 0.31, "memory of the next segment: M slots", va="center", fontsize=11)
     labels = {"heavy": "kept: most attended", "merged": "merged: the convolution mixes the rest",
               "recent": "kept: the last tokens"}  # fmt: skip
