@@ -84,7 +84,7 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 
 
 class TracedMemory(Memory):
-    """A memory that also follows W through all compressions, in some layers or in all."""
+    """A memory that also follows its mixing matrices, in some layers or in all."""
 
     def __init__(self, *args, layers: Iterable[int]):
         """`args` as those of Memory."""
