@@ -36,7 +36,7 @@ def text_path(text: str) -> Path:
     """An argparse type: a file or folder of texts. An empty name, as an unset variable of the shell
     gives, would be the current folder."""
     if not text:
-        raise argparse.ArgumentTypeError("its name is empty; give a file or a folder")
+        raise argparse.ArgumentTypeError("'': this name is empty; give a file or a folder")
     return Path(text)
 
 

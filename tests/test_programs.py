@@ -489,7 +489,7 @@ FOLLOWING = {
         ("--method lococo+sinks --sinks 16", "not fit"), ("--device meta", "--device meta"),
         ("--method h2o --lora-rank 0", "nothing to train"), ("--data text nowhere", "nowhere"),
         ("--model missing --out text", "text: it is there"), ("--out latin/run", "latin"),
-        ("--resume nowhere", "nowhere/state"), ("--data ''", "--data: its name is empty"),
+        ("--resume nowhere", "nowhere/state"), ("--data ''", "--data '': this name is empty"),
     ],
 }  # fmt: skip
 MISTAKES = [
