@@ -592,7 +592,9 @@ class JsonTokens:
         try:
             self.tokenizer = JsonTokenizer.from_str(text)
         except Exception as error:
-            if type(error) is not Exception:  # the package's own are of this plain type
+            # The package raises plain Exceptions, for which there is no narrower name. Errors of
+            # any other type are not about the file, and pass on.
+            if type(error) is not Exception:
                 raise
             raise ValueError(error) from None
         self.tokenizer.encode_special_tokens = True  # as plain text

@@ -537,7 +537,8 @@ def chosen_settings(config: TrainConfig) -> Settings:
     flags = method_flags(asdict(config))
     settings = settings_for(config.method, config.mem, config.segment, config.seq, **flags)
     if settings.merged and config.seq - 1 <= settings.mem + config.segment:
-        raise UserError(f"--seq {config.seq}: it fits into memory and segment: nothing to compress")
+        room = f"a memory of {settings.mem} slots and a segment of {config.segment} tokens"
+        raise UserError(f"--seq {config.seq}: it fits into {room}, so that nothing is compressed")
     if not settings.merged and not config.lora_rank:
         raise UserError(f"--lora-rank 0 --method {config.method}: there is nothing to train")
     return settings

@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         add("--mem", type=at_least(4), metavar="M",
             help="slots, from 4 on (default: 512, or the recipe's)")
         add("--segment", type=at_least(1), metavar="T",
-            help="tokens that enter together (default: as --mem)")
+            help="tokens that enter together (default: as --mem, or the recipe's)")
         for flag, kept in KEPT.items():
             add(flag, type=at_least(0), metavar="N",
                 help=f"slots that keep the {kept} (default: the method's)")

@@ -134,6 +134,11 @@ def test_recipes(monkeypatch):
     assert (inference.steps, inference.lora_rank, paper.lora_rank) == (200, 0, 8)  # section 4.1
     batches = [parsed(words)["batch"] for words in ("", "--seq 1000", "--seq 9999", "--batch 7")]
     assert batches == [4096 // 2048, 4, 1, 7]
+    # T is 512 in the paper, whatever M is (sections 4.1 and 5.1). In ours it is M.
+    recipes = ("--model other", "--model other --recipe paper-inference",
+               "--model other --recipe inference", "")  # fmt: skip
+    segments = [parsed(f"{words} --mem 128")["segment"] for words in recipes]
+    assert segments == [512, 512, 128, 128]
     given = parsed("--kernel 5 --segment 7 --lr 0.5 --compressor paper").items()
     assert given >= dict(kernel=5, segment=7, lr=0.5, compressor="paper").items()
 
@@ -158,6 +163,10 @@ def test_what_a_run_says_at_its_start(run, tokenizer, monkeypatch):
     assert cells(out)["this run"][:6] == ["lococo+window", "16", "16", "96", "facts, 3 taps", "2 x 192"]
     assert cells(out)["this run"][6:9] == ["8, 0.002", "0.5", "8"]
     assert "slots: 4 sinks, 4 merged, 8 recent; positions: slots\n" in out
+    assert "these are" not in out
+    fewer = f"{LINES[train].replace('run', 'fewer')} --score-tokens 0 --method h2o"
+    fewer += " --heavy 4 --recent 4"
+    assert "these are 8 slots, and not --mem 16\n" in run(train, fewer)[1]
 
     words = f"{LINES[train]} --score-tokens 200 --seq 192 --steps 1".replace("run", "long")
     shorter = Path("text/0.py").read_text()[:300]
@@ -214,6 +223,8 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     code, out, err = run(eval_ppl, f"adapter {words}")
     figures = json.loads(Path("figures.json").read_text())
     assert code == 0 and "documents (training): 3 of 64 tokens, 3 of 300 tokens" in out, err
+    work = re.findall(r"([\d,]+) tokens to score with 4 models take about \d+ minutes?;", err)
+    assert work == [f"{4 * 3 * (64 + 300):,}"]
     settings = {"base, full": FULL, "base, streaming M=16": WINDOW, "base, h2o M=16": H2O}
     ids = token_streams([Path("text")], tokenizer)["training"]
     texts = [long_documents(ids, tokenizer.bos, L, 3) for L in (64, 300)]

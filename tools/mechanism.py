@@ -54,7 +54,7 @@ def main() -> None:
     axes.text(12, TOP + 0.75, "segment: T new tokens", **text)
     axes.text(16.5, TOP + 0.31, "keys and values that one\nlayer attends to", **text | aside)
     axes.text(16.5, 1.85, "K' = w K,  V' = w V", **text | aside | {"fontsize": 13})
-    axes.text(16.5, 1.25, "each slot is a row of w", **text | aside)
+    axes.text(16.5, 1.25, "each merged slot is a row of w", **text | aside)
     axes.text(8.5, BOTTOM + 0.31, "memory of the next segment: M slots", va="center", fontsize=11)
     labels = {"heavy": "kept: most attended", "merged": "merged: the convolution mixes the rest",
               "recent": "kept: the last tokens"}  # fmt: skip

@@ -1,14 +1,13 @@
-"""Draw assets/mixing.png, W in every layer, assets/recall.png, what is remembered and where, and
-assets/memory.png, a page of --show-memory. All show our memory for facts (docs/facts.md), not the
-paper's.
+"""Draw our memory for facts (docs/facts.md): assets/mixing.png, recall.png and memory.png.
 
     pip install matplotlib                    # only this script needs it
     python tools/pictures.py                  # the embedded adapter
     python tools/pictures.py --tuned runs/window runs/h2o
     python tools/pictures.py --only-page      # memory.png; chromium must be installed
 
-mixing.png: all of W at the last compression of a document. Row i says how much of each entry slot i
-takes. What is kept has a one-hot row; the rows of merged slots come from the convolution.
+mixing.png: the mixing matrix of each layer at the last compression of a document. Row i says how
+much of each entry slot i takes. What is kept has a one-hot row; the rows of merged slots come from
+the convolution.
 recall.png, left: the share of facts recalled, by how long ago they were told. Right: where the word
 of the fact in assets/prompt.txt is, compression after compression.
 memory.png: what three memories have of this text at the end, as Chromium shows it.
@@ -42,7 +41,8 @@ from support.text import long_documents, token_streams  # noqa: E402
 
 
 class Watched(Memory):
-    """A memory that remembers W (M, S) of each layer's head 0 at its last compression."""
+    """A memory that remembers the mixing matrix (M, S) of each layer's head 0 at its last
+    compression."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -88,7 +88,7 @@ def draw_mixing(mixing: dict[int, Tensor], settings: Settings, file: Path) -> No
         axes.set_title(f"layer {layer}, head 0", loc="left", fontsize=10)
     about = f"ours ({settings.method}): {settings.mem} slots, then {settings.segment} new entries"
     figure.supxlabel(about, fontsize=10)
-    figure.colorbar(picture, ax=panels, shrink=0.5, label="weight in W")
+    figure.colorbar(picture, ax=panels, shrink=0.5, label="weight in the slot")
     write_picture(file, figure)
 
 

@@ -250,7 +250,8 @@ def table(stored: list[dict], **about) -> str:
         else:
             gap = (h2o - full).mean()
             shares = [100 * (h2o.mean() - c["nats"]) / gap for c in some]
-            line += f"| {mean_and_error(values - h2o)} | {', '.join(f'{x:.0f}' for x in shares)} |"
+            closed = ", ".join(str(round(share)) for share in shares)
+            line += f"| {mean_and_error(values - h2o)} | {closed} |"
         lines.append(line)
     return "\n".join(lines) + "\n"
 

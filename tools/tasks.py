@@ -250,15 +250,22 @@ def is_task(row: dict) -> bool:
         prompts = np.broadcast_to(row["prompt"], len(texts)).tolist()
     else:
         texts, answer, prompts = row["answers"], 0, [row["prompt"]]
-    most, enough = row.get("max_tokens", 32), len(texts) > ("choices" in row)
-    whole = type(most) is type(answer) is int and most > 0  # neither true nor 2.0
-    ends = row.get("stop", "\n") > "" and row.get("punctuation", " ") in ("", " ")
+    most = row.get("max_tokens", 32)
+    if type(most) is not int or type(answer) is not int:  # neither true nor 2.0
+        return False
+    if most < 1 or answer not in range(len(texts)):
+        return False
+    if "choices" in row and len(texts) < 2:
+        return False
+    if row.get("stop", "\n") <= "" or row.get("punctuation", " ") not in ("", " "):
+        return False
     classes = []
     if "longbench" in row:
         classes = row["classes"] or []
-        ends = ends and row["longbench"] in LONGBENCH and (classes or row["longbench"] != "trec")
-    fits = whole and enough and answer in range(len(texts))
-    return ends and fits and all(text.strip() for text in prompts + texts + classes)
+        needs_classes = row["longbench"] == "trec"
+        if row["longbench"] not in LONGBENCH or (needs_classes and not classes):
+            return False
+    return all(text.strip() for text in prompts + texts + classes)
 
 
 def refuse_without_tokens(
