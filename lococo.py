@@ -506,11 +506,15 @@ class ScoredCompressor(FactCompressor):
         self.slot_filters.data *= 0.1
         self.trust = nn.Parameter(torch.ones(1))
 
-    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
+    def prior(self, scores: Tensor) -> Tensor:
+        """Attention received (N, R) -> its part of the relevance, which is alike for all slots:
+        (N, 1, R)."""
         received = (scores + 1e-4).log()  # entries below 0.0001 are alike
-        received = received - received.mean(dim=-1, keepdim=True)  # (N, R)
-        filtered = super().relevance(entries, from_slot, scores)
-        return filtered + TRUST * self.trust * received[:, None]
+        received = received - received.mean(dim=-1, keepdim=True)
+        return TRUST * self.trust * received[:, None]
+
+    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
+        return super().relevance(entries, from_slot, scores) + self.prior(scores)
 
 
 COMPRESSORS = {"paper": Compressor, "facts": FactCompressor, "scored": ScoredCompressor}

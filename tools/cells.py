@@ -31,7 +31,7 @@ from support.text import read_rows  # noqa: E402
 # file only names and keeps what they compute.
 SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "support/command_line.py",
            "support/facts.py", "support/files.py", "support/text.py",
-           "tools/official_code.py", "tools/softmax.py")  # fmt: skip
+           "tools/official_code.py", "tools/variants.py")  # fmt: skip
 
 # --- The name of a cell --------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from support.command_line import HERE, Machine, at_least, method_flags  # noqa: 
 from support.command_line import prepare, run_program  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
-import softmax  # noqa: E402, F401, it adds a compressor
+import variants  # noqa: E402, F401, it adds compressors
 
 BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.jsonl")
 PARTS = {"choosing": "book_news.txt", "test": "wikitext2-test.jsonl"}

@@ -3,12 +3,13 @@
     python tools/reproduce.py --only window ours --seeds 0 1 2   # train, score, print the table
     python tools/reproduce.py --only window --steps 100 --mem 64
     python tools/reproduce.py --model DIR --data FILE --seeds 0 1 2     # the table of plain text
+    python tools/reproduce.py --facts 0 --mem 512 --seq 4096 --flags "--batch 2 --lr 3e-4"
     python tools/reproduce.py --print                            # all tables of stored figures
     python tools/reproduce.py --write                            # all tables into the files
 
 A cell is one run of train.py: the embedded recipe and the row's flags. With facts (the embedded
 model, T = 128) it is scored on 64 held-out documents of 2,048 tokens, or on all of --part choosing.
-On plain text of a --model of your own (T = M, without facts) it is scored on all documents that do
+On plain text (--data, or --facts 0 for Python's library; T = M) it is scored on 64 documents that do
 not train; where none is so long as --seq, on so many tokens of consecutive ones.
 
 Runs are in runs/reproduce/ and go on where they were stopped. The figures of a cell are one line of
@@ -28,34 +29,17 @@ from typing import Iterable
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import cells  # noqa: E402
 from eval_ppl import perplexity, token_losses  # noqa: E402
-from lococo import COMMON, COMPRESSORS, FactCompressor  # noqa: E402
 from lococo import load_adapter  # noqa: E402
 from model import load_base  # noqa: E402
 from support.command_line import HERE, TINY, Machine, prepare, run_program, text_path  # noqa: E402
 from support.facts import tell_all  # noqa: E402
 from support.text import PARTS, find_files, long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
-import softmax  # noqa: E402, F401, it adds a compressor
-
-# --- What lies between the paper's compressor and ours -------------------------------------------
-
-
-class CommonCompressor(FactCompressor):
-    """Ours with rows that are made all at once."""
-
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        new = F.conv1d(entries, self.conv.weight + COMMON * self.common, padding="same")
-        old = F.conv1d(entries, self.slot_filters + COMMON * self.slot_common)
-        return torch.where(from_slot[:, None], old, new).softmax(dim=-1)
-
-
-COMPRESSORS["common"] = CommonCompressor
+import variants  # noqa: E402, F401, it adds compressors
 
 # --- Rows ----------------------------------------------------------------------------------------
 
@@ -131,12 +115,12 @@ FILES = [HERE / "docs" / page for page in ("facts.md", "results.md", "notebook.m
 def all_flags(row: str, args: argparse.Namespace) -> str:
     """The flags of train.py that make a row, but for the seed, the base and the text."""
     recent = args.mem - args.mem // 4
-    flags = (PLAIN if args.data else ROWS)[row][1].format(mem=args.mem, recent=recent)
+    flags = (ROWS if args.facts else PLAIN)[row][1].format(mem=args.mem, recent=recent)
     flags += f" --recipe embedded --mem {args.mem} --segment {args.segment} --seq {args.seq}"
     flags += f" --facts {args.facts} --steps {args.steps} --score-tokens 0"
-    if args.data:
+    if not args.facts:
         flags += " --micro-batch 16"  # a whole step: the model is small
-    return flags
+    return f"{flags} {args.flags}".strip()
 
 
 def checksums(args: argparse.Namespace) -> dict:
@@ -187,7 +171,7 @@ def score_cell(run: Path, args: argparse.Namespace, machine: Machine) -> dict:
         texts = texts.view(-1, args.seq)
     nats, _, _ = token_losses(adapted, texts, machine, 8)
     cell = {"documents": len(texts), "perplexity": perplexity(nats)}
-    if args.data:
+    if not args.facts:
         return cell | {"nats": [round(x, 5) for x in nats.double().mean(dim=1).tolist()]}
     told, ago = tell_all(texts, args.part, tokenizer)
     _, hits, _ = token_losses(adapted, told, machine, 8)
@@ -203,6 +187,7 @@ def facts_table(stored: list[dict], mem: int, seq: int, steps: int, part: str) -
     about = {"mem": mem, "seq": seq, "facts": 8, "steps": steps, "part": part}
     for row, (label, _) in ROWS.items():
         found = [c for c in stored if c.items() >= (about | {"row": row}).items()]
+        found = [c for c in found if not c.get("extra")]
         seeds = sorted(cells.latest(found, "seed"), key=lambda c: c["seed"])
         perplexity = ", ".join(f"{c['perplexity']:.2f}" for c in seeds)
         recalled = ", ".join(f"{100 * c['512-2,048']:.0f}" for c in seeds)
@@ -212,12 +197,12 @@ def facts_table(stored: list[dict], mem: int, seq: int, steps: int, part: str) -
 
 
 def plain_table(stored: list[dict], seq: int, steps: int, rows: Iterable[str] = PLAIN,
-                model: str = "stories260K") -> str:  # fmt: skip
+                model: str = "stories260K", extra: str = "") -> str:  # fmt: skip
     """For each M a column: nats above the window's, mean and standard error over documents, each
     the mean of the seeds; behind it what part of the window's gap to full attention that closes.
     The window itself, and all where there is none, has its perplexity."""
     about = {"model": model, "seq": seq, "steps": steps, "facts": 0}
-    found = [c for c in stored if c.items() >= about.items()]
+    found = [c for c in stored if c.items() >= about.items() and c.get("extra", "") == extra]
     found = cells.latest(found, "row", "mem", "seed")
     sizes = sorted({c["mem"] for c in found})
     lines = ["| memory |" + "".join(f" M = {M} |" for M in sizes), "|---|" + "---|" * len(sizes)]
@@ -268,6 +253,7 @@ def make_cells(rows: Iterable[str], args: argparse.Namespace) -> None:
         for row in rows:
             about = {"model": args.model.name, "row": row} | origin
             about |= {key: vars(args)[key] for key in ("mem", "seq", "facts", "steps")}
+            about["extra"] = args.flags
             name = {"flags": all_flags(row, args), "seed": seed, "part": args.part} | files
             if cells.find(RESULTS, name) and not args.again:
                 print(f"{row}, seed {seed}: from docs/results.jsonl", file=sys.stderr)
@@ -282,25 +268,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
     add("--model", type=Path, default=TINY, help="with --data")
-    add("--data", type=text_path, help="plain text, for the other rows")
+    add("--data", type=text_path, help="plain text without facts, for the other rows")
     add("--only", nargs="+", choices=ROWS | PLAIN, default=[], help="rows")
     add("--seeds", nargs="+", type=int, default=[0])
     add("--mem", type=int, default=128)
     add("--seq", type=int, default=2048, help="trained length, in tokens")
     add("--steps", type=int, default=400)
-    add("--facts", type=int, default=8)
+    add("--facts", type=int, default=8, help="in each sequence; with 0 there are the other rows")
+    add("--flags", default="", help="more flags of train.py")
     add("--part", choices=PARTS, default="held-out")
     add("--again", action="store_true", help="train and score also what is stored")
     add("--print", action="store_true", help="print all tables of stored cells; make none")
     add("--write", action="store_true", help="all tables into the pages of docs/")
     args = parser.parse_args()
     args.model = args.model.resolve()
-    rows = PLAIN if args.data else ROWS
-    if not rows.keys() >= set(args.only):
-        parser.error(f"--only: with or without --data there are other rows: {', '.join(rows)}")
-    args.segment = args.mem if args.data else 128
     if args.data:
-        args.facts, args.part = 0, "held-out+choosing"
+        args.facts = 0
+    rows = ROWS if args.facts else PLAIN
+    if not rows.keys() >= set(args.only):
+        parser.error(f"--only: with or without facts there are other rows: {', '.join(rows)}")
+    args.segment = 128 if args.facts else args.mem
+    if not args.facts:
+        args.part = "held-out+choosing"
     made = args.only or (rows if args.data else ())
     if made and not args.print:
         make_cells(made, args)
@@ -310,8 +299,9 @@ def main() -> None:
     if args.print:
         for name, table in tables(stored).items():
             print(f"\n{name}\n\n{table}", end="")
-    elif args.data:
-        print(plain_table(stored, args.seq, args.steps, model=args.model.name), end="")
+    elif not args.facts:
+        table = plain_table(stored, args.seq, args.steps, model=args.model.name, extra=args.flags)
+        print(table, end="")
     else:
         print(facts_table(stored, args.mem, args.seq, args.steps, args.part), end="")
 
