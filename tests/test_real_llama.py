@@ -78,6 +78,26 @@ def test_the_table_by_hand():
     assert "| 2 | 3.0000 |" in real_llama.table(again, part="test", mem=64, seq=1024)
 
 
+def test_the_ablations_by_hand():
+    """One tap is 1 and 2 above ours in the two documents with seed 0, and 1 above with seed 1. What
+    has no seed in common with ours, other slots or other steps is left out."""
+    ours, one_tap, untrained = (
+        {"flags": real_llama.all_flags(real_llama.ROWS["ours"], 64, flags), "part": "choosing",
+         "steps": steps} for flags, steps in (("", 40), ("--kernel 1", 40), ("--conv-lr 0", 1))
+    )  # fmt: skip
+    stored = [cell("ours", [9.0, 9.0], **ours), cell("ours", [2.0, 4.0], **ours),
+              cell("ours", [3.0, 5.0], seed=1, **ours), cell("ours", [3.0, 6.0], **one_tap),
+              cell("ours", [4.0, 6.0], seed=1, **one_tap), cell("ours", [9.0, 9.0], 2, **one_tap),
+              cell("ours", [4.0, 6.0], **untrained), cell("ours", [7.0, 7.0], **ours | {"mem": 128}),
+              cell("ours", [7.0, 7.0], **one_tap | {"steps": 60})]  # fmt: skip
+    rows = [line.split(" | ")[1:] for line in real_llama.ablation_table(stored).splitlines()[2:]]
+    assert rows == [
+        ["2", "3.5000", "| |"],
+        ["1", "5.0000", "+2.0000 ± 0.0000", "+2.0000 |"],
+        ["2", "4.7500", "+1.2500 ± 0.2500", "+1.5000, +1.0000 |"],
+    ]
+
+
 def test_tables_stand_between_comments():
     start = "<!-- tools/real_llama.py: test, M = 64, 1,024 tokens -->\n"
     stored = [cell("full", [1.0, 3.0]), cell("h2o", [3.0, 5.0])]

@@ -2,8 +2,7 @@
 
     python tools/real_llama.py --model SmolLM2-135M --prose prose              # every row, one seed
     python tools/real_llama.py --model SmolLM2-135M --prose prose --rows ours --seeds 0 1 2
-    python tools/real_llama.py --model SmolLM2-135M --prose prose --rows ours --steps 40 \\
-        --part choosing --flags "--recent 16"                                 # a variation of a row
+    python tools/real_llama.py --model SmolLM2-135M --prose prose --ablations --seeds 0 1
     python tools/real_llama.py --print                                        # the tables alone
 
 A cell of a table is one row with one seed: train.py trains its convolutions, then documents of
@@ -22,6 +21,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +118,39 @@ ROWS = {
     "ours lora": Row("**ours**, tuned", f"{RECIPE} {LORA}"),
 }
 
-SHORT = ("full", "window", "h2o", "official code", "ours", "ours budgets")  # in README.md
+
+@dataclass(frozen=True)
+class Change:
+    """Something of ours that is taken out or made otherwise, to see what it is worth."""
+
+    label: str
+    flags: str
+    steps: int = 40
+
+
+ABLATIONS = (
+    Change("**ours**", ""),
+    Change("not trained: filters as at the start", "--conv-lr 0", steps=1),
+    Change("1 tap instead of 3", "--kernel 1"),
+    Change("9 taps", "--kernel 9"),
+    Change("21 taps", "--kernel 21"),
+    Change("slots that choose all at once instead of in order", "--compressor scored-at-once"),
+    Change("one filter for all slots instead of one each", "--compressor scored-one-filter"),
+    Change("nearly one-hot rows (logits times 16): a choice, not a mixture", "--sharper 16"),
+    Change("4 merged slots instead of 16; 30 heavy, 30 last", "--heavy 30 --recent 30"),
+    Change("8 merged slots; 28 heavy, 28 last", "--heavy 28 --recent 28"),
+    Change("32 merged slots; 16 heavy, 16 last", "--heavy 16 --recent 16"),
+    Change("36 heavy and 12 last instead of 24 and 24", "--heavy 36 --recent 12"),
+    Change("12 heavy and 36 last", "--heavy 12 --recent 36"),
+    Change("gradient through 1 segment instead of 4", "--bptt 1"),
+    Change("gradient through 2 segments", "--bptt 2"),
+    Change("rate 0.005 instead of 0.02", "--conv-lr 5e-3"),
+    Change("rate 0.05", "--conv-lr 5e-2"),
+    Change("no forgetting", "--forget 1"),
+)
+
+SHORT = ("full", "window", "h2o", "official code", "h2o 5/8 forget budgets", "ours",
+         "ours budgets")  # fmt: skip, in README.md
 TUNED = ("full", "window", "h2o", "ours", "full lora", "window lora", "h2o lora", "ours lora")
 PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
 
@@ -140,11 +172,11 @@ def checksums(args: argparse.Namespace) -> dict:
     }
 
 
-def cell_name(row: Row, seed: int, args: argparse.Namespace, files: dict) -> dict:
+def cell_name(row: Row, change: Change, seed: int, args: argparse.Namespace, files: dict) -> dict:
     """All that makes a cell; `files` are the checksums."""
     return {
-        "flags": all_flags(row, args.mem, args.flags),
-        "steps": args.steps if row.trained else 0,
+        "flags": all_flags(row, args.mem, change.flags),
+        "steps": change.steps if row.trained else 0,
         "seed": seed if row.trained else 0,
         "mem": args.mem,
         "seq": args.seq,
@@ -159,7 +191,7 @@ def train_cell(name: dict, args: argparse.Namespace) -> Path:
     out = RUNS / cells.digest_of(trained_by)
     line = [*train_line(name, args), "--dtype", "bfloat16"]
     line += ["--data", *(str(args.prose / text) for text in BOOKS), "--score-tokens", "0"]
-    line += ["--steps", str(args.steps), "--seed", str(name["seed"])]
+    line += ["--steps", str(name["steps"]), "--seed", str(name["seed"])]
     line += ["--batch", str(4096 // args.seq), "--micro-batch", str(4096 // args.seq)]
     cells.train_in(out, line)
     return out
@@ -256,6 +288,33 @@ def table(stored: list[dict], **about) -> str:
     return "\n".join(lines) + "\n"
 
 
+def ablation_table(stored: list[dict]) -> str:
+    """A line for each change of ours that was made, on the choosing part: nats per token, the mean
+    of its seeds; the paired difference from ours with the same seeds, with its standard error over
+    documents; and the difference of each seed."""
+    about = {"row": "ours", "part": "choosing", "mem": 64, "seq": 1024}
+    stored = [cell for cell in stored if about.items() <= cell.items()]
+    made = {}  # nats of each document, by change and seed
+    for change in ABLATIONS:
+        flags = all_flags(ROWS["ours"], 64, change.flags)
+        some = [c for c in stored if c["flags"] == flags and c["steps"] == change.steps]
+        for cell in cells.latest(some, "seed"):
+            made.setdefault(change, {})[cell["seed"]] = np.array(cell["by document"])
+    ours = made.get(ABLATIONS[0], {})
+    lines = ["| change | seeds | nats per token | from ours | each seed |", "|---|---|---|---|---|"]
+    for change, nats in made.items():
+        seeds = sorted(nats.keys() & ours.keys())
+        if not seeds:
+            continue
+        mean = np.mean([nats[seed] for seed in seeds])
+        above = [nats[seed] - ours[seed] for seed in seeds]
+        each = ", ".join(f"{values.mean():+.4f}" for values in above)
+        line = f"| {change.label} | {len(seeds)} | {mean:.4f} | "
+        line += "| |" if nats is ours else f"{mean_and_error(np.mean(above, axis=0))} | {each} |"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
 def kinds(stored: list[dict]) -> list[tuple[str, int, int]]:
     """Part, M and tokens of each table."""
     return list(dict.fromkeys((cell["part"], cell["mem"], cell["seq"]) for cell in stored))
@@ -271,7 +330,7 @@ def tables(stored: list[dict]) -> dict[str, str]:
             some = [cell for cell in stored if cell["row"] in rows]
             name = f"{part}, M = {mem}, {seq:,} tokens{ending}"
             made[name] = table(some, part=part, mem=mem, seq=seq)
-    return made
+    return made | {"ablations": ablation_table(stored)}
 
 
 def parse() -> argparse.Namespace:
@@ -290,11 +349,16 @@ def parse() -> argparse.Namespace:
     add("--seq", type=positive, default=1024, help="tokens of a document (default: 1,024)")
     add("--part", choices=PARTS, default="test", help="documents to score (default: test)")
     add("--documents", type=positive, default=48, help="documents to score at most (default: 48)")
-    add("--flags", default="", help="more flags of train.py, for an ablation")
+    add("--flags", default="", help="more flags of train.py, for a variation of a row")
+    add("--ablations", action="store_true",
+        help="make ours with each change of ABLATIONS instead, scored on the choosing part")
     add("--print", action="store_true", help="print the tables of stored cells; make none")
     add("--write", action="store_true", help="write the tables into the pages, too")
     args = parser.parse_args()
     args.print = args.print or args.write
+    args.changes = [Change("", args.flags, args.steps)]
+    if args.ablations:
+        args.rows, args.part, args.changes = ["ours"], "choosing", ABLATIONS
     if not args.print and not (args.model and args.prose):
         parser.error("--model and --prose are needed to make a cell")
     return args
@@ -305,13 +369,12 @@ def make_cells(args: argparse.Namespace) -> None:
     machine = prepare("cpu", "bfloat16")
     # Once, now: what has been imported computes all cells, even if a file is edited meanwhile.
     files, origin = checksums(args), cells.origin()
-    for seed in args.seeds:
-        for key in args.rows:
-            name = cell_name(ROWS[key], seed, args, files)
-            if not cells.find(RESULTS, name):
-                print(f"{key} {args.flags}, seed {seed}", file=sys.stderr)
-                about = {"row": key, "extra": args.flags} | origin
-                cells.add(RESULTS, about | name | make_cell(ROWS[key], name, args, machine))
+    for change, seed, key in product(args.changes, args.seeds, args.rows):
+        name = cell_name(ROWS[key], change, seed, args, files)
+        if not cells.find(RESULTS, name):
+            print(f"{key} {change.flags}, seed {seed}", file=sys.stderr)
+            about = {"row": key, "extra": change.flags} | origin
+            cells.add(RESULTS, about | name | make_cell(ROWS[key], name, args, machine))
 
 
 def main() -> None:
