@@ -39,12 +39,13 @@ from support.text import PARTS, long_documents, token_streams
 def token_losses(
     adapted: AdaptedLlama, documents: Tensor, machine: Machine, micro_batch: int
 ) -> tuple[Tensor, Tensor, int]:
-    """For each token but the first of documents (N, L) its nats, and whether it was the likeliest
-    one, (N, L - 1); and the bytes that the cache of one document has at the end. So many documents
-    as `micro_batch` are in memory at once."""
+    """Score documents (N, L), `micro_batch` of them at once. Returns the nats of each token
+    after the first, whether it was the likeliest one, both (N, L - 1), and the bytes that
+    the cache of one document has at the end."""
     rows = []
     for batch in tqdm(documents.split(micro_batch), "scoring", leave=False, disable=None):
-        batch, cache = batch.to(machine.device), adapted.cache()
+        batch = batch.to(machine.device)
+        cache = adapted.cache()
         with machine.precision():
             pieces = list(segment_losses(adapted.model, batch, cache, adapted.settings.segment))
         rows.append([torch.cat(piece, dim=1).cpu() for piece in zip(*pieces)])
@@ -59,8 +60,8 @@ def perplexity(nats: Tensor) -> float:
 
 
 def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
-    """Masks by n, (N, L - 1): 1 to `reach` = M + T, then up to 512, 1024 ... L. What is further
-    back than `reach` is no entry of its own in any window."""
+    """Masks of n, (N, L - 1); "a-b" means a < n <= b. The first range ends at `reach` =
+    M + T, as no window holds older tokens; the others end at 512, 1024 ... L."""
     L = n.shape[1] + 1
     edges = sorted({0, min(reach, L), L} | {2**e for e in range(9, 15) if reach < 2**e < L})
     return {f"{what}{a}-{b}": (a < n) & (n <= b) for a, b in zip(edges, edges[1:])}
@@ -73,8 +74,8 @@ NAME = 36  # columns for a method's name in a table
 
 
 def memory_sizes(runs: list[Path]) -> list[tuple[int, int]]:
-    """(M, T) of each different memory among the runs, read from their adapters alone. So a bad
-    adapter is refused before anything is scored."""
+    """(M, T) of each different memory among the runs, read from their adapters alone. So a
+    bad adapter is refused before anything is scored."""
     settings = [read_adapter(run)[0] for run in runs]
     return list(dict.fromkeys((s.mem, s.segment) for s in settings if s.mem))
 
@@ -86,23 +87,28 @@ def name_of(s: Settings) -> str:
         name += f" M={s.mem}"
     if s.mem and s.segment != s.mem:
         name += f" T={s.segment}"
+    if s.mem and s.positions != METHODS[s.method](s.mem).get("positions", "interpolated"):
+        name += f" {s.positions}"
     return name
 
 
 def compared(
     args: argparse.Namespace, machine: Machine, sizes: list[tuple[int, int]]
 ) -> Iterator[tuple[str, AdaptedLlama]]:
-    """Names and models that are scored: the base with its full cache, with each --method, with a
-    window and H2O of each of the sizes (M, T); then the RUNs. What needs no training shares one
-    base, a RUN has its own. Delete a model before asking for the next: a GPU may hold just one."""
+    """Names and models that are scored: the base with its full cache, with each --method,
+    with a window and H2O of each of the sizes (M, T); then the RUNs. What needs no training
+    shares one base, a RUN has its own. Delete a model before asking for the next: a GPU may
+    hold just one."""
     mem, flags = args.mem or 512, method_flags(vars(args))
     wanted = [(method, mem, args.segment or mem, flags) for method in args.method]
     for mem, segment in sizes:
         for method in ("streaming", "h2o"):
+            # By slot: positions in a long text would pass the base's context.
             wanted.append((method, mem, segment, {"positions": "slots"}))
     model, _ = load_base(args.model, machine)
     models = [AdaptedLlama(model, FULL)]
-    for method, mem, segment, changes in wanted:  # all are made now: a wrong one is refused first
+    # All are made now: a wrong one is refused first.
+    for method, mem, segment, changes in wanted:
         models.append(untrained(model, method, mem, segment, **changes))
     yield from {name_of(adapted.settings): adapted for adapted in models}.items()
     del model, models
@@ -155,8 +161,8 @@ def parse() -> argparse.Namespace:
 def print_means(
     title: str, kinds: dict[str, Tensor], values: dict[str, Tensor]
 ) -> dict[str, dict[str, float | None]]:
-    """A row for each mask, with the number of its tokens; a column for each method. Returns the
-    rows; a mean of no tokens is None."""
+    """A row for each mask, with the number of its tokens; a column for each method. Returns
+    the rows; a mean of no tokens is None."""
     print(f"\n{title:30}{'tokens':>9}", *(f"{name:>5}" for name in values), sep="  ")
     rows = {}
     for kind, mask in kinds.items():
@@ -247,7 +253,7 @@ def main() -> None:
             print_work(number, documents, adapted, args, machine)
             print(f"{'':{NAME}} {'slots':>6} {'cache bytes':>12}", *(f"{L:>8}" for L in documents))
         if adapted.settings.mem:
-            reach = max(reach, adapted.settings.mem + adapted.settings.segment)
+            reach = max(reach, adapted.settings.room)
         methods[name], losses[name] = score(name, adapted, documents, machine, args.micro_batch)
         if args.recall:
             hits[name] = token_losses(adapted, told, machine, args.micro_batch)[1]

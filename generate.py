@@ -34,8 +34,9 @@ from support.memory_page import page_record, token_texts, write_page
 
 
 def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> Iterator[str]:
-    """Text of tokens as they come. The prompt's end is decoded too, or a first space would be lost.
-    Text that ends inside a character (U+FFFD) waits; it is dropped if nothing follows."""
+    """Text of tokens as they come. The prompt's end is decoded too, or a first space would
+    be lost. Text that ends inside a character (U+FFFD) waits; it is dropped if nothing
+    follows."""
     ids = [i for i in prompt[-8:] if i not in tokenizer.prefix]
     shown = len(tokenizer.decode(ids))
     for token in tokens:
@@ -51,8 +52,8 @@ def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> I
 
 @torch.no_grad()
 def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tensor:
-    """Read tokens (B, L) into the cache by segments; float32 logits (B, V) of what comes next.
-    Raises UserError if these are not finite."""
+    """Read tokens (B, L) into the cache by segments; float32 logits (B, V) of what comes
+    next. Raises UserError if these are not finite."""
     for x in tqdm(tokens.split(segment, dim=1), "reading", leave=False, delay=2, disable=None):
         h = model.hidden(x, cache)
     logits = model.logits(h[:, -1])
@@ -71,7 +72,8 @@ def sample(logits: Tensor, temperature: float) -> int:
 @torch.no_grad()
 def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
            most: int, temperature: float) -> Iterator[int]:  # fmt: skip
-    """At most so many token ids that follow what the cache has read; logits (1, V) after it."""
+    """Yield up to `most` token ids that continue the text in the cache, without a token
+    that ends it. `logits` (1, V) are those after the last token that was read."""
     for _ in range(most):
         token = sample(logits[0, : tokenizer.vocab_size], temperature)  # not of the padding
         if token in tokenizer.ends:
@@ -84,27 +86,31 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 
 
 class TracedMemory(Memory):
-    """A memory that also follows its mixing matrices, in some layers or in all."""
+    """A memory for a batch of one text that multiplies the mixing matrices of all
+    compressions, so that each slot is known as a mixture of tokens. It does so in some
+    layers or in all."""
 
     def __init__(self, *args, layers: Iterable[int]):
         """`args` as those of Memory."""
         super().__init__(*args)
-        self.read = []  # tokens that had been read at each compression
-        # For each layer: how much of each of N tokens each slot has, (G, M, N).
+        self.seen_at = []  # tokens that had entered at each compression
+        # For each layer: how much of each token that has entered each slot has, (G, M, tokens).
         self.shares = {layer: torch.zeros(self.config.n_kv_heads, 0, 0) for layer in layers}
-        # For each layer, after each compression: the three largest shares of each slot and the
-        # tokens that they are of, both (G, M, 3). N grows with the text; this does not.
+        # For each layer, after each compression: the three largest shares of each slot and
+        # the tokens that they are of, both (G, M, 3). The shares grow with the text, these
+        # do not.
         self.largest = {layer: [] for layer in layers}
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         order, w = super().compress(layer)
         if layer == 0:
-            self.read.append(self.seen)
+            self.seen_at.append(self.seen)
         if layer in self.shares:
-            W = self.mixing_matrix(layer, order, w)[0].float().cpu()  # (G, M, S)
+            matrix = self.mixing_matrix(layer, order, w)[0].float().cpu()  # (G, M, S)
             before = self.shares[layer]
-            slots = before.shape[1]  # 0 or M; what follows in the cache are tokens, each whole
-            shares = torch.cat((W[:, :, :slots] @ before, W[:, :, slots:]), dim=2)
+            # 0 or M; what follows in the cache are tokens, each whole.
+            slots = before.shape[1]
+            shares = torch.cat((matrix[:, :, :slots] @ before, matrix[:, :, slots:]), dim=2)
             self.shares[layer] = shares
             self.largest[layer].append(shares.topk(min(3, shares.shape[2])))
         return order, w
@@ -115,8 +121,8 @@ def describe_slots(
 ) -> Iterator[str]:
     """Lines about what the slots hold; ids are the tokens that were read.
 
-    A line ends with a bar for each compression. Take the line's first token, and the slots in
-    which it had the largest share then: the bar is the largest of these shares.
+    The bars at a line's end follow its first token, one bar for each compression. A bar is
+    the largest share that the token had in any slot of which it was the main token.
     """
     held = memory.keys[layer].size
     yield f"layer {layer}, head {head}: {held} entries after {len(ids)} tokens"
@@ -140,7 +146,8 @@ def describe_slots(
 
 
 def save_memory(file: Path, memory: Memory, owner: dict) -> None:
-    """`owner` says which base and adapter the entries belong to."""
+    """Write the entries, the scores and the number of tokens seen. `owner` says which base
+    and adapter they belong to. Raises UserError."""
     tensors = {}
     for layer in range(memory.config.n_layers):
         tensors[f"keys {layer}"] = memory.keys[layer].held
@@ -151,6 +158,7 @@ def save_memory(file: Path, memory: Memory, owner: dict) -> None:
 
 
 def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
+    """Read what `save_memory` has written into an empty memory. Raises UserError."""
     tensors, about = read_file(file)
     if about.get("owner") != owner:
         raise UserError(f"--load-memory {file}: of another model, adapter, method or --dtype")
@@ -188,7 +196,10 @@ def encode_prompt(args: argparse.Namespace, text: str, tokenizer: Tokenizer) -> 
 
 
 def warn_if_too_long(settings: Settings, tokens: int) -> None:
-    if settings.positions != "slots" and tokens > settings.length:
+    """Positions in the text end at `tokens`, those in the cache at M + T."""
+    by_slot = settings.positions == "slots" and settings.mem
+    positions = min(tokens, settings.room) if by_slot else tokens
+    if positions > settings.length:
         print(f"warning: this may pass the {settings.length:,} tokens trained for", file=sys.stderr)
 
 
@@ -282,7 +293,8 @@ def model_with_memory(args: argparse.Namespace, model: Llama) -> AdaptedLlama:
 
 
 def empty_cache(args: argparse.Namespace, adapted: AdaptedLlama) -> KVCache:
-    """With --show-memory LAYER HEAD a memory that is traced."""
+    """The cache that reads the prompt: with --show-memory LAYER HEAD a TracedMemory. Raises
+    UserError."""
     settings, config = adapted.settings, adapted.model.config
     if args.save_memory or args.load_memory or args.place:
         refuse_without_slots(settings)
@@ -310,7 +322,7 @@ def figures(cache: KVCache, settings: Settings) -> str:
         most = f"at most T = {settings.segment}"
         lines.append(f"entries held     {settings.mem} slots, and {waiting} ({most})")
     elif settings.mem:
-        room = f"M + T = {settings.mem + settings.segment:,} entries"
+        room = f"M + T = {settings.room:,} entries"
         lines.append(f"entries held     all: nothing is compressed up to {room}")
     return "\n".join(lines)
 
@@ -318,9 +330,9 @@ def figures(cache: KVCache, settings: Settings) -> str:
 def memories_of_page(
     args: argparse.Namespace, machine: Machine
 ) -> Iterator[tuple[str, AdaptedLlama]]:
-    """Names and models: each --method, then the adapter. The methods share a base and have the
-    adapter's M and T, unless --mem says otherwise. A wrong one is refused before any reads.
-    Delete a model before asking for the next: a GPU may hold just one."""
+    """Names and models: each --method, then the adapter. The methods share a base and have
+    the adapter's M and T, unless --mem says otherwise. A wrong one is refused before any
+    reads. Delete a model before asking for the next: a GPU may hold just one."""
     run = args.adapter
     if not run and not args.method:
         run = TINY
@@ -365,7 +377,8 @@ def make_page(args: argparse.Namespace, machine: Machine, text: str) -> None:
             print(f"{name}\n{figures(cache, settings)}", file=sys.stderr)
             del adapted, cache
         if args.adapter:
-            records.insert(0, records.pop())  # the adapter was the last to read, and comes first
+            # The adapter was the last to read, and comes first.
+            records.insert(0, records.pop())
         write_page(args.page, *token_texts(ids, tokenizer), records)
     print(f"open {args.page} in a browser", file=sys.stderr)
 

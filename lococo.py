@@ -1,7 +1,8 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a small convolution.
 
-First comes the paper (arXiv 2406.05317), by its equation numbers; then ours. Letters are those of
-model.py, and R is the number of entries that are merged. Three matrices have similar names:
+First comes the paper (arXiv 2406.05317), by its equation numbers; then ours. Letters are
+those of model.py, and R is the number of entries that are merged. Three matrices have similar
+names:
 
     logits          the paper's W of (6), as the convolution gives it
     w               the paper's w of (7): each row sums to 1
@@ -22,15 +23,22 @@ from support.files import UserError, checksum, read_file
 
 # --- Methods: what a memory of M slots holds -----------------------------------------------------
 
-KINDS = ("sinks", "heavy", "merged", "recent")  # kinds of slots, in this order
+# Sinks keep the first tokens, heavy slots the entries that have received most attention,
+# and recent slots the last tokens. Merged slots mix the rest.
+KINDS = ("sinks", "heavy", "merged", "recent")  # in this order
 
+# A method is a function of M. It gives the fields of Settings (below) that it sets.
 METHODS = {
-    # What the paper compares with.
+    # What the paper compares with. The paper's StreamingLLM keeps 8 sinks alone; this one
+    # is the window of equal memory. The paper does not say how H2O divides its slots; H2O's
+    # authors do it so.
     "full": lambda M: {},
-    "longlora": lambda M: {},  # other attention while it trains: train.ShiftedGroups
+    # Keeps all, too; other attention in training: train.ShiftedGroups.
+    "longlora": lambda M: {},
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
-    # The paper: alone, with StreamingLLM, and with H2O (section 3.2.3).
+    # The paper: alone, with StreamingLLM's sinks, and with H2O (sections 3.2.3 and 5.2).
+    # Half of M for heavy slots is the official code's.
     "lococo": lambda M: dict(merged=M),
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
@@ -52,11 +60,11 @@ class Settings:
     """All that a trained adapter depends on; `settings_for` makes one."""
 
     method: str
-    segment: int  # T
-    length: int  # L that it is trained for, in tokens
+    segment: int  # the most tokens that enter together; what messages and tables call T
+    length: int  # L that it is trained for, in tokens; without training the base's context
     sinks: int = 0  # slots that keep the first tokens
     heavy: int = 0  # slots that keep the entries that have received most attention
-    merged: int = 0  # slots that the convolution fills; without any, all other entries are dropped
+    merged: int = 0  # slots that the convolution fills; a memory without any drops the rest
     recent: int = 0  # slots that keep the last tokens
     positions: str = "interpolated"  # or "original" or "slots", see `interpolation`
     compressor: str = "paper"  # or another of COMPRESSORS
@@ -65,23 +73,31 @@ class Settings:
     lora_alpha: int = 16  # the official code's; the paper names none
     # Ours:
     forget: float = 1.0  # earlier attention is multiplied by this at each segment; 1 in H2O
-    budgets: list[int] = field(default_factory=list)  # slots of each layer; none: M in every one
+    # Slots of each layer; none: M in every one.
+    budgets: list[int] = field(default_factory=list)
 
     @property
     def mem(self) -> int:
-        """M, slots in each layer and key/value head; 0 if all entries are kept. With budgets it is
-        their mean."""
+        """M, slots in each layer and key/value head; 0 if all entries are kept. With
+        budgets it is their mean."""
         return self.sinks + self.heavy + self.merged + self.recent
+
+    @property
+    def room(self) -> int:
+        """M + T, the most entries that a layer holds."""
+        return self.mem + self.segment
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
     """A row of METHODS at M = mem. Those of `changes` that are not None replace fields.
 
-    If changes replace some counts of slots, one kind is the filler and gets the slots that remain:
-    the merged slots, or the recent ones if the row merges none. If the changes have the filler's
-    count, too, nothing is filled, and the memory has as many slots as the counts add up to. A row
-    without slots keeps all entries. Raises UserError.
+    If changes replace some counts of slots, one kind is the filler and gets the slots that
+    remain: the merged slots, or the recent ones if the row merges none. If the changes have
+    the filler's count, too, nothing is filled, and the memory has as many slots as the
+    counts add up to. A row without slots keeps all entries. Raises UserError.
     """
+    # Where dictionaries are joined, the later one wins: first the row, then the flags that
+    # are given, then the counts after filling.
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
     chosen = row | given
@@ -90,10 +106,10 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     if row and filler not in given:
         counts[filler] += mem - sum(counts.values())
 
-    total = sum(counts.values())
-    right_total = 0 < total <= mem if row else total == 0
+    total = sum(counts.values())  # fewer than M are allowed, as with --sinks 8 --recent 0
+    fits = 0 < total <= mem if row else total == 0
     nothing_merged = "merged" in row and counts["merged"] == 0
-    if not right_total or nothing_merged or min(counts.values()) < 0:
+    if not fits or nothing_merged or min(counts.values()) < 0:
         raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
     settings = Settings(method, segment, length, **chosen | counts)
     check_budgets(settings)
@@ -116,13 +132,15 @@ class Compressor(nn.Module):
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         """R entries that are merged, (N, 2D, R) of N = B * G heads -> w (N, slots, R).
 
-        The last two arguments are for our compressors below. `from_slot` (N, R) marks entries that
-        come from an earlier compression. `scores` (N, R) is the attention that each has received,
-        if the memory counts it.
+        The last two arguments are for our compressors below. `from_slot` (N, R) marks
+        entries that stood in a sink, heavy or merged slot. Entries of a recent slot count
+        as new, because they have never competed for a slot. `scores` (N, R) is the
+        attention that each entry has received, if the memory counts it.
         """
         logits = self.conv(entries)  # (6)
-        # The paper "prepends a ReLU" and does not say to what. Here, as in the official code, it
-        # follows the convolution: no weight is negative. A row of zeros becomes a plain mean.
+        # The paper "prepends a ReLU" and does not say to what. Here, as in the official
+        # code, it follows the convolution: no weight is negative. A row of zeros becomes a
+        # plain mean.
         w = logits.relu() + 1e-9
         return w / w.sum(dim=-1, keepdim=True)  # (7)
 
@@ -131,8 +149,9 @@ class Compressor(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values (B, G, R, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, R).
 
-        w is computed in float32 whatever the model's dtype is. In bfloat16 neighbouring numbers
-        near 900, which a logit can reach, are 4 apart.
+        The keys are rotated, each by its position in the text; with `--positions slots`
+        they are not. w is computed in float32 whatever the model's dtype is. In bfloat16
+        neighbouring numbers near 900, which a logit can reach, are 4 apart.
         """
         with torch.autocast(k.device.type, enabled=False):
             entries = torch.cat((k, v), dim=-1).float()
@@ -147,18 +166,19 @@ class Compressor(nn.Module):
 
 
 def attention_weights(q: Tensor, k: Tensor) -> Tensor:
-    """Equation (1) up to its product with V. H2O must see these weights, and fused attention does
-    not return them.
+    """Equation (1) up to its product with V. H2O must see these weights, and fused
+    attention does not return them.
 
-    The queries belong to the last T of the S entries: q (B, H, T, D), k (B, G, S, D) -> weights in
-    float32, (B, G, H/G * T, S). The query heads of a key/value head stand one below the other.
-    Under autocast the products are in bfloat16, as in fused attention; the softmax is in float32.
+    The queries belong to the last T of the S entries: q (B, H, T, D), k (B, G, S, D) ->
+    weights in float32, (B, G, H/G * T, S). The query heads of a key/value head stand one
+    below the other. Under autocast the products are in bfloat16, as in fused attention; the
+    softmax is in float32.
     """
     T, S, heads = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, heads)).flatten(2, 3)  # (B, G, H/G * T, D)
-    logits = (q @ k.mT).float() / q.shape[-1] ** 0.5
+    products = (q @ k.mT).float() / q.shape[-1] ** 0.5
     hidden = ~causal_mask(T, S, q.device).repeat(heads, 1)
-    return logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    return products.masked_fill(hidden, -torch.inf).softmax(dim=-1)
 
 
 # --- Memory (algorithm 2) ------------------------------------------------------------------------
@@ -172,9 +192,9 @@ def in_order(entries: Tensor, order: Tensor) -> Tensor:
 class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer.
 
-    When the next segment does not fit, the mixing matrix makes M slots of S entries. Each method is
-    a choice of this matrix. For M = 4 and T = 3, with one sink, two merged slots and one recent
-    token:
+    When the next segment does not fit, the mixing matrix turns S entries into M slots. Each
+    method is a choice of this matrix. For M = 4 and T = 3, with one sink, two merged slots
+    and one recent token:
 
                      memory     segment
         sink       1  .  .  .   .  .  .     kept: a one-hot row
@@ -182,8 +202,9 @@ class Memory(KVCache):
         merged     .  w  w  w   w  w  .
         recent     .  .  .  .   .  .  1
 
-    The paper's (6) has the segment first. Here the memory is first, in the order of the text. So
-    other entries are neighbours where the two meet, and at both ends.
+    The paper's (6) has the segment first. Here the memory is first, in the order of the
+    text. Under the convolution this changes which entries are neighbours: the last slot and
+    the first new token are, and the ends differ.
     """
 
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
@@ -191,9 +212,10 @@ class Memory(KVCache):
         self.settings, self.compressors = settings, compressors
         # One for each layer. They differ if layers have budgets (ours, see `in_layer`).
         self.layer_settings = [in_layer(settings, layer) for layer in range(config.n_layers)]
-        self.capacity = [s.mem + s.segment for s in self.layer_settings]
+        self.capacity = [s.room for s in self.layer_settings]
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
-        self.scores: list[Tensor | None] = [None] * config.n_layers  # attention received, (B, G, S)
+        # Attention received, (B, G, S)
+        self.scores: list[Tensor | None] = [None] * config.n_layers
         self.recompute = False  # as in Block, for the compressors
 
     @property
@@ -210,9 +232,10 @@ class Memory(KVCache):
         """Make room for T new tokens; return the first one's position.
 
         We compress when the next segment arrives, not right after a segment as algorithm 2
-        does: the loop detaches in between, which would cut the gradient to the convolution.
-        Whole segments are compressed as in algorithm 2. Only decoding differs: the paper
-        compresses at each token, we do so once a segment.
+        does. `segment_losses` cuts the graph in between, so that a compression before the
+        cut would get no gradient. (The paper does not say where it is cut.) Whole segments
+        are compressed as in algorithm 2. Only decoding differs: the paper compresses at
+        each token, we do so once a segment.
         """
         assert T <= self.settings.segment
         for layer, capacity in enumerate(self.capacity):
@@ -224,9 +247,10 @@ class Memory(KVCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend as a KVCache does, and count the attention that each entry receives.
 
-        Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most: the sum over
-        all queries so far, the mean over the query heads of a key/value head. What was received
-        before a segment is multiplied by `forget`; T tokens are T / segment of a segment.
+        Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most: the
+        sum over all queries so far, the mean over the query heads of a key/value head. What
+        was received earlier is first multiplied by `forget` ** (T / segment). So 64 decoded
+        tokens forget as much as a segment of 64 tokens.
         """
         if not self.scoring:
             return super().attend(layer, q, k, v)
@@ -244,8 +268,9 @@ class Memory(KVCache):
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         """The operator C of (3), steps 4 and 5: S entries become M slots.
 
-        One-hot rows copy. Only w, the block of the merged slots, multiplies keys and values.
-        Returns what `mixing_matrix` needs: the order of the entries (B, G, S), and w.
+        One-hot rows copy. Only w, the block of the merged slots, multiplies keys and
+        values. Returns what `mixing_matrix` needs: the order of the entries (B, G, S), and
+        w.
         """
         s = self.layer_settings[layer]
         by_slot = s.positions == "slots"
@@ -254,38 +279,37 @@ class Memory(KVCache):
         k = in_order(self.keys[layer].held, order)
         v = in_order(self.values[layer].held, order)
         S = order.shape[2]
-        if by_slot:  # what is kept goes to the place of its slot, the rest to place 0
+        if by_slot:
+            # A key is rotated by its place in the cache, and `order` has these places. A
+            # kept key goes to the place of its slot, the rest to place 0.
             k = self.move(k, self.new_places(layer, S, k.device) - order)
 
-        sizes = (front, S - front - s.recent, s.recent)
+        sizes = (front, S - front - s.recent, s.recent)  # of front, rest and recent
         k_front, k_rest, k_recent = k.split(sizes, dim=2)
         v_front, v_rest, v_recent = v.split(sizes, dim=2)
         _, places, _ = order.split(sizes, dim=2)
         k_new, v_new, w = self.merge(layer, k_rest, v_rest, places)
-        if by_slot:  # from place 0 to the places of the merged slots
+        if by_slot:  # what was mixed at place 0 goes to the places of the merged slots
             k_new = self.move(k_new, torch.arange(front, front + s.merged, device=k.device))
 
         self.keys[layer] = Entries(torch.cat((k_front, k_new, k_recent), dim=2))
         self.values[layer] = Entries(torch.cat((v_front, v_new, v_recent), dim=2))
-        if self.scoring:  # a merged slot gets the mean, by w, of what its entries have received
-            scores = self.scores[layer].gather(2, order)
-            kept_front, rest, kept_recent = scores.split(sizes, dim=2)
-            merged = (w.detach() * rest[:, :, None]).sum(dim=3)
-            self.scores[layer] = torch.cat((kept_front, merged, kept_recent), dim=2)
+        if self.scoring:
+            self.merge_scores(layer, w, self.scores[layer].gather(2, order).split(sizes, dim=2))
         return order, w
 
     def merge(
         self, layer: int, k: Tensor, v: Tensor, places: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Merge the rest of the entries: k and v (B, G, R, D), which stand at `places` (B, G,
-        R) of the cache. Returns K', V' and w of the compressor. Without merged slots the rest
-        is dropped."""
+        """Merge the rest of the entries: k and v (B, G, R, D), which stand at `places`
+        (B, G, R) of the cache. Returns K', V' and w of the compressor. Without merged slots
+        the rest is dropped."""
         s = self.layer_settings[layer]
         if not s.merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
         # If compressed before, the cache is [front | merged slots | recent slots | segment].
-        compressed = self.keys[layer].size < self.seen
-        from_slot = (places < s.sinks + s.heavy + s.merged) & compressed
+        layer_compressed = self.keys[layer].size < self.seen
+        from_slot = (places < s.sinks + s.heavy + s.merged) & layer_compressed
         scores = self.scores[layer]
         if scores is not None:
             scores = scores.gather(2, places)
@@ -294,12 +318,20 @@ class Memory(KVCache):
             return checkpoint(compressor, k, v, from_slot, scores, use_reentrant=False)
         return compressor(k, v, from_slot, scores)
 
-    def new_places(self, layer: int, S: int, device: torch.device) -> Tensor:
-        """For --positions slots: the new position of each of S entries, (S,), which are in order
-        [front | rest | recent].
+    def merge_scores(self, layer: int, w: Tensor, parts: tuple[Tensor, ...]) -> None:
+        """The scores of the new slots, from those of front, rest and recent:
+        (B, G, entries) each. A merged slot gets the mean, by w, of the attention that its
+        entries have received."""
+        front, rest, recent = parts
+        merged = (w.detach() * rest[:, :, None]).sum(dim=3)
+        self.scores[layer] = torch.cat((front, merged, recent), dim=2)
 
-        What is kept gets the place of its slot. An entry that is merged gets place 0, so that (4)
-        mixes keys that are not rotated. With the other --positions, (4) mixes rotated keys.
+    def new_places(self, layer: int, S: int, device: torch.device) -> Tensor:
+        """For --positions slots: the new position of each of S entries, (S,), which are in
+        order [front | rest | recent].
+
+        What is kept gets the place of its slot. An entry that is merged gets place 0, so
+        that (4) mixes keys that are not rotated.
         """
         s = self.layer_settings[layer]
         places = torch.zeros(S, device=device)
@@ -309,8 +341,11 @@ class Memory(KVCache):
         return places
 
     def arrange(self, layer: int) -> Tensor:
-        """The places in the cache of [front | rest | recent], each in order: (B, G, S). The front
-        are the entries of sinks and heavy slots."""
+        """The places of all entries in the cache, (B, G, S), in the order [front | rest | recent].
+
+        The front are the entries that sinks and heavy slots keep, the rest are merged or
+        dropped, and recent are the last ones. Each part is in the order of the cache.
+        """
         s = self.layer_settings[layer]
         k = self.keys[layer].held
         B, G, S, _ = k.shape
@@ -326,17 +361,17 @@ class Memory(KVCache):
         return torch.cat((front, others), dim=2)
 
     def mixing_matrix(self, layer: int, order: Tensor, w: Tensor) -> Tensor:
-        """For pictures: a layer's mixing matrix (B, G, M, S), as drawn above, from what `compress`
-        returns."""
+        """For pictures: a layer's mixing matrix (B, G, M, S), as drawn above, from what
+        `compress` returns."""
         s = self.layer_settings[layer]
         S = order.shape[2]
         front = s.sinks + s.heavy
-        W = w.new_zeros(*w.shape[:2], s.mem, S)
-        W[:, :, :front, :front] = torch.eye(front)
-        W[:, :, front : front + s.merged, front : S - s.recent] = w
-        W[:, :, s.mem - s.recent :, S - s.recent :] = torch.eye(s.recent)
+        matrix = w.new_zeros(*w.shape[:2], s.mem, S)
+        matrix[:, :, :front, :front] = torch.eye(front)
+        matrix[:, :, front : front + s.merged, front : S - s.recent] = w
+        matrix[:, :, s.mem - s.recent :, S - s.recent :] = torch.eye(s.recent)
         # Columns back in the order of the cache.
-        return torch.zeros_like(W).scatter(3, order[:, :, None].expand_as(W), W)
+        return torch.zeros_like(matrix).scatter(3, order[:, :, None].expand_as(matrix), matrix)
 
     def move(self, k: Tensor, by: Tensor) -> Tensor:
         """Rotate keys (B, G, S, D) forward by `by` positions, (S,) or (B, G, S)."""
@@ -349,21 +384,22 @@ class Memory(KVCache):
 def segment_losses(
     model: Llama, tokens: Tensor, cache: KVCache, segment: int, bptt: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the nats of each token of (B, L) after the first, and whether it was the likeliest one,
-    for `bptt` segments at a time: both (B, <= bptt * segment).
+    """Yield the nats of each token of (B, L) after the first, and whether it was the
+    likeliest one, for a piece of `bptt` segments at a time: both (B, <= bptt * segment).
 
-    Call backward before asking for the next, as the graph is cut in between. The last target of a
-    segment is the first token of the next.
+    `bptt` is the number of segments that one backward pass spans
+    (backpropagation through time). Call backward before asking for the next piece, as the
+    graph is cut in between. The last target of a segment is the first token of the next.
     """
-    inputs = tokens[:, :-1].split(bptt * segment, dim=1)
-    targets = tokens[:, 1:].split(bptt * segment, dim=1)
-    for piece, y in zip(inputs, targets):
+    pieces = tokens[:, :-1].split(bptt * segment, dim=1)
+    piece_targets = tokens[:, 1:].split(bptt * segment, dim=1)
+    for piece, targets in zip(pieces, piece_targets):
         nats, hits = [], []
-        for x, target in zip(piece.split(segment, dim=1), y.split(segment, dim=1)):
+        for x, y in zip(piece.split(segment, dim=1), targets.split(segment, dim=1)):
             logits = model(x, cache)
-            loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-            nats.append(loss.view_as(target))
-            hits.append(logits.argmax(dim=-1) == target)
+            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+            nats.append(loss.view_as(y))
+            hits.append(logits.argmax(dim=-1) == y)
         yield torch.cat(nats, dim=1), torch.cat(hits, dim=1)
         cache.detach()
 
@@ -372,13 +408,17 @@ def segment_losses(
 
 
 def interpolation(config: LlamaConfig, settings: Settings) -> float:
-    """The number by which positions are divided so that all lie inside the pretrained context.
-    "interpolated" (the paper): a token's position in the text, which reaches L. "slots": its place
-    in the cache, which never exceeds M + T. "original": the base's own positions."""
+    """The number by which positions are divided, so that those of a text of L tokens
+    (the settings' `length`) lie inside the pretrained context. A longer text may pass it.
+
+    "interpolated" (the paper): a token's position in the text, which reaches L. "slots":
+    its place in the cache, which never exceeds M + T. "original": as the base has them.
+    """
     L = settings.length
-    last = min(settings.mem + settings.segment, L) if settings.mem else L
+    last = min(settings.room, L) if settings.mem else L
     highest = {"interpolated": L, "slots": last, "original": 0}[settings.positions]
-    return max(config.rope_scale, highest / config.context)  # rope_scale: the checkpoint's own
+    # Rope_scale: the checkpoint's own.
+    return max(config.rope_scale, highest / config.context)
 
 
 # --- LoRA (arXiv 2106.09685) ---------------------------------------------------------------------
@@ -406,8 +446,8 @@ def in_layer(settings: Settings, layer: int) -> Settings:
     """The settings of one layer: its budget has the kinds of slots in the same proportion.
 
     Layers differ in how much of a long text they read, so that equal budgets waste slots
-    (PyramidKV, arXiv 2406.02069). tools/budgets.py measures which layers need more. What it gains
-    is in docs/real-llama.md.
+    (PyramidKV, arXiv 2406.02069). tools/budgets.py measures which layers need more. What it
+    gains is in docs/real-llama.md.
     """
     if not settings.budgets:
         return settings
@@ -435,67 +475,78 @@ def check_budgets(settings: Settings) -> None:
 
 # --- Ours: compressors whose slots choose in order -----------------------------------------------
 
-COMMON = 3  # scaling the shared filter by 3 triples its change per AdamW step
+COMMON_SCALE = 3  # scaling the shared filter by 3 triples its change per AdamW step
 # The (centred) cosine of a fact that is told twice is 0.995, that of two facts 0.52. To the
-# power of 32 these are 0.85 and 0. The penalty is so large that a slot hardly ever takes a copy,
-# even where logits are 16 times larger.
+# power of 32 these are 0.85 and 0. The penalty is so large that a slot hardly ever takes a
+# copy, even where logits are 16 times larger.
 POWER = 32
 PENALTY = 1000
 # At the start an entry with twice the attention gets 2^2 times the weight.
-TRUST = 2
+TRUST_SCALE = 2
 
 
 class FactCompressor(Compressor):
     """Slots choose in order. Each takes the most relevant entry that no earlier slot has taken.
 
-    Of entries A, A' (a copy of A) and B, in this order of relevance, two slots hold A and B.
-    A common filter learns what is relevant. Each slot also has its own filter, which learns
-    which of the relevant entries it takes. An entry that is in a merged or heavy slot already is
-    judged by other filters, one tap wide, which learn to keep it. Without them one seed of two
-    forgets (docs/notebook.md). Rows are soft while they learn. The recipe's `sharper` makes them
-    nearly one-hot afterwards, as mixed facts cannot be read.
+    Of entries A, A' (a copy of A) and B, in this order of relevance, two slots hold A and
+    B. A common filter learns what is relevant. Each slot also has its own filter, which
+    learns which of the relevant entries it takes. An entry that is in a merged or heavy
+    slot already is judged by other filters, one tap wide, which learn to keep it. Without
+    them one seed of two forgets (docs/notebook.md). Rows are soft while they learn. The
+    recipe's `sharper` makes them nearly one-hot afterwards, as mixed facts cannot be read.
     """
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)
+        # For new entries: `conv` has a filter for each slot, and all slots share `common`.
         neighbours = torch.arange(kernel) != kernel // 2
         self.conv.weight.data[:, :, neighbours] *= 0.02  # they hardly count at the start
         self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
+        # The same two for entries that stand in a slot already, one tap wide.
         self.slot_filters = nn.Parameter(torch.randn(slots, 2 * head_dim, 1))
         self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
 
     def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         """How relevant each of R entries is for each slot: (N, slots, R)."""
-        new = F.conv1d(entries, self.conv.weight + COMMON * self.common, padding="same")
-        old = F.conv1d(entries, self.slot_filters + COMMON * self.slot_common)
+        new = F.conv1d(entries, self.conv.weight + COMMON_SCALE * self.common, padding="same")
+        old = F.conv1d(entries, self.slot_filters + COMMON_SCALE * self.slot_common)
         return torch.where(from_slot[:, None], old, new)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
+        """Ours instead of the ReLU and (7), with the same shapes. The logits are the
+        relevance less a penalty for copies; a softmax makes each row sum to 1."""
         relevance = self.relevance(entries, from_slot, scores)
         return (relevance - PENALTY * redundancy(relevance, entries)).softmax(dim=-1)
 
 
 @torch.no_grad()
 def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
-    """How much each entry is a copy of what earlier rows have picked, as in maximal marginal
-    relevance (Carbonell and Goldstein 1998). Relevance (N, slots, R), entries (N, 2D, R) ->
-    (N, slots, R)."""
+    """How much of each entry earlier slots have taken: relevance (N, slots, R), entries
+    (N, 2D, R) -> (N, slots, R). It is about 0 if none has taken one like it, and about 1
+    for each that has.
+
+    This is maximal marginal relevance (Carbonell and Goldstein 1998). Choosing has no
+    gradient; the filters learn through the softmax alone.
+    """
     unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1)  # (N, 2D, R)
-    taken, rows = torch.zeros_like(relevance[:, :1]), []
+    taken = torch.zeros_like(relevance[:, :1])  # (N, 1, R)
+    taken_before = []  # for each slot
     for row in relevance.split(1, dim=1):  # (N, 1, R)
-        rows.append(taken)
+        taken_before.append(taken)
         best = (row - PENALTY * taken).argmax(dim=-1, keepdim=True)  # (N, 1, 1)
-        cosine = unit.gather(2, best.expand(-1, unit.shape[1], -1)).mT @ unit  # (N, 1, R)
+        # The cosine of each entry to the one that this slot takes, (N, 1, R).
+        cosine = unit.gather(2, best.expand(-1, unit.shape[1], -1)).mT @ unit
         taken = taken + cosine.clamp(min=0) ** POWER  # an opposite is no copy
-    return torch.cat(rows, dim=1)
+    return torch.cat(taken_before, dim=1)
 
 
 class ScoredCompressor(FactCompressor):
     """For the text of a real Llama: slots that start from heavy hitters.
 
-    The logarithm of the attention that an entry has received is added to the convolution's logits,
-    and the filters are small at the start. So before training a slot is a mean of entries, weighted
-    by about the square of their attention, without those that earlier slots have taken.
+    The logarithm of the attention that an entry has received is added to the convolution's
+    logits, and the filters are small at the start. So before training a slot is a mean of
+    entries, weighted by about the square of their attention, without those that earlier
+    slots have taken.
     """
 
     reads_scores = True
@@ -504,14 +555,14 @@ class ScoredCompressor(FactCompressor):
         super().__init__(head_dim, slots, kernel)
         self.conv.weight.data *= 0.1
         self.slot_filters.data *= 0.1
-        self.trust = nn.Parameter(torch.ones(1))
+        self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts
 
     def prior(self, scores: Tensor) -> Tensor:
-        """Attention received (N, R) -> its part of the relevance, which is alike for all slots:
-        (N, 1, R)."""
+        """Attention received (N, R) -> its part of the relevance, which is alike for all
+        slots: (N, 1, R)."""
         received = (scores + 1e-4).log()  # entries below 0.0001 are alike
         received = received - received.mean(dim=-1, keepdim=True)
-        return TRUST * self.trust * received[:, None]
+        return TRUST_SCALE * self.trust * received[:, None]
 
     def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         return super().relevance(entries, from_slot, scores) + self.prior(scores)
@@ -523,11 +574,13 @@ COMPRESSORS = {"paper": Compressor, "facts": FactCompressor, "scored": ScoredCom
 
 
 class AdaptedLlama(nn.Module):
-    """A base with all that trains. It changes the base in place; run `model` with `cache()`.
+    """A base with all that trains. It changes the base in place. Run it as
+    `adapted.model(tokens, cache)` with a `cache` of `adapted.cache()`.
 
-    Section 4.1 trains the compressors, embeddings, norms and LoRA on q, k, v, o; with rank 0, the
-    inference mode, the compressors alone. What trains requires a gradient and is in float32, or
-    small steps would be rounded away.
+    Section 4.1 trains the compressors, embeddings, norms and LoRA (here on q, k, v and o,
+    as in LongLoRA and the official code); with rank 0, the inference mode, the compressors
+    alone. What trains requires a gradient and is in float32, or small steps would be
+    rounded away. Raises UserError if the budgets are not one for each layer.
     """
 
     def __init__(self, model: Llama, settings: Settings):
@@ -563,7 +616,8 @@ class AdaptedLlama(nn.Module):
             block.recompute = True
 
     def cache(self, memory: Callable = Memory, plain: Callable = KVCache) -> KVCache:
-        """An empty cache for one batch of sequences: a memory, or a plain one where all is kept."""
+        """An empty cache for one batch of sequences: of class `memory`, or `plain` if the
+        method keeps all."""
         config = self.model.config
         if self.settings.mem:
             cache = memory(config, self.settings, self.compressors)
@@ -575,7 +629,8 @@ class AdaptedLlama(nn.Module):
 
 
 def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> AdaptedLlama:
-    """A method that needs no training, on its base model."""
+    """A method that needs no training, on its base model. `flags` replace fields of its
+    settings. Raises UserError."""
     settings = settings_for(method, mem, segment, model.config.context, **flags | {"lora_rank": 0})
     if settings.merged:
         raise UserError(f"--method {method}: its convolution must be trained first, by train.py")
@@ -583,8 +638,8 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> Ada
 
 
 def identity(adapted: AdaptedLlama) -> dict:
-    """The settings, and a checksum by which the base is known: of its configuration and a sample of
-    each frozen tensor, in bfloat16, so that it is the same with any --dtype."""
+    """The settings, and a checksum by which the base is known: of its configuration and a
+    sample of each frozen tensor, in bfloat16, so that it is the same with any --dtype."""
     config = adapted.model.config
     about = repr(config) + (repr(config.llama3_rope) if config.llama3_rope else "")
     frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
@@ -593,7 +648,8 @@ def identity(adapted: AdaptedLlama) -> dict:
 
 
 def read_adapter(run: Path) -> tuple[Settings, dict[str, Tensor], str]:
-    """Of a run directory of train.py: settings, tensors, and which base they belong to."""
+    """Of a run directory of train.py: settings, tensors, and which base they belong to.
+    Raises UserError."""
     tensors, about = read_file(run / "adapter.safetensors")
     try:
         settings = Settings(**about["settings"])

@@ -4,11 +4,13 @@ Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288). LoCoCo plugs
 the cache: the model tells `cache.enter` how many tokens come (a Memory compresses then), and each
 block hands q, k and v to `cache.attend`. The KVCache below keeps all; the Memory of lococo.py keeps
 M slots. Equation numbers are LoCoCo's; its matrices have a column for each token, these have a row.
+For the method you can stop at "Official weights": the rest reads files.
 
 Letters:
 
     B  texts in a batch
-    T  tokens that enter together: a segment (the paper's B), its rest, or one decoded token
+    T  tokens that enter together: a segment (the paper's B), a shorter last one, or one
+       decoded token
     S  entries in the cache
     M  slots of a memory
     H  query heads
@@ -38,8 +40,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """How Llama 3.1 and 3.2 stretch their positions (rope_type "llama3" in config.json): slow
-    rotations are slowed down further, fast ones stay. The fields are named as in that file."""
+    """How Llama 3.1 and 3.2 stretch their positions (rope_type "llama3" in config.json):
+    slow rotations are slowed down further, fast ones stay. The fields are named as in that
+    file."""
 
     factor: float
     low_freq_factor: float
@@ -50,9 +53,9 @@ class Llama3Rope:
         check_numbers(self)
 
     def slowed(self, frequency: Tensor) -> Tensor:
-        """A rotation that turns at least `high_freq_factor` times within the original context is
-        kept, one that turns at most `low_freq_factor` times is divided by `factor`; between the
-        two the share that is kept grows linearly."""
+        """A rotation that turns at least `high_freq_factor` times within the original
+        context is kept, one that turns at most `low_freq_factor` times is divided by
+        `factor`; between the two the share that is kept grows linearly."""
         turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0, 1)
@@ -68,12 +71,14 @@ class LlamaConfig:
     ffn_dim: int
     vocab_size: int = 32000  # V
     norm_eps: float = 1e-5
-    context: int = 4096  # pretrained length, in tokens, before `rope_scale` divides positions
+    # Pretrained length, in tokens, before `rope_scale` divides positions.
+    context: int = 4096
     rope_theta: float = 10000.0
     rope_scale: float = 1.0  # positions are divided by this (position interpolation)
     tied: bool = False  # the embeddings are the output matrix, too
     qkv_bias: bool = False  # True for ChatGLM3 (tools/chatglm3.py)
-    turned: float = 1.0  # the share of a head's channels that `rotate` turns; ChatGLM3: a half
+    # The share of a head's channels that `rotate` turns; ChatGLM3: a half.
+    turned: float = 1.0
     # Not in the repr, so that an adapter of another model still knows its base (lococo.identity).
     llama3_rope: Llama3Rope | None = field(default=None, repr=False)
 
@@ -89,8 +94,8 @@ class LlamaConfig:
 
 
 def check_numbers(config: "LlamaConfig | Llama3Rope") -> None:
-    """Numbers get their field's type: 10000 and 10000.0 in a file are the same model. Raises
-    ValueError if one is of another type or not positive."""
+    """Numbers get their field's type: 10000 and 10000.0 in a file are the same model.
+    Raises ValueError if one is of another type or not positive."""
     for f in fields(config):
         value = getattr(config, f.name)
         if f.type in (int, float, bool):
@@ -105,12 +110,15 @@ def check_numbers(config: "LlamaConfig | Llama3Rope") -> None:
 
 
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position * theta^(-i/d), i = 0, 2, 4 ..., each (..., D/2). d channels, the
-    first d/2 pairs, rotate; the other pairs have angle 0. In float32: in bfloat16 256 and 257 are
-    one number."""
-    channels = config.turned * config.head_dim
-    i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    frequency = (i < channels) * config.rope_theta ** (-i / channels)
+    """Positions (...) -> cosine and sine of position * theta^(-2i/d) for channel pair i,
+    each (..., D/2).
+
+    The first d channels rotate, usually all D. The pairs from d/2 on have angle 0. Angles
+    are in float32, as bfloat16 cannot tell position 256 from 257.
+    """
+    d = config.turned * config.head_dim
+    twice_i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+    frequency = (twice_i < d) * config.rope_theta ** (-twice_i / d)
     if config.llama3_rope:
         frequency = config.llama3_rope.slowed(frequency)
     angle = positions.float()[..., None] * frequency
@@ -118,8 +126,9 @@ def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel pair (i, i + D/2) of x (B, heads, T, D) by its position's angle. Rotations
-    compose: turning by the angle of p and then of q is turning by the angle of p + q."""
+    """Turn channel pair (i, i + D/2) of x (B, heads, T, D) by its position's angle; cos and
+    sin are (T, D/2), or (B, heads, T, D/2). Rotations compose: turning by the angle of p
+    and then of q is turning by the angle of p + q."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
@@ -151,8 +160,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Entries:
     """The keys that one layer holds, or its values: (B, G, S, D). Others can be appended.
 
-    Without gradients the tensor `room` is larger than what is held, and doubles when it is full:
-    torch.cat would copy all entries for each decoded token.
+    Without gradients the tensor `room` is larger than what is held, and doubles when it is
+    full: torch.cat would copy all entries for each decoded token.
     """
 
     def __init__(self, held: Tensor | None = None):
@@ -227,8 +236,9 @@ class KVCache:
         return self.seen - T
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append a layer's new k and v (B, G, T, D). Its queries q (B, H, T, D) attend to all
-        that it holds then. Returns what its heads read, (B, H, T, D)."""
+        """Append a layer's new k and v (B, G, T, D). Each of its queries q (B, H, T, D)
+        attends to the older entries and, causally, to the new ones. Returns what its heads
+        read, (B, H, T, D)."""
         self.append(layer, k, v)
         return attention(q, self.keys[layer].held, self.values[layer].held)
 
@@ -267,7 +277,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(self.H * self.D, config.dim, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Equation (2), rotated: x (B, T, dim) -> q (B, H, T, D), k and v (B, G, T, D)."""
+        """Equation (2), algorithms 1 and 2, step 2: x (B, T, dim) -> q (B, H, T, D), k and
+        v (B, G, T, D). q and k are rotated, v is not."""
         q = self.wq(x).unflatten(2, (self.H, self.D)).transpose(1, 2)
         k = self.wk(x).unflatten(2, (self.G, self.D)).transpose(1, 2)
         v = self.wv(x).unflatten(2, (self.G, self.D)).transpose(1, 2)
@@ -275,6 +286,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202): x (B, T, dim) -> (B, T, dim). w1 is the gate."""
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
@@ -299,7 +312,8 @@ class Block(nn.Module):
         return self.attention.project(self.attention_norm(x), cos, sin)
 
     def finish(self, x: Tensor, read: Tensor) -> Tensor:
-        """Add what the heads read, (B, H, T, D), to the stream x (B, T, dim). Then feed-forward."""
+        """Add what the heads read, (B, H, T, D), to the stream x (B, T, dim); then add the
+        output of the feed-forward layer."""
         x = x + self.attention.wo(read.transpose(1, 2).flatten(2))
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -307,8 +321,8 @@ class Block(nn.Module):
         if not self.recompute:
             q, k, v = self.project(x, cos, sin)
             return self.finish(x, cache.attend(self.layer, q, k, v))
-        # Only what goes into `project` and `finish` and comes out is stored. The backward pass
-        # computes what lies between again, but not attention: the cache would append twice.
+        # Activations inside `project` and `finish` are not stored; the backward pass
+        # computes them again. Attention is not repeated, as the cache would append twice.
         q, k, v = checkpoint(self.project, x, cos, sin, use_reentrant=False)
         read = cache.attend(self.layer, q, k, v)
         return checkpoint(self.finish, x, read, use_reentrant=False)
@@ -328,10 +342,11 @@ class Llama(nn.Module):
         """Token ids (B, T) that follow those in the cache -> last normalised output (B, T, dim)."""
         cache = KVCache(self.config) if cache is None else cache
         T = tokens.shape[1]
-        positions = cache.enter(T) + torch.arange(T, device=tokens.device)  # a Memory makes room
+        # A Memory makes room now.
+        positions = cache.enter(T) + torch.arange(T, device=tokens.device)
         cos, sin = rope(positions / cache.rope_scale, self.config)
-        # An adapter keeps embeddings in float32. The stream has the base's dtype all the same, so
-        # that a base with and without an adapter compute alike.
+        # An adapter keeps embeddings in float32. The stream has the base's dtype all the
+        # same, so that a base with and without an adapter compute alike.
         x = self.tok_embeddings(tokens).type_as(self.layers[0].feed_forward.w1.weight)
         for block in self.layers:
             x = block(x, cos, sin, cache)
@@ -354,7 +369,9 @@ FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, 
 
 
 def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
-    """A model from a directory in Meta's layout (params.json) or Hugging Face's (config.json)."""
+    """A model from a directory in Meta's layout (params.json) or Hugging Face's
+    (config.json), with its weights in `dtype`. Raises UserError if a file is missing,
+    damaged or of another model."""
     if (path / "params.json").is_file():
         file = path / "params.json"
         name_in_file = str  # returns a name as it is: ours are Meta's
@@ -399,7 +416,8 @@ def check_weight(name: str, tensor: Tensor, ours: dict[str, str]) -> None:
 
 def meta_config(file: Path) -> LlamaConfig:
     params = read_json(file)
-    if params.get("use_scaled_rope"):  # Llama 3.1 and later, whose factors are not in the file
+    # Llama 3.1 and later, whose factors are not in the file.
+    if params.get("use_scaled_rope"):
         raise ValueError("use_scaled_rope is not implemented; take Hugging Face's layout")
     shard = read_tensors(file.parent / "consolidated.00.pth")
     shards = len(list(file.parent.glob("consolidated.*.pth")))
@@ -431,7 +449,8 @@ def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]
         yield name, tensor
 
 
-ROTATED = "lococo_rotated_share"  # the key of LlamaConfig.turned; tools/chatglm3.py writes it
+# The key of LlamaConfig.turned; tools/chatglm3.py writes it.
+ROTATED = "lococo_rotated_share"
 
 
 def hugging_face_config(file: Path) -> LlamaConfig:
@@ -478,7 +497,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Those that an index names; all, where there is none."""
+    """The weight files of a directory: those that its index names, or all if it has no index."""
     for name, ending in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         files = sorted(path.glob(f"{name}*{ending}"))
         index = path / f"{name}{ending}.index.json"
@@ -501,7 +520,8 @@ def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str,
     for file in weight_files(path):
         for name, tensor in read_tensors(file).items():
             stored_twice = config.tied and name == "lm_head.weight"
-            if not stored_twice and not name.endswith("inv_freq"):  # `rope` has it in float32
+            # inv_freq is not a weight: `rope` computes it in float32.
+            if not stored_twice and not name.endswith("inv_freq"):
                 yield name, tensor
 
 
@@ -511,16 +531,17 @@ def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str,
 class Tokenizer:
     """Text to token ids and back, by the files of a model's directory.
 
-    sentencepiece reads `tokenizer.model` (Llama 2 and its relatives). Where there is none, the
-    package tokenizers reads `tokenizer.json` (Llama 3, SmolLM2). What looks like a special token in
-    a text, such as "<s>", is plain text.
+    sentencepiece reads `tokenizer.model` (Llama 2 and its relatives). Where there is none,
+    the package tokenizers reads `tokenizer.json` (Llama 3, SmolLM2). What looks like a
+    special token in a text, such as "<s>", is plain text.
     """
 
     def __init__(self, path: Path):
         """`path`: the model's directory; Meta keeps tokenizer.model in its parent."""
         self.file = tokenizer_file(path)
         reader = JsonTokens if self.file.suffix == ".json" else SentencePieceTokens
-        prefix = path / "prefix.json"  # ids that begin a text, where these are not the BOS alone
+        # Ids that begin a text, where these are not the BOS alone.
+        prefix = path / "prefix.json"
         try:
             self.tokens = reader(self.file)
             self.vocab_size = self.tokens.vocab_size
@@ -544,8 +565,8 @@ class Tokenizer:
         return self.tokens.decode(ids)
 
     def piece(self, i: int) -> str:
-        """The text that token i adds to what stands before it, so with its blank if it has one;
-        U+FFFD for a part of a character, the name of a token that has no text."""
+        """The text that token i adds, with its leading blank if it has one. A part of a
+        character gives U+FFFD, and a token without text gives its name."""
         if i >= self.vocab_size:
             return f"<{i}>"
         added = self.decode([*self.letter, i]).removeprefix(self.decode(self.letter))
@@ -553,8 +574,8 @@ class Tokenizer:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The one of a model's directory, or of Meta's parent of it. That of "." or of a link is the
-    parent of the directory itself."""
+    """The one of a model's directory, or of Meta's parent of it. That of "." or of a link
+    is the parent of the directory itself."""
     parents = (path.parent, path.resolve().parent)
     places = [path / "tokenizer.model", path / "tokenizer.json"]
     for file in places + [parent / "tokenizer.model" for parent in parents]:
@@ -578,9 +599,10 @@ class SentencePieceTokens:
 
 
 class JsonTokens:
-    """A tokenizer.json. Which tokens begin and end a text is taken from the files beside it: by
-    name (tokenizer_config.json) or by id (config.json, generation_config.json). Where they name
-    none that begins a text, the one with the smallest id that ends a text does."""
+    """A tokenizer.json. Which tokens begin and end a text is taken from the files beside
+    it: by name (tokenizer_config.json) or by id (config.json, generation_config.json).
+    Where they name none that begins a text, the one with the smallest id that ends a text
+    does."""
 
     def __init__(self, file: Path):
         try:
@@ -592,8 +614,8 @@ class JsonTokens:
         try:
             self.tokenizer = JsonTokenizer.from_str(text)
         except Exception as error:
-            # The package raises plain Exceptions, for which there is no narrower name. Errors of
-            # any other type are not about the file, and pass on.
+            # The package raises plain Exceptions, for which there is no narrower name.
+            # Errors of any other type are not about the file, and pass on.
             if type(error) is not Exception:
                 raise
             raise ValueError(error) from None

@@ -6,6 +6,9 @@
     python train.py --model Llama-2-7b-hf --data RedPajama/ --mem 512 --seq 32768
     python train.py --resume runs/my-run          # go on after Ctrl-C, a crash or a power cut
     torchrun --nproc_per_node=4 train.py ...      # the sequences of a step are dealt out to 4 GPUs
+
+For the method read TrainConfig, `gradients`, `backward_by_pieces` and `train`. The rest is the
+state of a run, many processes, and the program.
 """
 
 import argparse
@@ -49,9 +52,9 @@ from support.text import long_documents, sequence, token_streams
 class TrainConfig:
     """Everything that a run depends on.
 
-    The defaults are the paper's context extension, and ours where a comment says so. A recipe, a
-    stored run and flags override them, in this order. Paths are strings, so that a configuration
-    can be stored as JSON.
+    The defaults are the paper's context extension, and ours where a comment says so. A
+    recipe, a stored run and flags override them, in this order. Paths are strings, so that
+    a configuration can be stored as JSON.
     """
 
     recipe: str = "paper"  # its name; what it sets is in the other fields
@@ -61,7 +64,8 @@ class TrainConfig:
     dtype: str | None = None  # None: float32 on a CPU, bfloat16 on a GPU
     seed: int = 0
     # Memory.
-    method: str = "lococo+h2o"  # "Ours" of table 2, and what the official code does by default
+    # "Ours" of table 2, and what the official code does by default.
+    method: str = "lococo+h2o"
     mem: int = 512  # slots M; section 4.1
     segment: int | None = 512  # tokens T that enter together, the paper's chunk; None: M
     compressor: str = "paper"  # section 3.2.1
@@ -74,25 +78,29 @@ class TrainConfig:
     forget: float | None = None
     budgets: list[int] | None = None
     # Text.
-    data: list[str] = field(default_factory=list)  # files and folders; none: Python's own library
+    # Files and folders; none: Python's own library.
+    data: list[str] = field(default_factory=list)
     held_out: list[str] = field(default_factory=list)  # none: a tenth of `data`
     seq: int = 8192  # trained length L, in tokens; section 4.3 also takes 16,384 and 32,768
     facts: int = 0  # written into each sequence
     fact_form: str = "line"  # see support.facts.FORMS
     # Training.
     lora_rank: int = 8  # section 4.1; with 0 the convolutions train alone
-    lr: float = 5e-5  # of LoRA, embeddings and norms; section 4.1. Both rates fall linearly to 0
+    # Of LoRA, embeddings and norms; section 4.1. Both rates fall linearly to 0.
+    lr: float = 5e-5
     conv_lr: float = 5e-2  # of the convolutions; section 4.1
-    # Ours: the paper gives no number of steps for context extension. 100 steps are 104.9 million
-    # tokens; section 3.3 has 104 million for inference mode.
+    # Ours: the paper gives no number of steps for context extension. 100 steps are 104.9
+    # million tokens; section 3.3 has 104 million for inference mode.
     steps: int = 100
-    batch: int | None = 128  # sequences; section 4.1. None: at most 4,096 tokens, at least one
+    # Sequences; section 4.1. None: at most 4,096 tokens, at least one.
+    batch: int | None = 128
     micro_batch: int = 1  # sequences in memory at once; section 4.1
-    bptt: int = 1  # segments that the gradient spans; algorithm 2
+    # Segments that the gradient spans. The paper does not say how many; the official code has 1.
+    bptt: int = 1
     recompute: bool = False
     # Ours, for facts.
     answer_weight: float = 1.0  # of a fact's word when told again, for the convolutions
-    sharper: float = 1.0  # after training the convolutions' logits are multiplied by this
+    sharper: float = 1.0  # after training our compressors' logits are multiplied by this
     # Scoring and output.
     score_tokens: int = 32768  # so many tokens of held-out documents: 4 of 8,192
     save_every: int = 1  # steps
@@ -101,8 +109,10 @@ class TrainConfig:
 
 RECIPES = {  # what each changes of the defaults above
     "paper": dict(),
-    "paper-inference": dict(seq=4096, lora_rank=0, steps=200),  # section 4.1; 104 million tokens
-    "inference": dict(  # ours: a real Llama stays as it is; 60 x 4,096 tokens (docs/real-llama.md)
+    # Section 4.1; 104 million tokens.
+    "paper-inference": dict(seq=4096, lora_rank=0, steps=200),
+    # Ours: a real Llama stays as it is; 60 x 4,096 tokens (docs/real-llama.md).
+    "inference": dict(
         method="lococo+h2o+recent", mem=64, segment=None, seq=1024, compressor="scored", kernel=3,
         lora_rank=0, conv_lr=2e-2, steps=60, batch=None, micro_batch=4, bptt=4,
     ),
@@ -134,24 +144,198 @@ def sequences_of(seq: int) -> int:
     return max(1, 4096 // seq)
 
 
+# --- Training ------------------------------------------------------------------------------------
+
+EXTRA_EVERY = 3  # pieces; see `backward_by_pieces`
+
+
+class ShiftedGroups(KVCache):
+    """LongLoRA's attention while it trains (arXiv 2309.12307). A sequence enters whole, so
+    that nothing is cached, and attention is within its quarters."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """For the second half of the heads the borders are moved by half a quarter. Both
+        ends are groups of their own then, so that the end is not seen at the start."""
+        H, L = q.shape[1], q.shape[2]
+        quarter = math.ceil(L / 4)
+        k = k.repeat_interleave(H // k.shape[1], dim=1)
+        v = v.repeat_interleave(H // v.shape[1], dim=1)
+        read = torch.empty_like(q)
+        for heads, first in ((slice(0, H // 2), 0), (slice(H // 2, H), quarter // 2)):
+            borders = sorted({0, *range(first, L, quarter), L})
+            for start, stop in zip(borders, borders[1:]):
+                group = (slice(None), heads, slice(start, stop))
+                read[group] = attention(q[group], k[group], v[group])
+        return read
+
+
+def gradients(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
+              step: int, done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
+    """Add the gradient of the step's loss to p.grad; return the loss in nats per token.
+
+    draw(i) is sequence i, as support.facts.tell returns it: its tokens, and how long ago
+    the fact of each answer was told, both (L,). The processes share the sequences of a
+    step: this one is number RANK of WORLD, see below. done(n) is called when n tokens more
+    have had their backward pass.
+    """
+    total = 0.0
+    own = range(step * config.batch + RANK, (step + 1) * config.batch, WORLD)
+    for n in range(0, len(own), config.micro_batch):
+        rows = [draw(i) for i in own[n : n + config.micro_batch]]
+        # Both (micro_batch, L).
+        tokens, ago = (torch.stack(row).to(machine.device) for row in zip(*rows))
+        for loss, scored in backward_by_pieces(adapted, tokens, ago > 0, config, machine, step):
+            total += loss
+            done(scored)
+    for p in adapted.trained().values():  # a process without a sequence has no gradient
+        p.grad = add_up(torch.zeros_like(p) if p.grad is None else p.grad)
+    return add_up(torch.tensor(total, dtype=torch.float64)).item()
+
+
+def backward_by_pieces(
+    adapted: AdaptedLlama, tokens: Tensor, answers: Tensor, config: TrainConfig,
+    machine: Machine, step: int,
+) -> Iterator[tuple[float, int]]:  # fmt: skip
+    """Backward passes of sequences (n, L), one for each piece of `bptt` segments, so that
+    the graph never spans more. Yields what each adds to the step's loss, and how many
+    tokens it has scored.
+
+    In the convolutions' gradient a token that is an answer, by the mask `answers` (n, L),
+    counts `answer_weight` times. The extra weight costs a second backward pass. To save
+    time, one piece in EXTRA_EVERY has it, EXTRA_EVERY times as large, so that the mean
+    gradient over the steps, before it is clipped, is the same. Which pieces these are
+    depends on the step, not on how the sequences are dealt out.
+    """
+    longlora = adapted.settings.method == "longlora"
+    cache = adapted.cache(plain=ShiftedGroups if longlora else KVCache)
+    segment = config.seq if longlora else config.segment
+    convolutions = list(adapted.compressors.parameters())
+    scored_in_step = config.batch * (config.seq - 1)
+    pieces = segment_losses(adapted.model, tokens, cache, segment, config.bptt)
+    answers_of_pieces = answers[:, 1:].split(config.bptt * segment, dim=1)
+    for piece, answer in enumerate(answers_of_pieces):
+        with machine.precision():
+            losses, _ = next(pieces)  # runs one piece forward; the next call cuts the graph
+        # Outside autocast, as PyTorch advises: a backward pass has the dtypes of its forward pass.
+        loss = losses.sum() / scored_in_step
+        # With --lora-rank 0 this is not so before the first compression.
+        if loss.requires_grad:
+            weight = EXTRA_EVERY * (config.answer_weight - 1)
+            if weight and convolutions and answer.any() and (step + piece) % EXTRA_EVERY == 0:
+                # For the convolutions alone: LoRA would get worse on plain text.
+                extra = weight * losses[answer].sum() / scored_in_step
+                extra.backward(inputs=convolutions, retain_graph=True)
+            loss.backward()
+        yield loss.item(), losses.numel()
+
+
+def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
+    """AdamW with a group for the convolutions and one for the rest. Each has its first
+    rate, "rate", from which `train` computes the rate of a step, "lr".
+
+    Ours, as the paper is silent: no weight decay, and `train` clips each group's gradient
+    to norm 1.
+    """
+    convolutions = list(adapted.compressors.parameters())
+    rest = [p for p in adapted.model.parameters() if p.requires_grad]
+    groups = [{"params": convolutions, "rate": config.conv_lr}, {"params": rest, "rate": config.lr}]
+    return AdamW([group for group in groups if group["params"]], weight_decay=0.0)
+
+
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM add their number to the list. A second one ends the process at once."""
+    noted = []
+
+    def note(number: int, frame) -> None:
+        noted.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    usual = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+def train(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine, log: TextIO,
+          optimizer: AdamW, begin: int, save: Callable[[int], None]) -> int:  # fmt: skip
+    """Steps from `begin` to `steps`; save(steps done) is called after every `save_every`. A
+    signal to any process ends all after the step that is under way. Returns its number, or
+    0."""
+    # The tokens of a step that this process has.
+    tokens = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
+    bar = tqdm(desc="training", total=config.steps * tokens, initial=begin * tokens, unit=" tokens",
+               unit_scale=True, mininterval=1, disable=RANK > 0)  # fmt: skip
+    with noted_signals() as noted, bar:
+        for step in range(begin, config.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = group["rate"] * (1 - step / config.steps)
+            optimizer.zero_grad()
+            loss = gradients(adapted, draw, config, machine, step, bar.update)
+            norms = [torch.nn.utils.clip_grad_norm_(g["params"], 1) for g in optimizer.param_groups]
+            if not sum(norms).isfinite():
+                raise UserError(f"step {step + 1}: a gradient is not finite; lower --lr, --conv-lr")
+            optimizer.step()
+            bar.set_postfix_str(f"step {step + 1}/{config.steps}, loss {loss:.3f}", refresh=False)
+            before_clipping = [round(norm.item(), 6) for norm in norms]
+            about = {"step": step + 1, "loss": loss, "gradient norms": before_clipping}
+            log.write(json.dumps(about) + "\n")
+            log.flush()
+            stop = add_up(torch.tensor(len(noted))) > 0
+            if stop or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
+                save(step + 1)
+            if stop:
+                return max(noted, default=signal.SIGTERM)
+    return 0
+
+
+# --- The state of a run --------------------------------------------------------------------------
+
+
+def save_state(adapted: AdaptedLlama, optimizer: AdamW, file: Path, about: dict, step: int) -> None:
+    """Write what trains, AdamW's moments and `about`. Nothing in a step is random, so that
+    a run which goes on from here ends with the same bytes."""
+    tensors = {}
+    for name, p in adapted.trained().items():
+        tensors[f"value {name}"] = p
+        for key, moment in optimizer.state[p].items():
+            tensors[f"{key} {name}"] = moment
+    if RANK == 0:
+        write_file(file, tensors, **about | {"step": step})
+    wait_for_all()  # for the file: torchrun ends all processes when one ends with an error
+
+
+@torch.no_grad()
+def restore_state(adapted: AdaptedLlama, optimizer: AdamW, tensors: dict[str, Tensor]) -> None:
+    for name, p in adapted.trained().items():
+        p.copy_(tensors[f"value {name}"])
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            if f"{key} {name}" in tensors:  # not before the first step
+                device = "cpu" if key == "step" else p.device
+                optimizer.state[p][key] = tensors[f"{key} {name}"].to(device, copy=True)
+
+
 # --- Many processes (torchrun) -------------------------------------------------------------------
 
 
 def number_of(variable: str, usual: int) -> int:
-    """The number that torchrun has put into a variable. Without a number there it is `usual`, and
-    `check_environment` says what is wrong."""
+    """The number that torchrun has put into a variable. Without a number there it is
+    `usual`, and `check_environment` says what is wrong."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else usual
 
 
 RANK = number_of("RANK", 0)  # of this process; 0 alone prints, scores and writes
 WORLD = number_of("WORLD_SIZE", 1)  # processes
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # it sets these
+# torchrun sets these.
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_environment() -> None:
-    """Raises UserError where a job has left behind a part of torchrun's variables, or other text in
-    them."""
+    """Raises UserError where a job has left behind a part of torchrun's variables, or other
+    text in them."""
     many = RANK > 0 or WORLD != 1
     numbers = ["RANK", "WORLD_SIZE"]
     if many:  # one process does not read these
@@ -189,8 +373,8 @@ def add_up(t: Tensor) -> Tensor:
 
 
 def start_alike(adapted: AdaptedLlama) -> None:
-    """All processes start from the parameters of process 0. Their own may differ where their random
-    numbers do, on another kind of machine for instance."""
+    """All processes start from the parameters of process 0. Their own may differ where
+    their random numbers do, on another kind of machine for instance."""
     if WORLD > 1:
         for p in adapted.trained().values():
             dist.broadcast(p.data, src=0)
@@ -199,168 +383,6 @@ def start_alike(adapted: AdaptedLlama) -> None:
 def wait_for_all() -> None:
     """Return when all processes are here."""
     add_up(torch.zeros(1))  # on the CPU, whatever device trains
-
-
-# --- Training ------------------------------------------------------------------------------------
-
-EXTRA_EVERY = 3  # pieces; see `backward_by_pieces`
-
-
-class ShiftedGroups(KVCache):
-    """LongLoRA's attention while it trains (arXiv 2309.12307). A sequence enters whole, so that
-    nothing is cached, and attention is within its quarters."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """For the second half of the heads the borders are moved by half a quarter. Both ends are
-        groups of their own then, so that the end is not seen at the start."""
-        H, L = q.shape[1], q.shape[2]
-        quarter = math.ceil(L / 4)
-        k = k.repeat_interleave(H // k.shape[1], dim=1)
-        v = v.repeat_interleave(H // v.shape[1], dim=1)
-        read = torch.empty_like(q)
-        for heads, first in ((slice(0, H // 2), 0), (slice(H // 2, H), quarter // 2)):
-            borders = sorted({0, *range(first, L, quarter), L})
-            for start, stop in zip(borders, borders[1:]):
-                group = (slice(None), heads, slice(start, stop))
-                read[group] = attention(q[group], k[group], v[group])
-        return read
-
-
-def gradients(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
-              step: int, done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
-    """Add the gradient of the step's loss to p.grad; return the loss, nats over tokens.
-
-    draw(i) is sequence i, as `tell` returns it. The processes share the sequences of a step.
-    done(n) is called when n tokens more have had their backward pass.
-    """
-    total = 0.0
-    own = range(step * config.batch + RANK, (step + 1) * config.batch, WORLD)
-    for n in range(0, len(own), config.micro_batch):
-        # Sequences, and how long ago the fact of each answer was told; both (micro_batch, L).
-        rows = [draw(i) for i in own[n : n + config.micro_batch]]
-        tokens, ago = (torch.stack(row).to(machine.device) for row in zip(*rows))
-        for loss, scored in backward_by_pieces(adapted, tokens, ago > 0, config, machine, step):
-            total += loss
-            done(scored)
-    for p in adapted.trained().values():  # a process without a sequence has no gradient
-        p.grad = add_up(torch.zeros_like(p) if p.grad is None else p.grad)
-    return add_up(torch.tensor(total, dtype=torch.float64)).item()
-
-
-def backward_by_pieces(
-    adapted: AdaptedLlama, tokens: Tensor, answers: Tensor, config: TrainConfig,
-    machine: Machine, step: int,
-) -> Iterator[tuple[float, int]]:  # fmt: skip
-    """Backward passes of sequences (n, L), one for each `bptt` segments, so that the graph never
-    spans more. Yields what each adds to the step's loss, and how many tokens it has scored.
-
-    In the convolutions' gradient a token that is an answer counts `answer_weight` times. The extra
-    weight costs a second backward pass. To save time, one piece in EXTRA_EVERY has it, EXTRA_EVERY
-    times as large, so that the mean over the steps is the same. Which pieces these are depends on
-    the step, not on how the sequences are dealt out.
-    """
-    longlora = adapted.settings.method == "longlora"
-    cache = adapted.cache(plain=ShiftedGroups if longlora else KVCache)
-    segment = config.seq if longlora else config.segment
-    convolutions = list(adapted.compressors.parameters())
-    scored_in_step = config.batch * (config.seq - 1)
-    pieces = segment_losses(adapted.model, tokens, cache, segment, config.bptt)
-    answers = answers[:, 1:].split(config.bptt * segment, dim=1)
-    for piece, answer in enumerate(answers):
-        with machine.precision():
-            losses, _ = next(pieces)  # runs one piece forward; the next call cuts the graph
-        # Outside autocast, as PyTorch advises: a backward pass has the dtypes of its forward pass.
-        loss = losses.sum() / scored_in_step
-        if loss.requires_grad:  # with --lora-rank 0 this is not so before the first compression
-            weight = EXTRA_EVERY * (config.answer_weight - 1)
-            if weight and convolutions and answer.any() and (step + piece) % EXTRA_EVERY == 0:
-                # For the convolutions alone: LoRA would get worse on plain text.
-                extra = weight * losses[answer].sum() / scored_in_step
-                extra.backward(inputs=convolutions, retain_graph=True)
-            loss.backward()
-        yield loss.item(), losses.numel()
-
-
-def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
-    """A "rate" for the convolutions and one for the rest. `train` makes the falling "lr" of
-    them."""
-    convolutions = list(adapted.compressors.parameters())
-    rest = [p for p in adapted.model.parameters() if p.requires_grad]
-    groups = [{"params": convolutions, "rate": config.conv_lr}, {"params": rest, "rate": config.lr}]
-    return AdamW([group for group in groups if group["params"]], weight_decay=0.0)
-
-
-@contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM add their number to the list. A second one ends the process at once."""
-    noted = []
-
-    def note(number: int, frame) -> None:
-        noted.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    usual = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield noted
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-
-
-def train(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine, log: TextIO,
-          optimizer: AdamW, begin: int, save: Callable[[int], None]) -> int:  # fmt: skip
-    """Steps from `begin` to `steps`; save(steps done) is called after every `save_every`. A
-    signal to any process ends all after the step that is under way. Returns its number, or 0."""
-    tokens = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)  # of a step, in this process
-    bar = tqdm(desc="training", total=config.steps * tokens, initial=begin * tokens, unit=" tokens",
-               unit_scale=True, mininterval=1, disable=RANK > 0)  # fmt: skip
-    with noted_signals() as noted, bar:
-        for step in range(begin, config.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = group["rate"] * (1 - step / config.steps)
-            optimizer.zero_grad()
-            loss = gradients(adapted, draw, config, machine, step, bar.update)
-            norms = [torch.nn.utils.clip_grad_norm_(g["params"], 1) for g in optimizer.param_groups]
-            if not sum(norms).isfinite():
-                raise UserError(f"step {step + 1}: a gradient is not finite; lower --lr, --conv-lr")
-            optimizer.step()
-            bar.set_postfix_str(f"step {step + 1}/{config.steps}, loss {loss:.3f}", refresh=False)
-            before_clipping = [round(norm.item(), 6) for norm in norms]
-            about = {"step": step + 1, "loss": loss, "gradient norms": before_clipping}
-            log.write(json.dumps(about) + "\n")
-            log.flush()
-            stop = add_up(torch.tensor(len(noted))) > 0
-            if stop or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-                save(step + 1)
-            if stop:
-                return max(noted, default=signal.SIGTERM)
-    return 0
-
-
-# --- The state of a run --------------------------------------------------------------------------
-
-
-def save_state(adapted: AdaptedLlama, optimizer: AdamW, file: Path, about: dict, step: int) -> None:
-    """Write what trains, AdamW's moments and `about`. Nothing in a step is random, so that a
-    run which goes on from here ends with the same bytes."""
-    tensors = {}
-    for name, p in adapted.trained().items():
-        tensors[f"value {name}"] = p
-        for key, moment in optimizer.state[p].items():
-            tensors[f"{key} {name}"] = moment
-    if RANK == 0:
-        write_file(file, tensors, **about | {"step": step})
-    wait_for_all()  # for the file: torchrun ends all processes when one ends with an error
-
-
-@torch.no_grad()
-def restore_state(adapted: AdaptedLlama, optimizer: AdamW, tensors: dict[str, Tensor]) -> None:
-    for name, p in adapted.trained().items():
-        p.copy_(tensors[f"value {name}"])
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            if f"{key} {name}" in tensors:  # not before the first step
-                device = "cpu" if key == "step" else p.device
-                optimizer.state[p][key] = tensors[f"{key} {name}"].to(device, copy=True)
 
 
 # --- The program ---------------------------------------------------------------------------------
@@ -436,21 +458,23 @@ def add_output_flags(parser: Parser) -> None:
     add("--resume", type=Path, metavar="RUN", help="go on with a run; other flags win over its own")
 
 
-def as_json(value):
+def with_absolute_paths(value):
     """Paths become strings that mean the same in any working directory."""
     if isinstance(value, Path):
         return str(value.resolve())
     if isinstance(value, list):
-        return [as_json(element) for element in value]
+        return [with_absolute_paths(element) for element in value]
     return value
 
 
 def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor], dict]:
-    """The configuration that a command line asks for (None: the program's own), and the state to
-    resume from: its tensors (none at a start) and its `about`."""
+    """The configuration that a command line asks for (None: the program's own), and the
+    state to resume from: its tensors (none at a start) and its `about`."""
     parser = make_parser()
     flags = parser.parse_args(line)
-    given = {name: as_json(value) for name, value in vars(flags).items() if value is not None}
+    given = {
+        name: with_absolute_paths(value) for name, value in vars(flags).items() if value is not None
+    }
     if flags.resume:
         tensors, about = read_file(flags.resume / "state.safetensors")
         recipe, stored = {}, about.get("config", {})
@@ -494,8 +518,8 @@ def new_directories(config: TrainConfig) -> Iterator[Path]:
 
 
 def claim(config: TrainConfig, begun: int | None) -> tuple[TrainConfig, TextIO]:
-    """The configuration with the folder of the run, and its log, which is locked, so that no other
-    process writes there. `begun`: steps of a run to resume. Raises UserError."""
+    """The configuration with the folder of the run, and its log, which is locked, so that
+    no other process writes there. `begun`: steps of a run to resume. Raises UserError."""
     if RANK > 0:
         return config, open(os.devnull, "a")
     for out in [Path(config.out)] if config.out else new_directories(config):
@@ -536,7 +560,7 @@ def chosen_settings(config: TrainConfig) -> Settings:
     """Raises UserError if nothing would train."""
     flags = method_flags(asdict(config))
     settings = settings_for(config.method, config.mem, config.segment, config.seq, **flags)
-    if settings.merged and config.seq - 1 <= settings.mem + config.segment:
+    if settings.merged and config.seq - 1 <= settings.room:
         room = f"a memory of {settings.mem} slots and a segment of {config.segment} tokens"
         raise UserError(f"--seq {config.seq}: it fits into {room}, so that nothing is compressed")
     if not settings.merged and not config.lora_rank:
@@ -553,8 +577,8 @@ class Texts(NamedTuple):
 
 
 def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
-    """Read the texts of --data and --held-out. If no document falls into the training part, another
-    part is trained on and nothing is scored."""
+    """Read the texts of --data and --held-out. If no document falls into the training part,
+    another part is trained on and nothing is scored."""
     streams = token_streams([Path(name) for name in config.data], tokenizer)
     sizes = {part: size_of(ids, tokenizer) for part, ids in streams.items()}
     part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
@@ -593,14 +617,15 @@ def draw_sequence(ids: np.ndarray, tokenizer: Tokenizer, config: TrainConfig,
 
 def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
           config: TrainConfig, machine: Machine) -> dict[str, float]:  # fmt: skip
-    """Perplexity of documents (N, L); with --facts, recall of facts told in each, by distance."""
+    """Perplexity of documents (N, L). If --facts is not 0, also the recall of 8 facts that
+    are told in each, by distance."""
     nats, _, _ = token_losses(adapted, documents, machine, config.micro_batch)
     row = {"perplexity": perplexity(nats)}
     if config.facts:
         told, ago = tell_all(documents, "held-out", tokenizer, config.fact_form)
         _, hits, _ = token_losses(adapted, told, machine, config.micro_batch)
-        mem = adapted.settings.mem or config.mem
-        for distance, mask in ranges("recall ", ago, mem + config.segment).items():
+        reach = (adapted.settings.mem or config.mem) + config.segment
+        for distance, mask in ranges("recall ", ago, reach).items():
             row[distance] = hits[mask].double().mean().item()
     return row
 
@@ -689,7 +714,9 @@ def train_and_score(
     state: dict[str, Tensor], about: dict, log: TextIO,
 ) -> None:  # fmt: skip
     """All that is written goes into the folder of the run."""
-    (model, tokenizer), settings, out = base, chosen_settings(config), Path(config.out)
+    model, tokenizer = base
+    settings = chosen_settings(config)
+    out = Path(config.out)
     draw = partial(draw_sequence, text.ids, tokenizer, config)
     with explained(BEFORE):
 
@@ -723,10 +750,11 @@ def train_and_score(
 def write_adapter(adapted: AdaptedLlama, config: TrainConfig) -> None:
     with torch.no_grad():
         for p in adapted.compressors.parameters():
-            p *= config.sharper  # the logits of "facts" are linear in all of them
+            p *= config.sharper  # the logits are linear in all of them together
     file = Path(config.out, "adapter.safetensors")
     write_file(file, adapted.trained(), **identity(adapted))
-    if config.sharper != 1 and len(adapted.compressors):
+    # The paper's (7) divides the factor out again.
+    if config.sharper != 1 and len(adapted.compressors) and config.compressor != "paper":
         print(f"the convolutions' logits are multiplied by {config.sharper:g} now (--sharper); "
               "the losses in log.jsonl are those of the model before")  # fmt: skip
 
@@ -740,11 +768,13 @@ def main(line: list[str] | None = None) -> None:
         run(*parse(line))
         if WORLD > 1:
             sys.stdout.flush()
-            wait_for_all()  # for the scores of process 0: torchrun ends it when another one dies
+            # Process 0 still scores, and torchrun ends it when another one dies.
+            wait_for_all()
             dist.destroy_process_group()  # or gloo may abort a process while it ends
     except BaseException:
         if RANK > 0:
-            time.sleep(3)  # process 0 prints the error first: torchrun ends all when one has ended
+            # Process 0 prints the error first: torchrun ends all when one has ended.
+            time.sleep(3)
         raise
 
 

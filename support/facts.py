@@ -95,7 +95,8 @@ def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int, tokenizer: To
     Returns the text, cut at L, and for the word of each fact how long ago it was last told, else 0:
     both (L,).
     """
-    rng, L = np.random.default_rng((seed, i)), len(tokens)
+    rng = np.random.default_rng((seed, i))
+    L = len(tokens)
     _, breaks, before, between, after = fact_tokens(tokenizer, form)
     length = len(before) + len(between) + len(after) + 3  # of a line
     lines = choose_facts(min(facts, L // length), part, rng, tokenizer, form)

@@ -74,7 +74,7 @@ def page_record(
         "heads": memory.config.n_kv_heads,
         "entry_bytes": memory.nbytes // memory.size,  # of one entry in all layers
         "next": following,
-        "read": memory.read,
+        "read": memory.seen_at,
         "held": held,
     }
 

@@ -52,7 +52,8 @@ def find_files(paths: list[Path]) -> list[Path]:
 
 def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, dict]]:
     """Number and object of each line of a .jsonl or .jsonl.gz file, for which `check` must hold."""
-    opener, number = gzip.open if file.suffix.lower() == ".gz" else open, 1
+    opener = gzip.open if file.suffix.lower() == ".gz" else open
+    number = 1
     with opener(file, "rb") as content:  # bytes: text is decoded ahead of the line that is read
         try:
             for line in content:

@@ -5,7 +5,7 @@ memory. Equations have the paper's numbers, letters are those of model.py."""
 import torch
 import torch.nn.functional as F
 
-from lococo import COMMON, PENALTY, POWER
+from lococo import COMMON_SCALE, PENALTY, POWER
 from model import Llama, LlamaConfig
 
 # --- The second Llama ----------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def facts_by_loop(compressor, slots, k, v, from_slot, scores):
             own, common = compressor.conv.weight, compressor.common
             if from_slot[j]:
                 own, common = compressor.slot_filters, compressor.slot_common
-            logit = filtered(entries, own, i, j) + COMMON * filtered(entries, common, 0, j)
+            logit = filtered(entries, own, i, j) + COMMON_SCALE * filtered(entries, common, 0, j)
             if hasattr(compressor, "trust"):
                 logit += 2 * compressor.trust.item() * (received[j] - received.mean())
             w[i, j] = (logit - PENALTY * taken[j]).exp()

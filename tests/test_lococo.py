@@ -292,7 +292,7 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, layer,
     cache = adapted.cache(partial(Followed, layers=[layer]))
     logits = [prefill(model, TOKENS[:1], memory, 8) for memory in (cache, adapted.cache())]
     assert torch.equal(*logits)
-    assert cache.size == 8 + 8 and cache.read == [16, 24, 32] and [*cache.largest] == [layer]
+    assert cache.size == 8 + 8 and cache.seen_at == [16, 24, 32] and [*cache.largest] == [layer]
     for expected, found in zip(largest, cache.largest[layer], strict=True):
         assert torch.equal(expected.values, found.values[head])
         assert torch.equal(expected.indices, found.indices[head])

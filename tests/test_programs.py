@@ -25,7 +25,7 @@ from generate import as_text, decode, sample
 from lococo import METHODS, AdaptedLlama, Settings, identity, load_adapter, segment_losses
 from lococo import untrained
 from model import load_llama
-from support.command_line import TINY, run_program
+from support.command_line import HERE, TINY, run_program
 from support.facts import tell
 from support.files import write_file
 from support.text import long_documents, token_streams
@@ -245,6 +245,16 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
         assert found == pytest.approx(expected, abs=6e-4)
 
 
+@pytest.mark.parametrize("flags, warned", [
+    ("", False), ("--method streaming --mem 128", False),  # positions end at M + T = 256
+    ("--method streaming --mem 1024", True),  # M + T = 2048, the context has 1,024 tokens
+    ("--method h2o --mem 128", True), ("--method h2o --mem 128 --positions slots", False)])  # fmt: skip
+def test_a_warning_if_positions_pass_the_context(run, flags, warned):
+    """The prompt has 2,349 tokens."""
+    code, _, err = run(generate, f"--prompt {HERE}/assets/prompt.txt --max-new-tokens 1 {flags}")
+    assert code == 0 and ("may pass the 1,024 tokens trained for" in err) == warned, err
+
+
 def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, monkeypatch):
     """What is kept for the backward pass of a whole sequence, with its compressions."""
     found = []
@@ -275,8 +285,8 @@ def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
     words = "--data text --mem 64 --seq 300 --facts 3 --steps 1 --batch 1 --micro-batch 1 --out run"
     trained = cells(run(train, words)[1])
     table = cells(run(eval_ppl, "run adapter --recall --data text --lengths 64 300")[1])
-    names = ["base, full", "base, streaming M=64", "base, h2o M=64", "base, streaming M=16",
-             "base, h2o M=16", "run", "adapter"]  # fmt: skip
+    names = ["base, full", "base, streaming M=64", "base, h2o M=64 slots", "base, streaming M=16",
+             "base, h2o M=16 slots", "run", "adapter"]  # fmt: skip
     assert list(table)[1:8] == names
     assert table["recalled; by chance 1 in 220"] == ["tokens", *names]
     ids = token_streams([Path("text")], tokenizer)["held-out"]

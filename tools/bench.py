@@ -130,7 +130,7 @@ def prefill_time(adapted: AdaptedLlama, args: argparse.Namespace) -> float:
 def filled(adapted: AdaptedLlama, n: int, args: argparse.Namespace) -> KVCache:
     """A cache as it is after n tokens, but with random entries."""
     cache, s, config = adapted.cache(), adapted.settings, adapted.model.config
-    held = min(n, s.mem + s.segment) if s.mem else n
+    held = min(n, s.room) if s.mem else n
     dtype = getattr(torch, args.dtype)
     for layer in range(config.n_layers):
         shape = (1, config.n_kv_heads, held, config.head_dim)

@@ -164,7 +164,7 @@ def main() -> None:
     told, ago = tell_all(documents, "held-out", tokenizer)
     adapted = load_adapter(args.adapter, model)
     s = adapted.settings
-    masks = ranges("", ago, s.mem + s.segment)
+    masks = ranges("", ago, s.room)
 
     memory = adapted.cache(Watched)
     prefill(model, documents[:1], memory, s.segment)

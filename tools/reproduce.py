@@ -9,8 +9,8 @@
 
 A cell is one run of train.py: the embedded recipe and the row's flags. With facts (the embedded
 model, T = 128) it is scored on 64 held-out documents of 2,048 tokens, or on all of --part choosing.
-On plain text (--data, or --facts 0 for Python's library; T = M) it is scored on 64 documents that do
-not train; where none is so long as --seq, on so many tokens of consecutive ones.
+On plain text (--data, or --facts 0 for Python's library; T = M) it is scored on 64 documents that
+do not train; where none is so long as --seq, on so many tokens of consecutive ones.
 
 Runs are in runs/reproduce/ and go on where they were stopped. The figures of a cell are one line of
 docs/results.jsonl. cells.py says how a cell is named and kept, so that a stored figure never

@@ -6,7 +6,7 @@ A program that imports this module has them as `--compressor` names.
 import torch.nn.functional as F
 from torch import Tensor
 
-from lococo import COMMON, COMPRESSORS, Compressor, FactCompressor, ScoredCompressor
+from lococo import COMMON_SCALE, COMPRESSORS, Compressor, FactCompressor, ScoredCompressor
 
 
 class SoftmaxCompressor(Compressor):
@@ -35,8 +35,8 @@ class ScoredWithOneFilter(ScoredCompressor):
 
     def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         slots = self.conv.out_channels
-        new = F.conv1d(entries, COMMON * self.common, padding="same")
-        old = F.conv1d(entries, COMMON * self.slot_common)
+        new = F.conv1d(entries, COMMON_SCALE * self.common, padding="same")
+        old = F.conv1d(entries, COMMON_SCALE * self.slot_common)
         shared = new.where(~from_slot[:, None], old)
         return (shared + self.prior(scores)).expand(-1, slots, -1)
 

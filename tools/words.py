@@ -113,7 +113,7 @@ def main() -> None:
     args = parse()
     settings = read_adapter(args.memory[0])[0]
     texts, nats = score(args, settings.length)
-    rows, gains = sort_words(texts, nats, settings.mem, settings.mem + settings.segment)
+    rows, gains = sort_words(texts, nats, settings.mem, settings.room)
     total = (nats["memory"] - nats["window"]).sum()
     print(f"{'':28}{'words':>7}{'window':>9}{'memory':>9}{'full':>9}{'of gain':>9}")
     for (when, kind), (count, *sums) in rows.items():
