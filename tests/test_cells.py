@@ -77,7 +77,8 @@ def test_a_stored_cell_is_not_made_again(make_quickly, monkeypatch, capsys):
     assert [cell["seed"] for cell in stored] == [0, 1] and len(set(made)) == 2
     assert {"commit", "date", "machine", "sources", "base", "texts"} <= stored[0].keys()
     assert len(make_quickly("--only ours --seeds 0 1")[0]) == 2 and len(made) == 2
-    assert len(make_quickly("--only ours --part choosing")[0]) == 3 and len(made) == 2  # one adapter
+    # Another part is scored with the same adapter.
+    assert len(make_quickly("--only ours --part choosing")[0]) == 3 and len(made) == 2
     assert len(make_quickly("--only ours --steps 7")[0]) == 4 and len(made) == 3
     assert len(make_quickly("--only ours --again")[0]) == 5 and len(set(made)) == 4
     monkeypatch.setattr(cells, "SOURCES", cells.SOURCES[:-1])  # as if code had changed
@@ -88,11 +89,13 @@ def test_a_stored_cell_is_not_made_again(make_quickly, monkeypatch, capsys):
 def test_programs_that_add_cells_at_once_lose_none(tmp_path):
     """Four processes add 50 cells each, of a length that a real one has."""
     file = tmp_path / "cells.jsonl"
-    code = "import cells, pathlib\nfor n in range(50): cells.add(pathlib.Path({!r}), {{'n': n, 'who': {},"
-    code += " 'nats': [1.23456] * 200}})"
+    code = "import cells, pathlib\nfor n in range(50): "
+    code += "cells.add(pathlib.Path({!r}), {{'n': n, 'who': {}, 'nats': [1.23456] * 200}})"
     environment = {"PYTHONPATH": f"{HERE / 'tools'}"}
-    running = [subprocess.Popen([sys.executable, "-c", code.format(str(file), who)], env=environment)
-               for who in range(4)]  # fmt: skip
+    running = []
+    for who in range(4):
+        line = [sys.executable, "-c", code.format(str(file), who)]
+        running.append(subprocess.Popen(line, env=environment))
     assert [process.wait() for process in running] == [0] * 4
     found = sorted((cell["who"], cell["n"]) for cell in cells.read(file))
     assert found == [(who, n) for who in range(4) for n in range(50)]

@@ -284,7 +284,8 @@ def page_by_hand() -> None:
     # Of both heads: tokens 0 to 4, then the segment of 5 and 6. Token 7 has not been read.
     ("0", ["held sinks", "held merged", "held merged", "gone", "held recent"]),
     ("1", ["held sinks", "held heavy", "held merged", "held merged", "held recent"]),
-    ("all", ["held sinks", "held heavy", "held merged", "held merged", "held recent"])])  # fmt: skip
+    ("all", ["held sinks", "held heavy", "held merged", "held merged", "held recent"]),
+])  # fmt: skip
 def test_a_browser_colours_tokens_by_what_holds_them(own_folders, head, expected):
     page_by_hand()
     shown = in_a_browser("page.html", f"compression=1&layer=0&head={head}")

@@ -52,7 +52,8 @@ def test_frequencies_of_llama_3(tmp_path):
     scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
     content = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
-               "intermediate_size": 8, "vocab_size": 9, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+               "intermediate_size": 8, "vocab_size": 9, "rms_norm_eps": 1e-5,
+               "rope_theta": 500000.0,
                "max_position_embeddings": 131072, "rope_scaling": scaling}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(content))
     config, expected = hugging_face_config(tmp_path / "config.json"), []
@@ -181,7 +182,8 @@ def test_a_copied_cache_leaves_the_original_as_it_is(model, method, gradients):
         copied = cache.copy()
         for n in range(4):  # in turns, so that a room they shared would be overwritten
             for which, end, logits in zip((cache, copied), ends, expected):
-                assert torch.allclose(model(end.split(3, dim=1)[n], which), logits[3 + n], atol=1e-5)
+                found = model(end.split(3, dim=1)[n], which)
+                assert torch.allclose(found, logits[3 + n], atol=1e-5)
 
 
 def test_metas_layout_as_the_70b_has_it(tmp_path, tokenizer):
@@ -571,7 +573,7 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
 
 
 def test_an_adapter_with_an_unknown_compressor_is_refused(model, tmp_path):
-    """A program that adds a compressor to COMPRESSORS makes adapters that the others cannot read."""
+    """A program that adds a compressor to COMPRESSORS makes adapters that others cannot read."""
     adapted = adapter(model)
     about = identity(adapted)
     about["settings"]["compressor"] = "magic"

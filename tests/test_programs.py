@@ -160,7 +160,8 @@ def test_what_a_run_says_at_its_start(run, tokenizer, monkeypatch):
         ids = token_streams([Path("text")], tokenizer)[part]
         counts.append(f"{(ids == tokenizer.bos).sum()} documents ({len(ids):,} tokens) {purpose}")
     assert f"text: {', '.join(counts)}\n2 documents to score\n" in out
-    assert cells(out)["this run"][:6] == ["lococo+window", "16", "16", "96", "facts, 3 taps", "2 x 192"]
+    shown = cells(out)["this run"][:6]
+    assert shown == ["lococo+window", "16", "16", "96", "facts, 3 taps", "2 x 192"]
     assert cells(out)["this run"][6:9] == ["8, 0.002", "0.5", "8"]
     assert "slots: 4 sinks, 4 merged, 8 recent; positions: slots\n" in out
     assert "these are" not in out
@@ -248,7 +249,9 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
 @pytest.mark.parametrize("flags, warned", [
     ("", False), ("--method streaming --mem 128", False),  # positions end at M + T = 256
     ("--method streaming --mem 1024", True),  # M + T = 2048, the context has 1,024 tokens
-    ("--method h2o --mem 128", True), ("--method h2o --mem 128 --positions slots", False)])  # fmt: skip
+    ("--method h2o --mem 128", True),
+    ("--method h2o --mem 128 --positions slots", False),
+])  # fmt: skip
 def test_a_warning_if_positions_pass_the_context(run, flags, warned):
     """The prompt has 2,349 tokens."""
     code, _, err = run(generate, f"--prompt {HERE}/assets/prompt.txt --max-new-tokens 1 {flags}")
@@ -488,7 +491,8 @@ FOLLOWING = {
         ("--show-memory 1 x", "--show-memory 1 x: name a layer and"), ("--show-memory -1 0", "-1"),
         ("--show-memory a.html b.html", "or one file"), ("--show-memory 0 0 0", "0 0 0: name a"),
         ("--show-memory latin", "latin: there is such a file already; name another one"),
-        ("--show-memory text", "text: this is a folder"), ("--show-memory no/p", "no/p: there is no"),
+        ("--show-memory text", "text: this is a folder"),
+        ("--show-memory no/p", "no/p: there is no"),
         ("--method full --show-memory p.html", "no slots"),
         ("--mem 8 --budgets 8 8 4 12 --show-memory p.html", "which a page does not show"),
         ("--method lococo --show-memory p.html", "must be trained first"),

@@ -12,7 +12,6 @@ from types import ModuleType
 
 import bench
 import cells
-import eval_ppl
 import generate
 import numpy as np
 import pytest
@@ -37,11 +36,11 @@ def blocks(page: Path, language: str = "") -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Commands that run a program: lines of blocks without a language, and `python ...` in a text."""
+    """Commands that run a program: lines of blocks without a language, and `python ...` in prose."""
     lines = "".join(blocks(page)).replace("\\\n", " ").splitlines()
     found = [line for line in lines if line.startswith(("python ", "torchrun "))]
-    prose = " ".join(re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S).split())
-    found += re.findall(r"`(python [^`]+\.py[^`]*)`", prose)
+    prose = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
+    found += re.findall(r"`(python [^`]+\.py[^`]*)`", " ".join(prose.split()))
     return [" ".join(line.split("  #")[0].split()) for line in found]
 
 
@@ -199,7 +198,8 @@ def test_the_first_commands(run, flags):
         assert " 128 slots; " in err and (out.strip() == word) == (flags == "")
         if number == 0:
             assert out.removesuffix("\n") in shown
-            assert all(f"{n} bytes" in err for n in re.findall(r"cache has ([\d,]+)", README.read_text()))
+            sizes = re.findall(r"cache has ([\d,]+)", README.read_text())
+            assert all(f"{n} bytes" in err for n in sizes)
 
 
 def test_a_fact_of_your_own(run):

@@ -58,14 +58,16 @@ def cell(row, nats, seed=0, flags=None, **about):
     flags = real_llama.all_flags(real_llama.ROWS[row], 64, "") if flags is None else flags
     trained = real_llama.ROWS[row].trained
     return {"row": row, "extra": "", "seed": seed, "steps": 60 * trained, "mem": 64, "seq": 1024,
-            "part": "test", "flags": flags, "by document": nats, "nats": np.mean(nats)} | about  # fmt: skip
+            "part": "test", "flags": flags, "by document": nats,
+            "nats": np.mean(nats)} | about  # fmt: skip
 
 
 def test_the_table_by_hand():
-    """Full attention is 2 below the better H2O, ours 1 below it with one seed and 0.5 with another."""
+    """Full attention is 2 below the better H2O. Ours is 1 below it with one seed and 0.5 with two."""
     stored = [cell("full", [1.0, 3.0]), cell("h2o", [3.0, 5.0]), cell("h2o text", [3.5, 5.5]),
              cell("ours", [2.0, 4.0]), cell("ours", [2.5, 4.5], seed=1),
-             cell("window", [9.0, 9.0], flags="--method other"), cell("ours", [9.0, 9.0], mem=128)]  # fmt: skip
+             cell("window", [9.0, 9.0], flags="--method other"),
+             cell("ours", [9.0, 9.0], mem=128)]  # fmt: skip
     rows = [line.split(" | ")[1:] for line in
             real_llama.table(stored, part="test", mem=64, seq=1024).splitlines()[2:]]  # fmt: skip
     assert rows == [
@@ -88,7 +90,8 @@ def test_the_ablations_by_hand():
     stored = [cell("ours", [9.0, 9.0], **ours), cell("ours", [2.0, 4.0], **ours),
               cell("ours", [3.0, 5.0], seed=1, **ours), cell("ours", [3.0, 6.0], **one_tap),
               cell("ours", [4.0, 6.0], seed=1, **one_tap), cell("ours", [9.0, 9.0], 2, **one_tap),
-              cell("ours", [4.0, 6.0], **untrained), cell("ours", [7.0, 7.0], **ours | {"mem": 128}),
+              cell("ours", [4.0, 6.0], **untrained),
+              cell("ours", [7.0, 7.0], **ours | {"mem": 128}),
               cell("ours", [7.0, 7.0], **one_tap | {"steps": 60})]  # fmt: skip
     rows = [line.split(" | ")[1:] for line in real_llama.ablation_table(stored).splitlines()[2:]]
     assert rows == [

@@ -1,7 +1,7 @@
 """tokenizer.json: ids by hand, where beginning and end come from, and the programs on such a base.
 
-These tests need one package more than requirements.txt has (`pip install tokenizers`); .ci/run installs
-it, and without it they are skipped."""
+These tests need one package more than requirements.txt has (`pip install tokenizers`). .ci/run
+installs it, and without it they are skipped."""
 
 import json
 import shutil
@@ -122,8 +122,8 @@ def test_the_programs_run_on_such_a_base(folder, run):
     """Training with facts (there are 12 words), a table, greedy text, shown and saved memories."""
     for name in ("config.json", "model.safetensors"):
         shutil.copy(TINY / name, folder / name)
-    code, out, err = run(train, f"--model {folder} --data text --mem 16 --seq 96 --steps 1 --facts 1 "
-                                "--recipe embedded --score-tokens 0 --out run")  # fmt: skip
+    words = f"--model {folder} --data text --mem 16 --seq 96 --steps 1 --facts 1"
+    code, out, err = run(train, f"{words} --recipe embedded --score-tokens 0 --out run")
     assert code == 0, err
     base = f"--model {folder} --adapter run --prompt text/0.py"
     code, out, err = run(generate, f"{base} --max-new-tokens 5 --temperature 0")

@@ -140,8 +140,8 @@ def ends_well(trained):
 
 
 def test_a_folder_has_one_run(own_folders, monkeypatch):
-    """Each run without --out gets a folder of its own, which a lock takes; that of a run which never
-    began is taken again. With --out, or --resume, the second one is refused."""
+    """Each run without --out gets a folder of its own, which a lock takes. That of a run which
+    never began is taken again. With --out, or --resume, the second one is refused."""
     monkeypatch.setattr(train, "HERE", Path.cwd())
     config, held = train.parse([])[0], []
     for end in ("", "-2", "-3"):
