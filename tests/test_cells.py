@@ -87,18 +87,18 @@ def test_a_stored_cell_is_not_made_again(make_quickly, monkeypatch, capsys):
 
 
 def test_programs_that_add_cells_at_once_lose_none(tmp_path):
-    """Four processes add 50 cells each, of a length that a real one has."""
+    """Two processes add 50 cells each, of a length that a real one has."""
     file = tmp_path / "cells.jsonl"
     code = "import cells, pathlib\nfor n in range(50): "
     code += "cells.add(pathlib.Path({!r}), {{'n': n, 'who': {}, 'nats': [1.23456] * 200}})"
     environment = {"PYTHONPATH": f"{HERE / 'tools'}"}
     running = []
-    for who in range(4):
+    for who in range(2):
         line = [sys.executable, "-c", code.format(str(file), who)]
         running.append(subprocess.Popen(line, env=environment))
-    assert [process.wait() for process in running] == [0] * 4
+    assert [process.wait() for process in running] == [0] * 2
     found = sorted((cell["who"], cell["n"]) for cell in cells.read(file))
-    assert found == [(who, n) for who in range(4) for n in range(50)]
+    assert found == [(who, n) for who in range(2) for n in range(50)]
 
 
 def test_cells_from_before_there_were_checksums_are_only_printed(make):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shlex
 import shutil
 import signal
@@ -207,16 +208,21 @@ OTHERS = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     (OTHERS | {"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2, which leaves no"),
     (OTHERS | {"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0 and WORLD_SIZE is 0, which leaves no"),
 ])  # fmt: skip
-def test_what_a_job_leaves_in_the_environment(variables, sentence):
+def test_what_a_job_leaves_in_the_environment(variables, sentence, monkeypatch, capsys):
     """All of torchrun's variables, or none that says that there are many processes."""
-    line = [sys.executable, train.__file__, "--help"]
-    others = {name: text for name, text in os.environ.items() if name not in train.TORCHRUN}
-    done = subprocess.run(line, capture_output=True, text=True, env=others | variables)
+    for name in train.TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(train.__file__, run_name="__main__")
+    out, err = capsys.readouterr()
     if sentence is None:
-        assert done.returncode == 0, done.stderr
+        assert end.value.code == 0 and "--mem M" in out, err
     else:
-        assert done.returncode == 2 and done.stderr.startswith(f"train.py: {sentence}")
-        assert done.stderr.count("\n") == 1 and done.stdout == ""
+        assert end.value.code == 2 and err.startswith(f"train.py: {sentence}")
+        assert err.count("\n") == 1 and out == ""
 
 
 def test_a_port_that_does_not_exist(own_folders):
