@@ -271,6 +271,20 @@ def test_nats_above_the_window():
         f"{np.exp(5.5):.3f}", "+2.0000 ± 1.0000", "-1.0000 ± 0.0000 (25 %)", "-"]  # fmt: skip
 
 
+def test_the_comparison_with_the_official_h2o():
+    """Two documents. The official code is 1 and 2 above with seed 0, and 1 above with seed 1. It has
+    no partner with seed 2; other flags and other rows make other tables."""
+    same = {"model": "tiny", "mem": 512, "seq": 4096, "steps": 160, "facts": 0, "extra": ""}
+    nats = [("official h2o", 0, [1, 3]), ("official h2o", 1, [2, 3]), ("official code", 0, [2, 5]),
+            ("official code", 1, [3, 4]), ("official code", 2, [9, 9]), ("full", 0, [1, 1])]
+    stored = [same | {"row": row, "seed": seed, "nats": values} for row, seed, values in nats]
+    stored.append(stored[2] | {"extra": "--lr 3e-4", "nats": [8, 8]})
+    table = reproduce.PAPERS_COMPARISON(stored, extra="").splitlines()[2:]
+    assert [[cell.strip() for cell in line.split("|")[2:4]] for line in table] == [
+        [f"{np.exp(3.5):.3f}, {np.exp(3.5):.3f}", "+1.2500 ± 0.2500"],
+        [f"{np.exp(2):.3f}, {np.exp(2.5):.3f}", ""], ["-", ""], ["-", ""]]  # fmt: skip
+
+
 def test_every_row_of_the_benchmark_has_figures(monkeypatch, capsys):
     """A column has values, and how many times the window's these are. The last two, memory of
     training, do not grow with the sequence. Nothing is timed here."""

@@ -230,6 +230,33 @@ def plain_table(stored: list[dict], seq: int, steps: int, rows: Iterable[str] = 
     return "\n".join(lines) + "\n"
 
 
+def comparison(stored: list[dict], rows: Iterable[str], reference: str, extra: str, mem: int,
+               seq: int, steps: int) -> str:  # fmt: skip
+    """Of the embedded model on plain text: a perplexity for each seed, and nats per token above the
+    row `reference` with the same seeds, with the standard error over documents."""
+    about = {"model": "tiny", "mem": mem, "seq": seq, "steps": steps, "facts": 0, "extra": extra}
+    found = [c for c in stored if c.items() >= about.items()]
+    nats = {row: {} for row in rows}  # of each document, by seed
+    for c in cells.latest(found, "row", "seed"):
+        if c["row"] in nats:
+            nats[c["row"]][c["seed"]] = np.array(c["nats"])
+    lines = ["| memory | perplexity | from the second row |", "|---|---|---|"]
+    for row, by_seed in nats.items():
+        seeds = sorted(by_seed.keys() & nats[reference].keys())
+        perplexity = ", ".join(f"{math.exp(by_seed[seed].mean()):.3f}" for seed in seeds)
+        line = f"| {PLAIN[row][0]} | {perplexity or '-'} |"
+        if seeds and row != reference:
+            above = np.mean([by_seed[seed] - nats[reference][seed] for seed in seeds], axis=0)
+            line += f" {above.mean():+.4f} ± {above.std(ddof=1) / len(above) ** 0.5:.4f}"
+        lines.append(f"{line} |")
+    return "\n".join(lines) + "\n"
+
+
+PAPERS_COMPARISON = partial(
+    comparison, rows=("official code", "official h2o", "h2o", "window with sinks"),
+    reference="official h2o", mem=512, seq=4096, steps=160,
+)  # fmt: skip
+
 MAIN = ("full", "window", "window with sinks", "h2o", "ours", "ours by (7)", "lococo+h2o")
 TABLES = {
     "facts": partial(facts_table, mem=128, seq=2048, steps=400, part="held-out"),
@@ -237,6 +264,8 @@ TABLES = {
     "384 tokens, 40 steps": partial(plain_table, seq=384, steps=40),
     "384 tokens, 160 steps": partial(plain_table, seq=384, steps=160, rows=MAIN[:5]),
     "1,024 tokens, 40 steps": partial(plain_table, seq=1024, steps=40, rows=(*MAIN[:5], MAIN[6])),
+    "the paper's comparison": partial(PAPERS_COMPARISON, extra=""),
+    "the paper's comparison, lower rate": partial(PAPERS_COMPARISON, extra="--lr 3e-4 --bptt 1"),
 }
 
 
