@@ -137,8 +137,9 @@ def parse() -> argparse.Namespace:
         help="tokens of a document (default: 2048 4096 8192)")
     add("--data", type=text_path, nargs="+", default=[], metavar="PATH",
         help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
-    add("--part", choices=PARTS,
-        help="which of the texts (default: held-out; all of --data without a RUN)")
+    add("--part", choices=(*PARTS, "all"),
+        help="which of the texts, by the checksum of their names: those that train.py trains on, "
+             "or not (default: held-out; without a RUN all of --data)")
     add("--documents", type=at_least(1), default=64, metavar="N",
         help="documents of each length at most (default: 64)")
     add("--micro-batch", type=at_least(1), default=4, metavar="N",
@@ -150,9 +151,10 @@ def parse() -> argparse.Namespace:
         help="with --recall: lines `@ name name = word` (default), or sentences as RULER's needles")
     args = parser.parse_args()
     parser.refuse_counts(args)
-    args.parts = [args.part or "held-out"]
-    if args.data and not args.runs and not args.part:
-        args.parts = list(PARTS)  # nothing was trained on any of the texts
+    # Without a run nothing was trained on any of --data.
+    usual = "all" if args.data and not args.runs else "held-out"
+    args.part = args.part or usual
+    args.parts = list(PARTS) if args.part == "all" else [args.part]
     if not args.runs and not args.method and args.model.resolve() == TINY:
         args.runs = [TINY]
     return args
@@ -187,7 +189,18 @@ def documents_to_score(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[i
         documents[L] = torch.cat(rows)[: args.documents]
         if not len(documents[L]):
             raise UserError(f"--lengths {L}: {why_none(streams, args.parts, tokenizer.bos, L)}")
+    if args.data:
+        print_left_out(streams, args.parts, tokenizer.bos)
     return documents
+
+
+def print_left_out(streams: dict[str, np.ndarray], parts: list[str], bos: int) -> None:
+    """Say how many documents are not scored, as their names are of other parts."""
+    others = sum(int((ids == bos).sum()) for part, ids in streams.items() if part not in parts)
+    if others:
+        left_out = f"{counted(others, 'document')} of the other parts are left out"
+        remedy = "--part all scores these, too, if none of them was trained on"
+        print(f"{left_out}; {remedy}", file=sys.stderr)
 
 
 def why_none(streams: dict[str, np.ndarray], parts: list[str], bos: int, L: int) -> str:
@@ -195,7 +208,8 @@ def why_none(streams: dict[str, np.ndarray], parts: list[str], bos: int, L: int)
     sentence = f"no {' or '.join(parts)} document is so long"
     for part in PARTS:
         if len(long_documents(streams[part], bos, L, 1)):
-            return f"{sentence}, but by its name one is in the {part} part; --part {part} scores it"
+            found = f"but by its name one is in the {part} part"
+            return f"{sentence}, {found}; --part {part} or --part all scores it"
     return f"{sentence}; name a smaller one, or longer texts by --data"
 
 
@@ -243,7 +257,8 @@ def main() -> None:
     documents = documents_to_score(args, tokenizer)
     L, last = list(documents.items())[-1]
     if args.recall:
-        told, told_ago = tell_all(last, args.part or "held-out", tokenizer, args.fact_form)
+        names = "held-out" if args.part == "all" else args.part  # of facts
+        told, told_ago = tell_all(last, names, tokenizer, args.fact_form)
 
     number = 1 + len(args.method) + 2 * len(sizes) + len(args.runs)  # of models
     methods, losses, hits = {}, {}, {}

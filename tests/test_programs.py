@@ -441,8 +441,25 @@ def test_a_book_of_ones_own_that_fell_into_another_part(run):
     Path("2.txt").write_text("some words of a book\n" * 300)
     words = "adapter --data 2.txt --lengths 64"
     code, _, err = run(eval_ppl, words)
-    assert code == 2 and "no held-out document" in err and "--part training scores it\n" in err
-    assert run(eval_ppl, f"{words} --part training")[0] == 0
+    assert code == 2 and "no held-out document" in err
+    assert "--part training or --part all scores it\n" in err
+    for part in ("training", "all"):
+        code, out, _ = run(eval_ppl, f"{words} --part {part}")
+        assert code == 0 and "1 of 64 tokens" in out
+
+
+def test_documents_of_other_parts_are_counted(run, tokenizer):
+    """Of 40 documents of one's own, a run scores those whose names are held out, and says so."""
+    rows = [json.dumps({"text": f"{n} {'some words ' * 60}"}) for n in range(40)]
+    Path("own.jsonl").write_text("\n".join(rows))
+    ids = token_streams([Path("own.jsonl")], tokenizer)["held-out"]
+    held_out = int((ids == tokenizer.bos).sum())
+    words = "adapter --data own.jsonl --lengths 64 --documents 99"
+    _, out, err = run(eval_ppl, words)
+    assert 0 < held_out < 40 and f"documents (held-out): {held_out} of 64 tokens" in out
+    assert f"{40 - held_out} documents of the other parts are left out; --part all" in err
+    _, out, err = run(eval_ppl, f"{words} --part all")
+    assert ": 40 of 64 tokens" in out and "left out" not in err
 
 
 @pytest.mark.parametrize("temperature, expected", [

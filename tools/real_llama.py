@@ -86,7 +86,7 @@ ROWS = {
         trained=False,
     ),
     "h2o 5/8 forget budgets": Row(
-        "H2O with forgetting, 5M/8 heavy, 3M/8 last, budgets of layers",
+        "the same with budgets of layers: ours with budgets, without merging",
         "--method h2o --heavy {heavy} --forget 0.75 --budgets {budgets}",
         trained=False,
     ),
@@ -104,6 +104,7 @@ ROWS = {
         f"--method lococo+h2o {PAPER} --compressor official --forget 0",
     ),
     "window merged": Row("window with M/4 merged", f"{RECIPE} --method lococo+window"),
+    "ours untrained": Row("ours before training (a step with the rate 0)", f"{RECIPE} --conv-lr 0"),
     "ours, paper's compressor": Row(
         "ours with the paper's compressor instead", f"{RECIPE} {PAPER}"
     ),
@@ -149,7 +150,7 @@ ABLATIONS = (
     Change("no forgetting", "--forget 1"),
 )
 
-SHORT = ("full", "window", "h2o", "official code", "h2o 5/8 forget budgets", "ours",
+SHORT = ("full", "window", "h2o", "h2o 5/8 forget", "ours", "h2o 5/8 forget budgets",
          "ours budgets")  # fmt: skip, in README.md
 TUNED = ("full", "window", "h2o", "ours", "full lora", "window lora", "h2o lora", "ours lora")
 PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
