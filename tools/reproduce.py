@@ -265,7 +265,6 @@ TABLES = {
     "384 tokens, 160 steps": partial(plain_table, seq=384, steps=160, rows=MAIN[:5]),
     "1,024 tokens, 40 steps": partial(plain_table, seq=1024, steps=40, rows=(*MAIN[:5], MAIN[6])),
     "the paper's comparison": partial(PAPERS_COMPARISON, extra=""),
-    "the paper's comparison, lower rate": partial(PAPERS_COMPARISON, extra="--lr 3e-4 --bptt 1"),
 }
 
 
