@@ -98,7 +98,7 @@ class TrainConfig:
     # Segments that the gradient spans. The paper does not say how many; the official code has 1.
     bptt: int = 1
     recompute: bool = False
-    # Ours, for facts.
+    # Ours.
     answer_weight: float = 1.0  # of a fact's word when told again, for the convolutions
     sharper: float = 1.0  # after training our compressors' logits are multiplied by this
     # Scoring and output.
@@ -114,7 +114,7 @@ RECIPES = {  # what each changes of the defaults above
     # Ours: a real Llama stays as it is; 60 x 4,096 tokens (docs/real-llama.md).
     "inference": dict(
         method="lococo+h2o+recent", mem=64, segment=None, seq=1024, compressor="scored", kernel=3,
-        lora_rank=0, conv_lr=2e-2, steps=60, batch=None, micro_batch=4, bptt=4,
+        lora_rank=0, conv_lr=2e-2, steps=60, batch=None, micro_batch=4, bptt=4, sharper=16.0,
     ),
     "embedded": dict(  # ours: twice the pretrained context; 240 x 4,096 tokens; 32 to score
         method="lococo+window", mem=128, segment=None, seq=2048, compressor="facts", kernel=3,

@@ -64,7 +64,8 @@ class Row:
 
 
 PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2 --bptt 1"
-RECIPE = "--recipe inference"
+RECIPE = "--recipe inference --sharper 16"
+SOFT = "--recipe inference --sharper 1"  # a merged slot is a mixture
 LORA = "--lora-rank 8 --lr 3e-4"
 ROWS = {
     "full": Row("full attention", "--method full", trained=False),
@@ -103,14 +104,16 @@ ROWS = {
         "the official code: M/2 heavy, M/2 mixed with the next heavy ones",
         f"--method lococo+h2o {PAPER} --compressor official --forget 0",
     ),
-    "window merged": Row("window with M/4 merged", f"{RECIPE} --method lococo+window"),
-    "ours untrained": Row("ours before training (a step with the rate 0)", f"{RECIPE} --conv-lr 0"),
-    "ours, paper's compressor": Row(
-        "ours with the paper's compressor instead", f"{RECIPE} {PAPER}"
+    "window merged": Row(
+        "window with M/4 merged, mixtures", f"{SOFT} --method lococo+window"
     ),
-    "ours, softmax": Row("ours with a softmax alone", f"{RECIPE} --compressor softmax"),
-    "ours, no forgetting": Row("ours without forgetting", f"{RECIPE} --forget 1"),
+    "ours untrained": Row("ours before training, mixtures", f"{SOFT} --conv-lr 0"),
+    "ours, paper's compressor": Row("ours with the paper's compressor instead", f"{SOFT} {PAPER}"),
+    "ours soft": Row("ours with mixtures: logits as trained", SOFT),
     "ours": Row("**ours**, `lococo+h2o+recent`: 3M/8 heavy, M/4 merged, 3M/8 last", RECIPE),
+    "ours budgets soft": Row(
+        "ours with budgets of layers and mixtures", f"{SOFT} --budgets {{budgets}}"
+    ),
     "ours budgets": Row("**ours with budgets of layers**", f"{RECIPE} --budgets {{budgets}}"),
     # With LoRA, embeddings and norms as in the paper's context extension.
     "full lora": Row("full attention, tuned", f"--method full {LORA}"),
@@ -122,32 +125,38 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Change:
-    """Something of ours that is taken out or made otherwise, to see what it is worth."""
+    """Something of a row that is taken out or made otherwise, to see what it is worth."""
 
     label: str
+    row: str
     flags: str
-    steps: int = 40
+    steps: int
 
 
 ABLATIONS = (
-    Change("**ours**", ""),
-    Change("not trained: filters as at the start", "--conv-lr 0", steps=1),
-    Change("1 tap instead of 3", "--kernel 1"),
-    Change("9 taps", "--kernel 9"),
-    Change("21 taps", "--kernel 21"),
-    Change("slots that choose all at once instead of in order", "--compressor scored-at-once"),
-    Change("one filter for all slots instead of one each", "--compressor scored-one-filter"),
-    Change("nearly one-hot rows (logits times 16): a choice, not a mixture", "--sharper 16"),
-    Change("4 merged slots instead of 16; 30 heavy, 30 last", "--heavy 30 --recent 30"),
-    Change("8 merged slots; 28 heavy, 28 last", "--heavy 28 --recent 28"),
-    Change("32 merged slots; 16 heavy, 16 last", "--heavy 16 --recent 16"),
-    Change("36 heavy and 12 last instead of 24 and 24", "--heavy 36 --recent 12"),
-    Change("12 heavy and 36 last", "--heavy 12 --recent 36"),
-    Change("gradient through 1 segment instead of 4", "--bptt 1"),
-    Change("gradient through 2 segments", "--bptt 2"),
-    Change("rate 0.005 instead of 0.02", "--conv-lr 5e-3"),
-    Change("rate 0.05", "--conv-lr 5e-2"),
-    Change("no forgetting", "--forget 1"),
+    Change("**ours**", "ours", "", 40),
+    Change("not trained: filters as at the start", "ours", "--conv-lr 0", 1),
+    Change("mixtures: logits as trained, not multiplied by 16", "ours soft", "", 40),
+    Change("mixtures, not trained", "ours soft", "--conv-lr 0", 1),
+    Change("logits multiplied by 4", "ours", "--sharper 4", 40),
+    Change("logits multiplied by 64", "ours", "--sharper 64", 40),
+    Change("1 tap instead of 3", "ours", "--kernel 1", 40),
+    Change("1 tap, mixtures", "ours soft", "--kernel 1", 40),
+    Change("9 taps", "ours", "--kernel 9", 40),
+    Change("21 taps", "ours", "--kernel 21", 40),
+    Change("all slots choose at once", "ours", "--compressor scored-at-once", 40),
+    Change("all slots choose at once, mixtures", "ours soft", "--compressor scored-at-once", 40),
+    Change("one filter for all slots", "ours", "--compressor scored-one-filter", 40),
+    Change("a softmax alone, mixtures", "ours soft", "--compressor softmax", 40),
+    Change("8 heavy and 32 merged slots instead of 24 and 16", "ours", "--heavy 8 --recent 24", 40),
+    Change("32 heavy and 8 merged slots", "ours", "--heavy 32 --recent 24", 40),
+    Change("36 heavy and 12 last slots instead of 24 and 24", "ours", "--heavy 36 --recent 12", 40),
+    Change("12 heavy and 36 last slots", "ours", "--heavy 12 --recent 36", 40),
+    Change("gradient through 1 segment instead of 4", "ours", "--bptt 1", 40),
+    Change("gradient through 2 segments", "ours", "--bptt 2", 40),
+    Change("rate 0.005 instead of 0.02", "ours", "--conv-lr 5e-3", 40),
+    Change("rate 0.05", "ours", "--conv-lr 5e-2", 40),
+    Change("no forgetting", "ours", "--forget 1", 40),
 )
 
 SHORT = ("full", "window", "h2o", "h2o 5/8 forget", "ours", "h2o 5/8 forget budgets",
@@ -173,8 +182,9 @@ def checksums(args: argparse.Namespace) -> dict:
     }
 
 
-def cell_name(row: Row, change: Change, seed: int, args: argparse.Namespace, files: dict) -> dict:
+def cell_name(change: Change, seed: int, args: argparse.Namespace, files: dict) -> dict:
     """All that makes a cell; `files` are the checksums."""
+    row = ROWS[change.row]
     return {
         "flags": all_flags(row, args.mem, change.flags),
         "steps": change.steps if row.trained else 0,
@@ -293,12 +303,12 @@ def ablation_table(stored: list[dict]) -> str:
     """A line for each change of ours that was made, on the choosing part: nats per token, the mean
     of its seeds; the paired difference from ours with the same seeds, with its standard error over
     documents; and the difference of each seed."""
-    about = {"row": "ours", "part": "choosing", "mem": 64, "seq": 1024}
-    stored = [cell for cell in stored if about.items() <= cell.items()]
+    about = {"part": "choosing", "mem": 64, "seq": 1024}
     made = {}  # nats of each document, by change and seed
     for change in ABLATIONS:
-        flags = all_flags(ROWS["ours"], 64, change.flags)
-        some = [c for c in stored if c["flags"] == flags and c["steps"] == change.steps]
+        flags = all_flags(ROWS[change.row], 64, change.flags)
+        this = about | {"row": change.row, "flags": flags, "steps": change.steps}
+        some = [cell for cell in stored if this.items() <= cell.items()]
         for cell in cells.latest(some, "seed"):
             made.setdefault(change, {})[cell["seed"]] = np.array(cell["by document"])
     ours = made.get(ABLATIONS[0], {})
@@ -357,9 +367,9 @@ def parse() -> argparse.Namespace:
     add("--write", action="store_true", help="write the tables into the pages, too")
     args = parser.parse_args()
     args.print = args.print or args.write
-    args.changes = [Change("", args.flags, args.steps)]
+    args.changes = [Change("", row, args.flags, args.steps) for row in args.rows]
     if args.ablations:
-        args.rows, args.part, args.changes = ["ours"], "choosing", ABLATIONS
+        args.part, args.changes = "choosing", ABLATIONS
     if not args.print and not (args.model and args.prose):
         parser.error("--model and --prose are needed to make a cell")
     return args
@@ -370,12 +380,13 @@ def make_cells(args: argparse.Namespace) -> None:
     machine = prepare("cpu", "bfloat16")
     # Once, now: what has been imported computes all cells, even if a file is edited meanwhile.
     files, origin = checksums(args), cells.origin()
-    for change, seed, key in product(args.changes, args.seeds, args.rows):
-        name = cell_name(ROWS[key], change, seed, args, files)
+    for seed, change in product(args.seeds, args.changes):
+        row = ROWS[change.row]
+        name = cell_name(change, seed, args, files)
         if not cells.find(RESULTS, name):
-            print(f"{key} {change.flags}, seed {seed}", file=sys.stderr)
-            about = {"row": key, "extra": change.flags} | origin
-            cells.add(RESULTS, about | name | make_cell(ROWS[key], name, args, machine))
+            print(f"{change.row} {change.flags}, seed {seed}", file=sys.stderr)
+            about = {"row": change.row, "extra": change.flags} | origin
+            cells.add(RESULTS, about | name | make_cell(row, name, args, machine))
 
 
 def main() -> None:
