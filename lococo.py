@@ -493,7 +493,8 @@ class FactCompressor(Compressor):
     learns which of the relevant entries it takes. An entry that is in a merged or heavy
     slot already is judged by other filters, one tap wide, which learn to keep it. Without
     them one seed of two forgets (docs/notebook.md). Rows are soft while they learn. The
-    recipe's `sharper` makes them nearly one-hot afterwards, as mixed facts cannot be read.
+    recipes' `sharper` makes them nearly one-hot afterwards: mixed facts cannot be read, and
+    on the prose of a real Llama a choice loses less than a mixture (docs/real-llama.md).
     """
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
