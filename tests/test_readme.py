@@ -279,7 +279,7 @@ def test_the_comparison_with_the_official_h2o():
             ("official code", 1, [3, 4]), ("official code", 2, [9, 9]), ("full", 0, [1, 1])]
     stored = [same | {"row": row, "seed": seed, "nats": values} for row, seed, values in nats]
     stored.append(stored[2] | {"extra": "--lr 3e-4", "nats": [8, 8]})
-    table = reproduce.PAPERS_COMPARISON(stored, extra="").splitlines()[2:]
+    table = reproduce.comparison(stored).splitlines()[2:]
     assert [[cell.strip() for cell in line.split("|")[2:4]] for line in table] == [
         [f"{np.exp(3.5):.3f}, {np.exp(3.5):.3f}", "+1.2500 ± 0.2500"],
         [f"{np.exp(2):.3f}, {np.exp(2.5):.3f}", ""], ["-", ""], ["-", ""]]  # fmt: skip

@@ -3,6 +3,7 @@
 A program that imports this module has them as `--compressor` names.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,29 +17,29 @@ class SoftmaxCompressor(Compressor):
         return self.conv(entries).softmax(dim=-1)
 
 
-class FactsAtOnce(FactCompressor):
-    """Ours for facts, but rows are made all at once: none sees what the others have taken."""
+class AtOnce:
+    """In front of one of ours: all slots choose at once, and none sees what others have taken."""
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         return self.relevance(entries, from_slot, scores).softmax(dim=-1)
 
 
-class ScoredAtOnce(ScoredCompressor):
-    """Ours for a real Llama, but rows are made all at once."""
+class FactsAtOnce(AtOnce, FactCompressor):
+    pass
 
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        return self.relevance(entries, from_slot, scores).softmax(dim=-1)
+
+class ScoredAtOnce(AtOnce, ScoredCompressor):
+    pass
 
 
 class ScoredWithOneFilter(ScoredCompressor):
-    """Ours for a real Llama, but all slots share a filter. Rows in turn alone tell them apart."""
+    """Ours for a real Llama, but all slots share a filter. Only their order tells them apart."""
 
     def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        slots = self.conv.out_channels
         new = F.conv1d(entries, COMMON_SCALE * self.common, padding="same")
         old = F.conv1d(entries, COMMON_SCALE * self.slot_common)
-        shared = new.where(~from_slot[:, None], old)
-        return (shared + self.prior(scores)).expand(-1, slots, -1)
+        shared = torch.where(from_slot[:, None], old, new) + self.prior(scores)  # (N, 1, R)
+        return shared.expand(-1, self.conv.out_channels, -1)
 
 
 COMPRESSORS["softmax"] = SoftmaxCompressor
