@@ -747,10 +747,15 @@ def train_and_score(
         print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
 
 
+@torch.no_grad()
+def sharpen(adapted: AdaptedLlama, factor: float) -> None:
+    """Multiply the logits of the compressors. They are linear in all parameters together."""
+    for p in adapted.compressors.parameters():
+        p *= factor
+
+
 def write_adapter(adapted: AdaptedLlama, config: TrainConfig) -> None:
-    with torch.no_grad():
-        for p in adapted.compressors.parameters():
-            p *= config.sharper  # the logits are linear in all of them together
+    sharpen(adapted, config.sharper)
     file = Path(config.out, "adapter.safetensors")
     write_file(file, adapted.trained(), **identity(adapted))
     # The paper's (7) divides the factor out again.

@@ -11,8 +11,13 @@ import cells
 import pytest
 import real_llama
 import torch
-from lococo import COMPRESSORS, settings_for
-from support.command_line import TINY, method_flags
+import train
+from eval_ppl import token_losses
+from lococo import COMPRESSORS, load_adapter, settings_for
+from model import load_base
+from support.command_line import TINY, Machine, method_flags
+from support.files import read_file
+from support.text import token_streams
 
 WORDS = "a cat and a dog went to the park and then home again\n" * 60
 
@@ -53,6 +58,33 @@ def test_a_cell_is_made_once_and_again_if_its_code_changes(make, monkeypatch):
     assert len(make("--rows ours --documents 2 --seeds 1")[0]) == 4
     monkeypatch.setattr(cells, "SOURCES", cells.SOURCES[:-1])
     assert len(make("--rows ours --documents 2")[0]) == 5 and len([*Path("runs").iterdir()]) == 3
+
+
+def test_cells_that_differ_in_sharper_share_a_run(make, monkeypatch):
+    """The run has the logits as trained. Scored are those that --sharper makes."""
+    changes = [real_llama.Change("", "ours", flags, 2) for flags in ("", "--sharper 1")]
+    monkeypatch.setattr(real_llama, "ABLATIONS", changes)
+    stored, _ = make("--ablations --documents 2")
+    (run,) = Path("runs").iterdir()
+    config = read_file(run / "state.safetensors")[1]["config"]
+    assert config["sharper"] == 1
+    line = real_llama.train_line(stored[0], real_llama.argparse.Namespace(
+        model=TINY, mem=16, seq=64))  # fmt: skip
+    alike = ("data", "steps", "seed", "batch", "micro_batch", "dtype", "score_tokens")
+    for name in alike:
+        value = config[name] if isinstance(config[name], list) else [config[name]]
+        line += [f"--{name.replace('_', '-')}", *map(str, value)]
+    train.main([*line, "--out", "sharp"])
+    for cell, folder in zip(stored, ("sharp", run)):
+        model, tokenizer = load_base(TINY, Machine("cpu", torch.bfloat16))
+        adapted = load_adapter(Path(folder), model)
+        ids = np.concatenate([*token_streams(
+            [Path("prose") / real_llama.PARTS["choosing"]], tokenizer).values()])  # fmt: skip
+        pieces = torch.from_numpy(ids[: len(ids) // 64 * 64].astype(np.int64)).view(-1, 64)
+        pieces = pieces[:: len(pieces) // 2][:2]
+        nats = token_losses(adapted, pieces, Machine("cpu", torch.bfloat16), 8)[0]
+        assert cell["nats"] == pytest.approx(nats.double().mean().item(), abs=1e-6)
+    assert stored[0]["nats"] != stored[1]["nats"]
 
 
 def cell(row, nats, seed=0, flags=None, **about):

@@ -18,6 +18,7 @@ kept, so that a stored figure never answers another question.
 
 import argparse
 import json
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -32,7 +33,7 @@ import cells  # noqa: E402
 import train  # noqa: E402
 from eval_ppl import token_losses  # noqa: E402
 from lococo import AdaptedLlama, load_adapter, settings_for  # noqa: E402
-from model import Llama, load_base  # noqa: E402
+from model import Llama, Tokenizer, load_base  # noqa: E402
 from support.command_line import HERE, Machine, at_least, method_flags  # noqa: E402
 from support.command_line import prepare, run_program  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
@@ -198,10 +199,12 @@ def cell_name(change: Change, seed: int, args: argparse.Namespace, files: dict) 
 
 
 def train_cell(name: dict, args: argparse.Namespace) -> Path:
-    """Train as the cell's name says; returns the run's directory."""
+    """Train as the cell's name says, but leave the logits as trained. So cells that differ in
+    --sharper alone have one run. Returns its directory."""
     trained_by = {key: name[key] for key in name if key not in ("part", "documents", "scored")}
+    trained_by["flags"] = re.sub(r"--sharper \S+ ?", "", name["flags"]).strip()
     out = RUNS / cells.digest_of(trained_by)
-    line = [*train_line(name, args), "--dtype", "bfloat16"]
+    line = [*train_line(trained_by, args), "--sharper", "1", "--dtype", "bfloat16"]
     line += ["--data", *(str(args.prose / text) for text in BOOKS), "--score-tokens", "0"]
     line += ["--steps", str(name["steps"]), "--seed", str(name["seed"])]
     line += ["--batch", str(4096 // args.seq), "--micro-batch", str(4096 // args.seq)]
@@ -215,34 +218,42 @@ def train_line(name: dict, args: argparse.Namespace) -> list[str]:
     return [*line, "--mem", str(args.mem), "--segment", str(args.mem), "--seq", str(args.seq)]
 
 
-def untrained_model(name: dict, args: argparse.Namespace, model: Llama) -> AdaptedLlama:
-    config, _, _ = train.parse(train_line(name, args))
+def untrained_model(config: train.TrainConfig, model: Llama) -> AdaptedLlama:
     flags = method_flags(asdict(config))
     settings = settings_for(config.method, config.mem, config.segment, config.seq, **flags)
     return AdaptedLlama(model, settings)
+
+
+def documents_to_score(args: argparse.Namespace, tokenizer: Tokenizer) -> torch.Tensor:
+    """Tokens (documents, --seq)."""
+    streams = token_streams([args.prose / PARTS[args.part]], tokenizer)
+    ids = np.concatenate([streams[part] for part in sorted(streams)])  # as all stored figures
+    if args.part == "test":
+        return long_documents(ids, tokenizer.bos, args.seq, args.documents)
+    # One book: pieces of it, evenly spread.
+    pieces = torch.from_numpy(ids[: len(ids) // args.seq * args.seq].astype(np.int64))
+    pieces = pieces.view(-1, args.seq)
+    return pieces[:: max(1, len(pieces) // args.documents)][: args.documents]
 
 
 def make_cell(row: Row, name: dict, args: argparse.Namespace, machine: Machine) -> dict:
     """Train if the row trains, and score: nats per token of each document."""
     about = {}
     begun = time.time()
+    config, _, _ = train.parse(train_line(name, args))
     if row.trained:
         run = train_cell(name, args)
         about["seconds of training"] = round(time.time() - begun)
         log = [json.loads(line) for line in open(run / "log.jsonl")]
         about["last training losses"] = [round(entry["loss"], 3) for entry in log[-3:]]
     model, tokenizer = load_base(args.model, machine)
-    adapted = load_adapter(run, model) if row.trained else untrained_model(name, args, model)
-    streams = token_streams([args.prose / PARTS[args.part]], tokenizer)
-    ids = np.concatenate([streams[part] for part in sorted(streams)])  # as all stored figures
-    if args.part == "choosing":  # one book: pieces of it, evenly spread
-        pieces = torch.from_numpy(ids[: len(ids) // args.seq * args.seq].astype(np.int64))
-        pieces = pieces.view(-1, args.seq)
-        documents = pieces[:: max(1, len(pieces) // args.documents)][: args.documents]
+    if row.trained:
+        adapted = load_adapter(run, model)
+        train.sharpen(adapted, config.sharper)
     else:
-        documents = long_documents(ids, tokenizer.bos, args.seq, args.documents)
+        adapted = untrained_model(config, model)
     begun = time.time()
-    nats, _, held = token_losses(adapted, documents, machine, 8)
+    nats, _, held = token_losses(adapted, documents_to_score(args, tokenizer), machine, 8)
     about["seconds of scoring"] = round(time.time() - begun)
     about["trained parameters"] = sum(p.numel() for p in adapted.trained().values())
     about["cache bytes"] = held
