@@ -724,9 +724,11 @@ def train_and_score(
             if RANK == 0 and len(text.documents):
                 about["scores"][name] = score(adapted, text.documents, tokenizer, config, machine)
 
-        if not state:  # the window is scored first, as the base is changed then
-            window = untrained(model, "streaming", settings.mem or config.mem, config.segment)
-            add_score(name_of(window.settings), window)
+        if not state:  # a window and H2O are scored first, as the base is changed then
+            mem = settings.mem or config.mem
+            for method in ("streaming", "h2o"):
+                other = untrained(model, method, mem, config.segment, positions="slots")
+                add_score(name_of(other.settings), other)
         adapted = AdaptedLlama(model, settings)
         optimizer = start_or_resume(adapted, config, text.ids, state, about)
         save = partial(save_state, adapted, optimizer, out / "state.safetensors", about)

@@ -39,7 +39,9 @@ LINES = {
 SINKS = "--method h2o --mem 16 --sinks 4"
 WINDOW = Settings("streaming", 16, 96, sinks=4, recent=12, positions="slots", lora_rank=0)
 MIXED = Settings("lococo+window", 16, 96, 4, 0, 2, 10, "slots", "facts", 3)
+H2O_BY_SLOT = Settings("h2o", 16, 96, heavy=8, recent=8, positions="slots", lora_rank=0)
 WINDOW_ROW = "base, streaming M=16"
+H2O_ROW = "base, h2o M=16 slots"
 ENTRY = 2 * 4 * 2 * 64 * 4  # bytes of a key and a value in 4 layers of 2 heads of 64 floats
 
 
@@ -104,7 +106,8 @@ def test_every_method_trains_and_is_read_back(run, tokenizer, words):
     streams = token_streams([Path("text")], tokenizer)
     rows = long_documents(streams["held-out"], tokenizer.bos, 96, 2)
     after = load_adapter(Path("run"), load_llama(TINY))
-    for name, adapted in ((WINDOW_ROW, tiny(WINDOW)), (f"{method}, after training", after)):
+    models = {WINDOW_ROW: tiny(WINDOW), H2O_ROW: tiny(H2O_BY_SLOT)}
+    for name, adapted in (models | {f"{method}, after training": after}).items():
         expected = math.exp(nats_by_hand(adapted, rows).mean())
         assert float(cells(out)[name][0]) == pytest.approx(expected, abs=0.2 if half else 6e-4)
 
@@ -197,7 +200,7 @@ def test_ctrl_c_before_the_first_step_and_after_the_last(run, monkeypatch):
 
     def interrupted(*args):
         calls.append(args)
-        if len(calls) in (2, 5):  # of a run that is scored three times, then of another
+        if len(calls) in (2, 6):  # of a run that is scored four times, then of another
             raise KeyboardInterrupt
         return usual(*args)
 
