@@ -145,6 +145,8 @@ ABLATIONS = (
     Change("1 tap, mixtures", "ours soft", "--kernel 1", 40),
     Change("9 taps", "ours", "--kernel 9", 40),
     Change("21 taps", "ours", "--kernel 21", 40),
+    Change("one entry in training, too: straight-through gradient", "ours",
+           "--compressor scored-straight-through --sharper 1", 40),
     Change("all slots choose at once", "ours", "--compressor scored-at-once", 40),
     Change("all slots choose at once, mixtures", "ours soft", "--compressor scored-at-once", 40),
     Change("one filter for all slots", "ours", "--compressor scored-one-filter", 40),

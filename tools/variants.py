@@ -42,7 +42,18 @@ class ScoredWithOneFilter(ScoredCompressor):
         return shared.expand(-1, self.conv.out_channels, -1)
 
 
+class ScoredStraightThrough(ScoredCompressor):
+    """Ours for a real Llama, but a slot holds one entry in training, too. The gradient is that of
+    the softmax (straight-through estimator, Bengio et al. 2013, arXiv 1308.3432)."""
+
+    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
+        soft = super().weights(entries, from_slot, scores)
+        choice = torch.zeros_like(soft).scatter(-1, soft.argmax(dim=-1, keepdim=True), 1.0)
+        return choice + soft - soft.detach()
+
+
 COMPRESSORS["softmax"] = SoftmaxCompressor
 COMPRESSORS["common"] = FactsAtOnce
 COMPRESSORS["scored-at-once"] = ScoredAtOnce
 COMPRESSORS["scored-one-filter"] = ScoredWithOneFilter
+COMPRESSORS["scored-straight-through"] = ScoredStraightThrough
