@@ -1,13 +1,13 @@
-"""Perplexity and recall of runs with a memory, beside their base model with its full cache.
+"""Perplexity and recall of runs with a memory, beside their base with its full cache.
 
-    python eval_ppl.py                                       # the embedded model and adapter
+    python eval_ppl.py                                      # the embedded model and adapter
     python eval_ppl.py runs/a runs/b --lengths 2048 8192 --by-position
-    python eval_ppl.py --method streaming h2o --mem 512      # without training, on any base
-    python eval_ppl.py runs/a --recall --json figures.json   # also what is remembered; as a file
+    python eval_ppl.py --method streaming h2o --mem 512     # without training, on any base
+    python eval_ppl.py runs/a --recall --json figures.json  # also recall; also as a file
 
-Perplexity is exp(nats / tokens) over all tokens of a document after the first. A document shorter
-than the length is left out, a longer one is cut: so compare within a column. The paper's tasks are
-scored by tools/tasks.py.
+Perplexity is exp(nats / tokens) over all tokens of a document after the first. A document
+shorter than the length is left out, a longer one is cut: so compare within a column. The
+paper's tasks are scored by tools/tasks.py.
 """
 
 import argparse
@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lococo import METHODS, AdaptedLlama, Settings, load_adapter, read_adapter, segment_losses
-from lococo import untrained
+from lococo import METHODS, AdaptedLlama, Settings, load_adapter, read_adapter
+from lococo import segment_losses, untrained
 from model import Tokenizer, load_base
-from support.command_line import TINY, Machine, Parser, at_least, counted, method_flags, output_file
-from support.command_line import prepare, run_program, text_path
+from support.command_line import TINY, Machine, Parser, at_least, counted, method_flags
+from support.command_line import output_file, prepare, run_program, text_path
 from support.facts import FORMS, fact_tokens, tell_all
 from support.files import UserError, write_json
 from support.text import PARTS, long_documents, token_streams
 
-# --- Perplexity ----------------------------------------------------------------------------------
+# --- Perplexity -------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -47,7 +47,8 @@ def token_losses(
         batch = batch.to(machine.device)
         cache = adapted.cache()
         with machine.precision():
-            pieces = list(segment_losses(adapted.model, batch, cache, adapted.settings.segment))
+            segment = adapted.settings.segment
+            pieces = list(segment_losses(adapted.model, batch, cache, segment))
         rows.append([torch.cat(piece, dim=1).cpu() for piece in zip(*pieces)])
     losses, hits = (torch.cat(row) for row in zip(*rows))
     return losses, hits, cache.nbytes // len(batch)
@@ -67,7 +68,7 @@ def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
     return {f"{what}{a}-{b}": (a < n) & (n <= b) for a, b in zip(edges, edges[1:])}
 
 
-# --- The program ---------------------------------------------------------------------------------
+# --- The program ------------------------------------------------------------------------
 
 FULL = Settings("full", segment=512, length=0, positions="original", lora_rank=0)
 NAME = 36  # columns for a method's name in a table
@@ -196,15 +197,17 @@ def documents_to_score(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[i
 
 def print_left_out(streams: dict[str, np.ndarray], parts: list[str], bos: int) -> None:
     """Say how many documents are not scored, as their names are of other parts."""
-    others = sum(int((ids == bos).sum()) for part, ids in streams.items() if part not in parts)
+    left_out = [ids for part, ids in streams.items() if part not in parts]
+    others = sum(int((ids == bos).sum()) for ids in left_out)
     if others:
-        left_out = f"{counted(others, 'document')} of the other parts are left out"
+        sentence = f"{counted(others, 'document')} of the other parts are left out"
         remedy = "--part all scores these, too, if none of them was trained on"
-        print(f"{left_out}; {remedy}", file=sys.stderr)
+        print(f"{sentence}; {remedy}", file=sys.stderr)
 
 
 def why_none(streams: dict[str, np.ndarray], parts: list[str], bos: int, L: int) -> str:
-    """Why there is no document of L tokens: one of one's own may have fallen into another part."""
+    """Why there is no document of L tokens: one of one's own may have fallen into another
+    part."""
     sentence = f"no {' or '.join(parts)} document is so long"
     for part in PARTS:
         if len(long_documents(streams[part], bos, L, 1)):
@@ -217,7 +220,8 @@ def print_work(
     models: int, documents: dict[int, Tensor], base: AdaptedLlama, args: argparse.Namespace,
     machine: Machine,
 ) -> None:  # fmt: skip
-    """How much there is to do, and about how long it takes, so that the user can ask for less."""
+    """How much there is to do, and about how long it takes, so that the user can ask for
+    less."""
     tokens = sum(rows.numel() for rows in documents.values())
     if args.recall:
         tokens += list(documents.values())[-1].numel()
@@ -236,7 +240,8 @@ def score(
     name: str, adapted: AdaptedLlama, documents: dict[int, Tensor], machine: Machine,
     micro_batch: int,
 ) -> tuple[dict, Tensor]:  # fmt: skip
-    """Print the row of a model. Returns its cells, and the nats at the last length, (N, L - 1)."""
+    """Print the row of a model. Returns its cells, and the nats at the last length,
+    (N, L - 1)."""
     by_length = {}
     for length, rows in documents.items():
         nats, _, held = token_losses(adapted, rows, machine, micro_batch)

@@ -1,12 +1,18 @@
 """Continue a prompt of any length from a memory of fixed size.
 
-    python generate.py --prompt file.txt                          # the embedded model and adapter
+    python generate.py --prompt file.txt                   # the embedded model and adapter
     python generate.py --prompt - --adapter runs/my-run < book.txt
-    python generate.py --prompt file.txt --method streaming --mem 128         # without an adapter
-    python generate.py --prompt file.txt --show-memory 2 1        # the slots of layer 2, head 1
-    python generate.py --prompt file.txt --show-memory page.html  # all of them, as a page
-    python generate.py --prompt book.txt --save-memory book.safetensors       # read it once ...
-    python generate.py --prompt question.txt --load-memory book.safetensors   # ... ask many times
+    python generate.py --prompt file.txt --method streaming --mem 128    # without an adapter
+
+What the slots hold: those of layer 2, head 1; then all of them, as a page.
+
+    python generate.py --prompt file.txt --show-memory 2 1
+    python generate.py --prompt file.txt --show-memory page.html
+
+A text that is read once and asked many times:
+
+    python generate.py --prompt book.txt --save-memory book.safetensors
+    python generate.py --prompt question.txt --load-memory book.safetensors
 
 The text goes to standard output, the figures to standard error.
 """
@@ -30,10 +36,12 @@ from support.command_line import prepare, run_program
 from support.files import UTF8, UserError, checksum, created, read_file, write_file
 from support.memory_page import page_record, token_texts, write_page
 
-# --- Text as it comes ----------------------------------------------------------------------------
+# --- Text as it comes -------------------------------------------------------------------
 
 
-def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> Iterator[str]:
+def as_text(
+    tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]
+) -> Iterator[str]:
     """Text of tokens as they come. The prompt's end is decoded too, or a first space would
     be lost. Text that ends inside a character (U+FFFD) waits; it is dropped if nothing
     follows."""
@@ -47,18 +55,20 @@ def as_text(tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]) -> I
             shown = len(text)
 
 
-# --- Decoding ------------------------------------------------------------------------------------
+# --- Decoding ---------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tensor:
     """Read tokens (B, L) into the cache by segments; float32 logits (B, V) of what comes
     next. Raises UserError if these are not finite."""
-    for x in tqdm(tokens.split(segment, dim=1), "reading", leave=False, delay=2, disable=None):
+    segments = tokens.split(segment, dim=1)
+    for x in tqdm(segments, "reading", leave=False, delay=2, disable=None):
         h = model.hidden(x, cache)
     logits = model.logits(h[:, -1])
     if not logits.isfinite().all():
-        raise UserError("the model's output is not finite; its weights or its adapter are no good")
+        no_good = "its weights or its adapter are no good"
+        raise UserError(f"the model's output is not finite; {no_good}")
     return logits
 
 
@@ -82,7 +92,7 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
         logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
 
 
-# --- What the slots hold -------------------------------------------------------------------------
+# --- What the slots hold ----------------------------------------------------------------
 
 
 class TracedMemory(Memory):
@@ -94,7 +104,8 @@ class TracedMemory(Memory):
         """`args` as those of Memory."""
         super().__init__(*args)
         self.seen_at = []  # tokens that had entered at each compression
-        # For each layer: how much of each token that has entered each slot has, (G, M, tokens).
+        # For each layer: how much of each token that has entered each slot has,
+        # (G, M, tokens).
         self.shares = {layer: torch.zeros(self.config.n_kv_heads, 0, 0) for layer in layers}
         # For each layer, after each compression: the three largest shares of each slot and
         # the tokens that they are of, both (G, M, 3). The shares grow with the text, these
@@ -142,7 +153,7 @@ def describe_slots(
         yield f"{line}  {bars}"
 
 
-# --- Saved memories ------------------------------------------------------------------------------
+# --- Saved memories ---------------------------------------------------------------------
 
 
 def save_memory(file: Path, memory: Memory, owner: dict) -> None:
@@ -170,7 +181,7 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
     memory.seen = about["seen"]
 
 
-# --- The program ---------------------------------------------------------------------------------
+# --- The program ------------------------------------------------------------------------
 
 MOST_MEMORIES = 3  # on a page
 
@@ -399,7 +410,8 @@ def main() -> None:
         owner = identity(adapted) | {"adapter": checksum(adapted.trained(), str(machine.dtype))}
     if args.load_memory:
         load_memory(args.load_memory, cache, owner, machine.device)
-        # The question continues a text, so it has no BOS. Sentencepiece still puts a blank first.
+        # The question continues a text, so it has no BOS. Sentencepiece still puts a blank
+        # first.
         ids = ids[len(tokenizer.prefix) :]
     answer = 0 if args.save_memory or args.place else args.max_new_tokens
     warn_if_too_long(settings, cache.seen + len(ids) + answer)

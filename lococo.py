@@ -1,8 +1,8 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a small convolution.
 
 First comes the paper (arXiv 2406.05317), by its equation numbers; then ours. Letters are
-those of model.py, and R is the number of entries that are merged. Three matrices have similar
-names:
+those of model.py, and R is the number of entries that are merged. Three matrices have
+similar names:
 
     logits          the paper's W of (6), as the convolution gives it
     w               the paper's w of (7): each row sums to 1
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from model import Entries, KVCache, Llama, LlamaConfig, RMSNorm, causal_mask, rope, rotate
 from support.files import UserError, checksum, read_file
 
-# --- Methods: what a memory of M slots holds -----------------------------------------------------
+# --- Methods: what a memory of M slots holds --------------------------------------------
 
 # Sinks keep the first tokens, heavy slots the entries that have received most attention,
 # and recent slots the last tokens. Merged slots mix the rest.
@@ -116,17 +116,19 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     return settings
 
 
-# --- Compressor (section 3.2.1) ------------------------------------------------------------------
+# --- Compressor (section 3.2.1) ---------------------------------------------------------
 
 
 class Compressor(nn.Module):
-    """A convolution says how much of each entry goes into each slot. A layer's heads share it."""
+    """A convolution says how much of each entry goes into each slot. The heads of a layer
+    share it."""
 
     reads_scores = False  # whether `weights` needs the attention that entries have received
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__()
-        self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)  # g
+        # g of (6)
+        self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
         nn.init.normal_(self.conv.weight)  # as the official code starts
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
@@ -147,7 +149,8 @@ class Compressor(nn.Module):
     def forward(
         self, k: Tensor, v: Tensor, from_slot: Tensor, scores: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (B, G, R, D) -> K' and V' (B, G, slots, D), and w (B, G, slots, R).
+        """Keys and values (B, G, R, D) -> K' and V' (B, G, slots, D), and w
+        (B, G, slots, R).
 
         The keys are rotated, each by its position in the text; with `--positions slots`
         they are not. w is computed in float32 whatever the model's dtype is. In bfloat16
@@ -162,7 +165,7 @@ class Compressor(nn.Module):
             return w @ k, w @ v, w  # (4), (5)
 
 
-# --- Attention that can be seen (for H2O) --------------------------------------------------------
+# --- Attention that can be seen (for H2O) -----------------------------------------------
 
 
 def attention_weights(q: Tensor, k: Tensor) -> Tensor:
@@ -181,7 +184,7 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     return products.masked_fill(hidden, -torch.inf).softmax(dim=-1)
 
 
-# --- Memory (algorithm 2) ------------------------------------------------------------------------
+# --- Memory (algorithm 2) ---------------------------------------------------------------
 
 
 def in_order(entries: Tensor, order: Tensor) -> Tensor:
@@ -211,7 +214,8 @@ class Memory(KVCache):
         super().__init__(config)
         self.settings, self.compressors = settings, compressors
         # One for each layer. They differ if layers have budgets (ours, see `in_layer`).
-        self.layer_settings = [in_layer(settings, layer) for layer in range(config.n_layers)]
+        layers = range(config.n_layers)
+        self.layer_settings = [in_layer(settings, layer) for layer in layers]
         self.capacity = [s.room for s in self.layer_settings]
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         # Attention received, (B, G, S)
@@ -290,12 +294,14 @@ class Memory(KVCache):
         _, places, _ = order.split(sizes, dim=2)
         k_new, v_new, w = self.merge(layer, k_rest, v_rest, places)
         if by_slot:  # what was mixed at place 0 goes to the places of the merged slots
-            k_new = self.move(k_new, torch.arange(front, front + s.merged, device=k.device))
+            slots = torch.arange(front, front + s.merged, device=k.device)
+            k_new = self.move(k_new, slots)
 
         self.keys[layer] = Entries(torch.cat((k_front, k_new, k_recent), dim=2))
         self.values[layer] = Entries(torch.cat((v_front, v_new, v_recent), dim=2))
         if self.scoring:
-            self.merge_scores(layer, w, self.scores[layer].gather(2, order).split(sizes, dim=2))
+            scores = self.scores[layer].gather(2, order)
+            self.merge_scores(layer, w, scores.split(sizes, dim=2))
         return order, w
 
     def merge(
@@ -307,7 +313,7 @@ class Memory(KVCache):
         s = self.layer_settings[layer]
         if not s.merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
-        # If compressed before, the cache is [front | merged slots | recent slots | segment].
+        # If compressed before, the cache is [front | merged | recent slots | segment].
         layer_compressed = self.keys[layer].size < self.seen
         from_slot = (places < s.sinks + s.heavy + s.merged) & layer_compressed
         scores = self.scores[layer]
@@ -341,7 +347,8 @@ class Memory(KVCache):
         return places
 
     def arrange(self, layer: int) -> Tensor:
-        """The places of all entries in the cache, (B, G, S), in the order [front | rest | recent].
+        """The places of all entries in the cache, (B, G, S), in the order
+        [front | rest | recent].
 
         The front are the entries that sinks and heavy slots keep, the rest are merged or
         dropped, and recent are the last ones. Each part is in the order of the cache.
@@ -371,14 +378,15 @@ class Memory(KVCache):
         matrix[:, :, front : front + s.merged, front : S - s.recent] = w
         matrix[:, :, s.mem - s.recent :, S - s.recent :] = torch.eye(s.recent)
         # Columns back in the order of the cache.
-        return torch.zeros_like(matrix).scatter(3, order[:, :, None].expand_as(matrix), matrix)
+        columns = order[:, :, None].expand_as(matrix)
+        return torch.zeros_like(matrix).scatter(3, columns, matrix)
 
     def move(self, k: Tensor, by: Tensor) -> Tensor:
         """Rotate keys (B, G, S, D) forward by `by` positions, (S,) or (B, G, S)."""
         return rotate(k, *rope(by / self.rope_scale, self.config))
 
 
-# --- Segment loop (algorithm 2) ------------------------------------------------------------------
+# --- Segment loop (algorithm 2) ---------------------------------------------------------
 
 
 def segment_losses(
@@ -404,7 +412,7 @@ def segment_losses(
         cache.detach()
 
 
-# --- Position interpolation (arXiv 2306.15595) ---------------------------------------------------
+# --- Position interpolation (arXiv 2306.15595) ------------------------------------------
 
 
 def interpolation(config: LlamaConfig, settings: Settings) -> float:
@@ -421,11 +429,12 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     return max(config.rope_scale, highest / config.context)
 
 
-# --- LoRA (arXiv 2106.09685) ---------------------------------------------------------------------
+# --- LoRA (arXiv 2106.09685) ------------------------------------------------------------
 
 
 class LoRALinear(nn.Module):
-    """y = x W^T + (alpha / rank) (x A^T) B^T; W is frozen. B starts at zero: y starts unchanged."""
+    """y = x W^T + (alpha / rank) (x A^T) B^T. W is frozen. B starts at zero, so that y is
+    unchanged at the start."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: int):
         super().__init__()
@@ -439,7 +448,7 @@ class LoRALinear(nn.Module):
         return self.base(x) + self.factor * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
-# --- Ours: budgets of layers ---------------------------------------------------------------------
+# --- Ours: budgets of layers ------------------------------------------------------------
 
 
 def in_layer(settings: Settings, layer: int) -> Settings:
@@ -464,16 +473,18 @@ def check_budgets(settings: Settings) -> None:
     if not budgets:
         return
     if not settings.mem or settings.positions == "slots":
-        raise UserError("--budgets: they need a method with slots, and not --positions slots")
+        needed = "they need a method with slots, and not --positions slots"
+        raise UserError(f"--budgets: {needed}")
     if sum(budgets) != len(budgets) * settings.mem:
-        mean = sum(budgets) / len(budgets)
-        raise UserError(f"--budgets: their mean is {mean:g}, but it must be --mem {settings.mem}")
+        mean = f"their mean is {sum(budgets) / len(budgets):g}"
+        raise UserError(f"--budgets: {mean}, but it must be --mem {settings.mem}")
     layers = [in_layer(settings, layer) for layer in range(len(budgets))]
     if min(budgets) < 4 or (settings.merged and min(s.merged for s in layers) == 0):
-        raise UserError(f"--budgets: {min(budgets)} slots are too few for {settings.method}")
+        few = f"{min(budgets)} slots are too few for {settings.method}"
+        raise UserError(f"--budgets: {few}")
 
 
-# --- Ours: compressors whose slots choose in order -----------------------------------------------
+# --- Ours: compressors whose slots choose in order --------------------------------------
 
 COMMON_SCALE = 3  # scaling the shared filter by 3 triples its change per AdamW step
 # The (centred) cosine of a fact that is told twice is 0.995, that of two facts 0.52. To the
@@ -486,7 +497,8 @@ TRUST_SCALE = 2
 
 
 class FactCompressor(Compressor):
-    """Slots choose in order. Each takes the most relevant entry that no earlier slot has taken.
+    """Slots choose in order. Each takes the most relevant entry that no earlier slot has
+    taken.
 
     Of entries A, A' (a copy of A) and B, in this order of relevance, two slots hold A and
     B. A common filter learns what is relevant. Each slot also has its own filter, which
@@ -509,7 +521,8 @@ class FactCompressor(Compressor):
 
     def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         """How relevant each of R entries is for each slot: (N, slots, R)."""
-        new = F.conv1d(entries, self.conv.weight + COMMON_SCALE * self.common, padding="same")
+        filters = self.conv.weight + COMMON_SCALE * self.common
+        new = F.conv1d(entries, filters, padding="same")
         old = F.conv1d(entries, self.slot_filters + COMMON_SCALE * self.slot_common)
         return torch.where(from_slot[:, None], old, new)
 
@@ -571,7 +584,7 @@ class ScoredCompressor(FactCompressor):
 
 COMPRESSORS = {"paper": Compressor, "facts": FactCompressor, "scored": ScoredCompressor}
 
-# --- All together: the adapted model, and its file -----------------------------------------------
+# --- All together: the adapted model, and its file --------------------------------------
 
 
 class AdaptedLlama(nn.Module):
@@ -611,7 +624,8 @@ class AdaptedLlama(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def recompute_in_backward(self) -> None:
-        """Train with less memory and more time: the backward pass runs all but attention again."""
+        """Train with less memory and more time: the backward pass runs all but attention
+        again."""
         self.recompute = True
         for block in self.model.layers:
             block.recompute = True
@@ -632,9 +646,11 @@ class AdaptedLlama(nn.Module):
 def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> AdaptedLlama:
     """A method that needs no training, on its base model. `flags` replace fields of its
     settings. Raises UserError."""
-    settings = settings_for(method, mem, segment, model.config.context, **flags | {"lora_rank": 0})
+    changes = flags | {"lora_rank": 0}
+    settings = settings_for(method, mem, segment, model.config.context, **changes)
     if settings.merged:
-        raise UserError(f"--method {method}: its convolution must be trained first, by train.py")
+        missing = "its convolution must be trained first, by train.py"
+        raise UserError(f"--method {method}: {missing}")
     return AdaptedLlama(model, settings)
 
 
@@ -658,19 +674,23 @@ def read_adapter(run: Path) -> tuple[Settings, dict[str, Tensor], str]:
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None
     if settings.compressor not in COMPRESSORS:
+        unknown = f"its compressor {settings.compressor!r} is unknown"
         known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
-        raise UserError(f"{run}: its compressor {settings.compressor!r} is unknown; {known}")
+        raise UserError(f"{run}: {unknown}; {known}")
     return settings, tensors, base
 
 
 def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
-    """Put the adapter of a run directory of train.py onto its base model. Raises UserError."""
+    """Put the adapter of a run directory of train.py onto its base model. Raises
+    UserError."""
     settings, tensors, base = read_adapter(run)
     adapted = AdaptedLlama(model, settings)
     trained = adapted.trained()
-    fits = {n: t.shape for n, t in tensors.items()} == {n: p.shape for n, p in trained.items()}
-    if not fits or identity(adapted)["base"] != base:
-        raise UserError(f"{run}: its adapter is for another base (--model), or by another version")
+    stored = {name: t.shape for name, t in tensors.items()}
+    needed = {name: p.shape for name, p in trained.items()}
+    if stored != needed or identity(adapted)["base"] != base:
+        other = "its adapter is for another base (--model), or by another version"
+        raise UserError(f"{run}: {other}")
     for name, p in trained.items():
         p.data = tensors[name].to(p.device, copy=True)
     return adapted

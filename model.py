@@ -1,10 +1,11 @@
 """Llama-2 in plain PyTorch: the model, official weights and the tokenizer.
 
-Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288). LoCoCo plugs in at one place,
-the cache: the model tells `cache.enter` how many tokens come (a Memory compresses then), and each
-block hands q, k and v to `cache.attend`. The KVCache below keeps all; the Memory of lococo.py keeps
-M slots. Equation numbers are LoCoCo's; its matrices have a column for each token, these have a row.
-For the method you can stop at "Official weights": the rest reads files.
+Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288). LoCoCo plugs in at one
+place, the cache: the model tells `cache.enter` how many tokens come (a Memory compresses
+then), and each block hands q, k and v to `cache.attend`. The KVCache below keeps all; the
+Memory of lococo.py keeps M slots. Equation numbers are LoCoCo's; its matrices have a column
+for each token, these have a row. For the method you can stop at "Official weights": the rest
+reads files.
 
 Letters:
 
@@ -57,8 +58,8 @@ class Llama3Rope:
         context is kept, one that turns at most `low_freq_factor` times is divided by
         `factor`; between the two the share that is kept grows linearly."""
         turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = kept.clamp(0, 1)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
         return kept * frequency + (1 - kept) * frequency / self.factor
 
 
@@ -106,7 +107,7 @@ def check_numbers(config: "LlamaConfig | Llama3Rope") -> None:
             object.__setattr__(config, f.name, f.type(value))  # also where it is frozen
 
 
-# --- Rotary positions (arXiv 2104.09864) ---------------------------------------------------------
+# --- Rotary positions (arXiv 2104.09864) ------------------------------------------------
 
 
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
@@ -117,7 +118,7 @@ def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
     are in float32, as bfloat16 cannot tell position 256 from 257.
     """
     d = config.turned * config.head_dim
-    twice_i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+    twice_i = torch.arange(0, config.head_dim, 2, device=positions.device).float()
     frequency = (twice_i < d) * config.rope_theta ** (-twice_i / d)
     if config.llama3_rope:
         frequency = config.llama3_rope.slowed(frequency)
@@ -133,7 +134,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
-# --- Attention and its cache ---------------------------------------------------------------------
+# --- Attention and its cache ------------------------------------------------------------
 
 
 def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
@@ -147,14 +148,15 @@ def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Equation (1), last T of S entries: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D).
+    """Equation (1). The queries belong to the last T of S entries: q (B, H, T, D), k and v
+    (B, G, S, D) -> (B, H, T, D).
 
     (1) multiplies by the mask; what is masked must become -inf before the softmax, as here.
     """
     cached = q.shape[2] < k.shape[2]  # if not, the fused causal mask is the right one
     mask = causal_mask(q.shape[2], k.shape[2], q.device) if cached else None
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=not cached, enable_gqa=grouped)
+    options = dict(is_causal=not cached, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
 
 class Entries:
@@ -197,7 +199,8 @@ class Entries:
 
 
 class KVCache:
-    """The cache of algorithm 1: each layer keeps every key and value, so it grows with the text."""
+    """The cache of algorithm 1: each layer keeps every key and value, so that it grows with
+    the text."""
 
     def __init__(self, config: LlamaConfig):
         self.config = config
@@ -209,13 +212,14 @@ class KVCache:
 
     @property
     def size(self) -> int:
-        """S, the number of entries that a layer holds now: the first one, if they differ."""
+        """S, the number of entries that a layer holds now: the first one if they differ."""
         return self.keys[0].size
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values held. Their room may take as much again."""
-        return sum(entries.held.nbytes for entries in self.keys + self.values if entries.size)
+        held = [entries.held for entries in self.keys + self.values if entries.size]
+        return sum(entries.nbytes for entries in held)
 
     @property
     def full_nbytes(self) -> int:
@@ -253,7 +257,7 @@ class KVCache:
             entries.detach()
 
 
-# --- The model -----------------------------------------------------------------------------------
+# --- The model --------------------------------------------------------------------------
 
 
 class RMSNorm(nn.Module):
@@ -264,7 +268,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.float()
-        return (h * (h.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()).type_as(x) * self.weight
+        mean_square = h.pow(2).mean(-1, keepdim=True)
+        return (h * (mean_square + self.eps).rsqrt()).type_as(x) * self.weight
 
 
 class Attention(nn.Module):
@@ -333,13 +338,15 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        blocks = (Block(config, layer) for layer in range(config.n_layers))
+        self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         if not config.tied:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Token ids (B, T) that follow those in the cache -> last normalised output (B, T, dim)."""
+        """Token ids (B, T) that follow those in the cache -> last normalised output
+        (B, T, dim)."""
         cache = KVCache(self.config) if cache is None else cache
         T = tokens.shape[1]
         # A Memory makes room now.
@@ -353,7 +360,8 @@ class Llama(nn.Module):
         return self.norm(x)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Token ids (B, T), int64, that follow those in the cache -> float32 logits (B, T, V)."""
+        """Token ids (B, T), int64, that follow those in the cache -> float32 logits
+        (B, T, V)."""
         return self.logits(self.hidden(tokens, cache))
 
     def logits(self, h: Tensor) -> Tensor:
@@ -361,7 +369,7 @@ class Llama(nn.Module):
         return F.linear(h, output.weight).float()
 
 
-# --- Official weights ----------------------------------------------------------------------------
+# --- Official weights -------------------------------------------------------------------
 
 
 # What reading a configuration raises that is not a Llama-2's.
@@ -432,7 +440,8 @@ def meta_config(file: Path) -> LlamaConfig:
 
 
 def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
-    """Each shard consolidated.NN.pth has some rows or columns of a matrix, and all of a norm."""
+    """Each shard consolidated.NN.pth has some rows or columns of a matrix, and all of a
+    norm."""
     shards = [read_tensors(file) for file in sorted(path.glob("consolidated.*.pth"))]
     for name in sorted({name for shard in shards for name in shard} - {"rope.freqs"}):
         parts = [shard[name] for shard in shards if name in shard]
@@ -441,11 +450,12 @@ def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]
             cut = 1 if kind in ("tok_embeddings", "wo", "w2") else 0
             tensor = parts[0] if "norm" in kind else torch.cat(parts, dim=cut)
             if kind in ("wq", "wk"):
-                # Meta turns neighbouring channels (2i, 2i + 1), `rotate` turns (i, i + D/2).
+                # Meta turns neighbouring channels (2i, 2i + 1), `rotate` (i, i + D/2).
                 pairs = tensor.unflatten(0, (-1, config.head_dim // 2, 2))
                 tensor = pairs.transpose(1, 2).flatten(0, 2)
         except RuntimeError:
-            raise ValueError(f"{name} does not fit the configuration, or its shards") from None
+            wrong = f"{name} does not fit the configuration, or its shards"
+            raise ValueError(wrong) from None
         yield name, tensor
 
 
@@ -469,9 +479,15 @@ def hugging_face_config(file: Path) -> LlamaConfig:
     llama3_rope = None
     if rope_type == "llama3":
         llama3_rope = Llama3Rope(**{f.name: scaling[f.name] for f in fields(Llama3Rope)})
-    names = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "vocab_size": "vocab_size",
-             "n_heads": "num_attention_heads", "ffn_dim": "intermediate_size",
-             "norm_eps": "rms_norm_eps", "context": "max_position_embeddings"}  # fmt: skip
+    names = {
+        "dim": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "ffn_dim": "intermediate_size",
+        "vocab_size": "vocab_size",
+        "norm_eps": "rms_norm_eps",
+        "context": "max_position_embeddings",
+    }
     return LlamaConfig(
         **{ours: c[theirs] for ours, theirs in names.items()},
         n_kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
@@ -485,11 +501,22 @@ def hugging_face_config(file: Path) -> LlamaConfig:
 
 
 HUGGING_FACE_NAMES = {
-    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
-    "layers": "model.layers", "attention": "self_attn", "wq": "q_proj", "wk": "k_proj",
-    "wv": "v_proj", "wo": "o_proj", "feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj",
-    "w3": "up_proj", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-}  # fmt: skip
+    "tok_embeddings": "model.embed_tokens",
+    "layers": "model.layers",
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    "wq": "q_proj",
+    "wk": "k_proj",
+    "wv": "v_proj",
+    "wo": "o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
 
 
 def hugging_face_name(name: str) -> str:
@@ -497,7 +524,8 @@ def hugging_face_name(name: str) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The weight files of a directory: those that its index names, or all if it has no index."""
+    """The weight files of a directory: those that its index names, or all if it has no
+    index."""
     for name, ending in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         files = sorted(path.glob(f"{name}*{ending}"))
         index = path / f"{name}{ending}.index.json"
@@ -506,13 +534,15 @@ def weight_files(path: Path) -> list[Path]:
                 named = {path / shard for shard in read_json(index)["weight_map"].values()}
                 whole = path / f"{name}{ending}"
                 if whole in files and whole not in named:
-                    raise ValueError(f"it does not name {whole.name}; remove one of the two")
+                    left_over = f"it does not name {whole.name}; remove one of the two"
+                    raise ValueError(left_over)
                 return sorted(named)
             except FOREIGN as error:
                 raise not_a_llama(index, error) from None
         if files:
             return files
-    raise UserError(f"{path}: there is no model*.safetensors and no pytorch_model*.bin in it")
+    missing = "there is no model*.safetensors and no pytorch_model*.bin in it"
+    raise UserError(f"{path}: {missing}")
 
 
 def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
@@ -525,7 +555,7 @@ def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str,
                 yield name, tensor
 
 
-# --- Tokenizer -----------------------------------------------------------------------------------
+# --- Tokenizer --------------------------------------------------------------------------
 
 
 class Tokenizer:
@@ -557,7 +587,8 @@ class Tokenizer:
         self.letter = self.tokens.encode("x")[-1:]  # what `piece` puts in front of a token
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that begins here: the prefix, usually the BOS alone, then its own."""
+        """The ids of a text that begins here: the prefix, usually the BOS alone, then its
+        own."""
         # Half of a surrogate pair, which tokenizers refuse, becomes a question mark.
         return self.prefix + self.tokens.encode(text.encode("utf-8", "replace").decode())
 
@@ -608,8 +639,8 @@ class JsonTokens:
         try:
             from tokenizers import Tokenizer as JsonTokenizer  # not in requirements.txt
         except ImportError:
-            sentence = "to read this tokenizer one more package is needed: pip install tokenizers"
-            raise UserError(f"{file}: {sentence}") from None
+            package = "one more package is needed: pip install tokenizers"
+            raise UserError(f"{file}: to read this tokenizer {package}") from None
         text = read_text(file)
         try:
             self.tokenizer = JsonTokenizer.from_str(text)
@@ -649,7 +680,7 @@ class JsonTokens:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-# --- A base model: weights and tokenizer ---------------------------------------------------------
+# --- A base model: weights and tokenizer ------------------------------------------------
 
 
 def load_base(path: Path, machine: "Machine") -> tuple[Llama, Tokenizer]:

@@ -1,14 +1,14 @@
 """Extend a pretrained Llama-2: tune the method's convolutions, LoRA, embeddings and norms.
 
-    python train.py                               # the embedded model, on a CPU
-    python train.py --mem 512 --seq 8192          # the same, at 8 times its pretrained context
-    python train.py --model SmolLM2-135M --recipe inference --data books/    # base stays as it is
+    python train.py                            # the embedded model, on a CPU
+    python train.py --mem 512 --seq 8192       # the same, at 8 times its pretrained context
+    python train.py --model SmolLM2-135M --recipe inference --data books/    # frozen base
     python train.py --model Llama-2-7b-hf --data RedPajama/ --mem 512 --seq 32768
-    python train.py --resume runs/my-run          # go on after Ctrl-C, a crash or a power cut
-    torchrun --nproc_per_node=4 train.py ...      # the sequences of a step are dealt out to 4 GPUs
+    python train.py --resume runs/my-run       # go on after Ctrl-C, a crash or a power cut
+    torchrun --nproc_per_node=4 train.py ...   # 4 GPUs share the sequences of a step
 
-For the method read TrainConfig, `gradients`, `backward_by_pieces` and `train`. The rest is the
-state of a run, many processes, and the program.
+For the method read TrainConfig, `gradients`, `backward_by_pieces` and `train`. The rest is
+the state of a run, many processes, and the program.
 """
 
 import argparse
@@ -32,20 +32,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from tqdm import tqdm
 
 from eval_ppl import name_of, perplexity, ranges, token_losses
-from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, identity, segment_losses
-from lococo import settings_for, untrained
+from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, identity
+from lococo import segment_losses, settings_for, untrained
 from model import KVCache, Llama, Tokenizer, attention, load_base
-from support.command_line import HERE, TINY, Machine, Parser, at_least, counted, method_flags
-from support.command_line import prepare, run_program, text_path
+from support.command_line import HERE, TINY, Machine, Parser, at_least, counted
+from support.command_line import method_flags, prepare, run_program, text_path
 from support.facts import FORMS, tell, tell_all
 from support.files import DAMAGED, UserError, checksum, read_file, write_file
 from support.text import long_documents, sequence, token_streams
 
-# --- Recipes -------------------------------------------------------------------------------------
+# --- Recipes ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class TrainConfig:
     # Sequences; section 4.1. None: at most 4,096 tokens, at least one.
     batch: int | None = 128
     micro_batch: int = 1  # sequences in memory at once; section 4.1
-    # Segments that the gradient spans. The paper does not say how many; the official code has 1.
+    # Segments that the gradient spans. The paper does not say how many; the official code
+    # has 1.
     bptt: int = 1
     recompute: bool = False
     # Ours.
@@ -113,21 +115,24 @@ RECIPES = {  # what each changes of the defaults above
     "paper-inference": dict(seq=4096, lora_rank=0, steps=200),
     # Ours: a real Llama stays as it is; 60 x 4,096 tokens (docs/real-llama.md).
     "inference": dict(
-        method="lococo+h2o+recent", mem=64, segment=None, seq=1024, compressor="scored", kernel=3,
-        lora_rank=0, conv_lr=2e-2, steps=60, batch=None, micro_batch=4, bptt=4, sharper=16.0,
+        method="lococo+h2o+recent", mem=64, segment=None, seq=1024,
+        compressor="scored", kernel=3, lora_rank=0, conv_lr=2e-2,
+        steps=60, batch=None, micro_batch=4, bptt=4, sharper=16.0,
     ),
     "embedded": dict(  # ours: twice the pretrained context; 240 x 4,096 tokens; 32 to score
-        method="lococo+window", mem=128, segment=None, seq=2048, compressor="facts", kernel=3,
-        lr=2e-3, conv_lr=7.5e-3, steps=240, batch=None, micro_batch=2, bptt=4, save_every=10,
-        facts=8, answer_weight=20.0, sharper=16.0, score_tokens=65536,
+        method="lococo+window", mem=128, segment=None, seq=2048,
+        compressor="facts", kernel=3, lr=2e-3, conv_lr=7.5e-3,
+        steps=240, batch=None, micro_batch=2, bptt=4, sharper=16.0,
+        facts=8, answer_weight=20.0, score_tokens=65536, save_every=10,
     ),
 }  # fmt: skip
 
 
 def table_of(configs: dict[str, TrainConfig]) -> str:
     """What configurations set, one in a line."""
-    rows = [("", "method", "M", "T", "L", "compressor", "steps x tokens", "LoRA: rank, rate",
-             "conv rate", "facts")]  # fmt: skip
+    head = ("", "method", "M", "T", "L", "compressor", "steps x tokens",
+            "LoRA: rank, rate", "conv rate", "facts")  # fmt: skip
+    rows = [head]
     for name, c in configs.items():
         merges = f"{c.compressor}, {c.kernel} taps"
         tokens = f"{c.steps} x {(c.batch or sequences_of(c.seq)) * c.seq:,}"
@@ -135,7 +140,10 @@ def table_of(configs: dict[str, TrainConfig]) -> str:
         rows.append((name, c.method, c.mem, c.segment or c.mem, c.seq, merges, tokens,
                      lora if c.lora_rank else "-", f"{c.conv_lr:g}", c.facts))  # fmt: skip
     widths = [max(len(str(cell)) for cell in column) for column in zip(*rows)]
-    lines = ("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows)
+    lines = []
+    for row in rows:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths))
+        lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
@@ -144,7 +152,7 @@ def sequences_of(seq: int) -> int:
     return max(1, 4096 // seq)
 
 
-# --- Training ------------------------------------------------------------------------------------
+# --- Training ---------------------------------------------------------------------------
 
 EXTRA_EVERY = 3  # pieces; see `backward_by_pieces`
 
@@ -169,8 +177,10 @@ class ShiftedGroups(KVCache):
         return read
 
 
-def gradients(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
-              step: int, done: Callable[[int], None] = lambda tokens: None) -> float:  # fmt: skip
+def gradients(
+    adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
+    step: int, done: Callable[[int], None] = lambda tokens: None,
+) -> float:  # fmt: skip
     """Add the gradient of the step's loss to p.grad; return the loss in nats per token.
 
     draw(i) is sequence i, as support.facts.tell returns it: its tokens, and how long ago
@@ -184,7 +194,8 @@ def gradients(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machin
         rows = [draw(i) for i in own[n : n + config.micro_batch]]
         # Both (micro_batch, L).
         tokens, ago = (torch.stack(row).to(machine.device) for row in zip(*rows))
-        for loss, scored in backward_by_pieces(adapted, tokens, ago > 0, config, machine, step):
+        pieces = backward_by_pieces(adapted, tokens, ago > 0, config, machine, step)
+        for loss, scored in pieces:
             total += loss
             done(scored)
     for p in adapted.trained().values():  # a process without a sequence has no gradient
@@ -216,12 +227,14 @@ def backward_by_pieces(
     for piece, answer in enumerate(answers_of_pieces):
         with machine.precision():
             losses, _ = next(pieces)  # runs one piece forward; the next call cuts the graph
-        # Outside autocast, as PyTorch advises: a backward pass has the dtypes of its forward pass.
+        # Outside autocast, as PyTorch advises: a backward pass has the dtypes of its forward
+        # pass.
         loss = losses.sum() / scored_in_step
         # With --lora-rank 0 this is not so before the first compression.
         if loss.requires_grad:
             weight = EXTRA_EVERY * (config.answer_weight - 1)
-            if weight and convolutions and answer.any() and (step + piece) % EXTRA_EVERY == 0:
+            turn = (step + piece) % EXTRA_EVERY == 0
+            if weight and convolutions and answer.any() and turn:
                 # For the convolutions alone: LoRA would get worse on plain text.
                 extra = weight * losses[answer].sum() / scored_in_step
                 extra.backward(inputs=convolutions, retain_graph=True)
@@ -238,20 +251,25 @@ def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
     """
     convolutions = list(adapted.compressors.parameters())
     rest = [p for p in adapted.model.parameters() if p.requires_grad]
-    groups = [{"params": convolutions, "rate": config.conv_lr}, {"params": rest, "rate": config.lr}]
+    groups = [
+        {"params": convolutions, "rate": config.conv_lr},
+        {"params": rest, "rate": config.lr},
+    ]
     return AdamW([group for group in groups if group["params"]], weight_decay=0.0)
 
 
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM add their number to the list. A second one ends the process at once."""
+    """Ctrl-C and SIGTERM add their number to the list. A second one ends the process at
+    once."""
     noted = []
 
     def note(number: int, frame) -> None:
         noted.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    usual = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    usual = {number: signal.signal(number, note) for number in numbers}
     try:
         yield noted
     finally:
@@ -259,26 +277,31 @@ def noted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def train(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine, log: TextIO,
-          optimizer: AdamW, begin: int, save: Callable[[int], None]) -> int:  # fmt: skip
+def train(
+    adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
+    log: TextIO, optimizer: AdamW, begin: int, save: Callable[[int], None],
+) -> int:  # fmt: skip
     """Steps from `begin` to `steps`; save(steps done) is called after every `save_every`. A
     signal to any process ends all after the step that is under way. Returns its number, or
     0."""
     # The tokens of a step that this process has.
     tokens = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
-    bar = tqdm(desc="training", total=config.steps * tokens, initial=begin * tokens, unit=" tokens",
-               unit_scale=True, mininterval=1, disable=RANK > 0)  # fmt: skip
+    bar = tqdm(desc="training", total=config.steps * tokens, initial=begin * tokens,
+               unit=" tokens", unit_scale=True, mininterval=1, disable=RANK > 0)  # fmt: skip
     with noted_signals() as noted, bar:
         for step in range(begin, config.steps):
             for group in optimizer.param_groups:
                 group["lr"] = group["rate"] * (1 - step / config.steps)
             optimizer.zero_grad()
             loss = gradients(adapted, draw, config, machine, step, bar.update)
-            norms = [torch.nn.utils.clip_grad_norm_(g["params"], 1) for g in optimizer.param_groups]
+            groups = [group["params"] for group in optimizer.param_groups]
+            norms = [clip_grad_norm_(group, 1) for group in groups]
             if not sum(norms).isfinite():
-                raise UserError(f"step {step + 1}: a gradient is not finite; lower --lr, --conv-lr")
+                remedy = "a gradient is not finite; lower --lr, --conv-lr"
+                raise UserError(f"step {step + 1}: {remedy}")
             optimizer.step()
-            bar.set_postfix_str(f"step {step + 1}/{config.steps}, loss {loss:.3f}", refresh=False)
+            progress = f"step {step + 1}/{config.steps}, loss {loss:.3f}"
+            bar.set_postfix_str(progress, refresh=False)
             before_clipping = [round(norm.item(), 6) for norm in norms]
             about = {"step": step + 1, "loss": loss, "gradient norms": before_clipping}
             log.write(json.dumps(about) + "\n")
@@ -291,10 +314,12 @@ def train(adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: M
     return 0
 
 
-# --- The state of a run --------------------------------------------------------------------------
+# --- The state of a run -----------------------------------------------------------------
 
 
-def save_state(adapted: AdaptedLlama, optimizer: AdamW, file: Path, about: dict, step: int) -> None:
+def save_state(
+    adapted: AdaptedLlama, optimizer: AdamW, file: Path, about: dict, step: int
+) -> None:
     """Write what trains, AdamW's moments and `about`. Nothing in a step is random, so that
     a run which goes on from here ends with the same bytes."""
     tensors = {}
@@ -308,7 +333,9 @@ def save_state(adapted: AdaptedLlama, optimizer: AdamW, file: Path, about: dict,
 
 
 @torch.no_grad()
-def restore_state(adapted: AdaptedLlama, optimizer: AdamW, tensors: dict[str, Tensor]) -> None:
+def restore_state(
+    adapted: AdaptedLlama, optimizer: AdamW, tensors: dict[str, Tensor]
+) -> None:
     for name, p in adapted.trained().items():
         p.copy_(tensors[f"value {name}"])
         for key in ("step", "exp_avg", "exp_avg_sq"):
@@ -317,7 +344,7 @@ def restore_state(adapted: AdaptedLlama, optimizer: AdamW, tensors: dict[str, Te
                 optimizer.state[p][key] = tensors[f"{key} {name}"].to(device, copy=True)
 
 
-# --- Many processes (torchrun) -------------------------------------------------------------------
+# --- Many processes (torchrun) ----------------------------------------------------------
 
 
 def number_of(variable: str, usual: int) -> int:
@@ -385,7 +412,7 @@ def wait_for_all() -> None:
     add_up(torch.zeros(1))  # on the CPU, whatever device trains
 
 
-# --- The program ---------------------------------------------------------------------------------
+# --- The program ------------------------------------------------------------------------
 
 
 def odd(text: str) -> int:
@@ -396,7 +423,8 @@ def odd(text: str) -> int:
 
 
 def make_parser() -> Parser:
-    """A flag that is not given is None; what holds then is said by TrainConfig and RECIPES."""
+    """A flag that is not given is None. What holds then is said by TrainConfig and
+    RECIPES."""
     parser = Parser(__doc__)
     recipes = {name: TrainConfig(**RECIPES[name]) for name in RECIPES}
     parser.epilog = f"what a recipe sets:\n{table_of(recipes)}"
@@ -473,7 +501,9 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
     parser = make_parser()
     flags = parser.parse_args(line)
     given = {
-        name: with_absolute_paths(value) for name, value in vars(flags).items() if value is not None
+        name: with_absolute_paths(value)
+        for name, value in vars(flags).items()
+        if value is not None
     }
     if flags.resume:
         tensors, about = read_file(flags.resume / "state.safetensors")
@@ -484,9 +514,11 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
                 parser.error(f"--{flag} {value}: a run that is resumed keeps its own")
         given["out"] = given.pop("resume")
         if stored.keys() != {f.name for f in fields(TrainConfig)}:
-            parser.error(f"--resume {flags.resume}: made by another version of this program")
+            other = "made by another version of this program"
+            parser.error(f"--resume {flags.resume}: {other}")
     else:
-        name = flags.recipe or ("embedded" if (flags.model or TINY).resolve() == TINY else "paper")
+        model = (flags.model or TINY).resolve()
+        name = flags.recipe or ("embedded" if model == TINY else "paper")
         recipe, stored = RECIPES[name] | {"recipe": name}, {}
         tensors, about = {}, {"step": 0, "scores": {}}
         if RANK == 0 and flags.out and is_used(flags.out):
@@ -504,7 +536,8 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
 
 
 def is_used(out: Path) -> bool:
-    """Whether a folder has files. The empty log of a run that never began does not count."""
+    """Whether a folder has files. The empty log of a run that never began does not
+    count."""
     return any(f.name != "log.jsonl" or f.stat().st_size for f in out.glob("*"))
 
 
@@ -533,7 +566,8 @@ def claim(config: TrainConfig, begun: int | None) -> tuple[TrainConfig, TextIO]:
 
 
 def lock_log(out: Path) -> TextIO | None:
-    """The log in a run's folder, locked until it is closed; None if another process has it."""
+    """The log in a run's folder, locked until it is closed. None if another process has
+    it."""
     out.mkdir(parents=True, exist_ok=True)
     log = open(out / "log.jsonl", "a+", encoding="utf-8", newline="\n")
     try:
@@ -544,11 +578,16 @@ def lock_log(out: Path) -> TextIO | None:
 
 
 def forget_crash(out: Path, log: TextIO, step: int) -> None:
-    """Remove what a crash left: half a file, half a line, lines of steps that are taken again."""
+    """Remove what a crash left: half a file, half a line, lines of steps that are taken
+    again."""
     for part in out.glob("*.part"):
         part.unlink()
     log.seek(0)
-    kept = takewhile(lambda line: line[-1] == "\n" and json.loads(line)["step"] <= step, log)
+
+    def is_kept(line: str) -> bool:
+        return line[-1] == "\n" and json.loads(line)["step"] <= step
+
+    kept = takewhile(is_kept, log)
     try:
         log.truncate(sum(len(line) for line in kept))  # each character is a byte
     except DAMAGED as error:
@@ -562,9 +601,11 @@ def chosen_settings(config: TrainConfig) -> Settings:
     settings = settings_for(config.method, config.mem, config.segment, config.seq, **flags)
     if settings.merged and config.seq - 1 <= settings.room:
         room = f"a memory of {settings.mem} slots and a segment of {config.segment} tokens"
-        raise UserError(f"--seq {config.seq}: it fits into {room}, so that nothing is compressed")
+        nothing = f"it fits into {room}, so that nothing is compressed"
+        raise UserError(f"--seq {config.seq}: {nothing}")
     if not settings.merged and not config.lora_rank:
-        raise UserError(f"--lora-rank 0 --method {config.method}: there is nothing to train")
+        flags = f"--lora-rank 0 --method {config.method}"
+        raise UserError(f"{flags}: there is nothing to train")
     return settings
 
 
@@ -612,7 +653,8 @@ def draw_sequence(ids: np.ndarray, tokenizer: Tokenizer, config: TrainConfig,
                   i: int) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Training sequence i with its facts, as `tell` returns it."""
     tokens = sequence(ids, config.seq, config.seed, i)
-    return tell(tokens, config.facts, "training", config.seed, i, tokenizer, config.fact_form)
+    form = config.fact_form
+    return tell(tokens, config.facts, "training", config.seed, i, tokenizer, form)
 
 
 def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
@@ -675,13 +717,17 @@ def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
         print(line)
 
 
-def print_start(config: TrainConfig, settings: Settings, machine: Machine, text: Texts) -> None:
+def print_start(
+    config: TrainConfig, settings: Settings, machine: Machine, text: Texts
+) -> None:
     print(f"recipe {config.recipe} on {config.model}, {machine.dtype} on {machine.device}")
     print(text.about)
     if not config.data and Path(config.model) != TINY:
-        print("no --data: it trains on Python's standard library; name your own text by --data")
+        print("no --data: it trains on Python's standard library; "
+              "name your own text by --data")  # fmt: skip
     print(table_of({"this run": config}))
-    slots = [f"{getattr(settings, kind)} {kind}" for kind in KINDS if getattr(settings, kind)]
+    counts = {kind: getattr(settings, kind) for kind in KINDS}
+    slots = [f"{count} {kind}" for kind, count in counts.items() if count]
     if slots:
         print(f"slots: {', '.join(slots)}; positions: {settings.positions}")
         if settings.mem != config.mem:
@@ -722,7 +768,8 @@ def train_and_score(
 
         def add_score(name: str, adapted: AdaptedLlama) -> None:
             if RANK == 0 and len(text.documents):
-                about["scores"][name] = score(adapted, text.documents, tokenizer, config, machine)
+                row = score(adapted, text.documents, tokenizer, config, machine)
+                about["scores"][name] = row
 
         if not state:  # a window and H2O are scored first, as the base is changed then
             mem = settings.mem or config.mem
@@ -751,7 +798,8 @@ def train_and_score(
 
 @torch.no_grad()
 def sharpen(adapted: AdaptedLlama, factor: float) -> None:
-    """Multiply the logits of the compressors. They are linear in all parameters together."""
+    """Multiply the logits of the compressors. They are linear in all parameters
+    together."""
     for p in adapted.compressors.parameters():
         p *= factor
 
@@ -762,8 +810,8 @@ def write_adapter(adapted: AdaptedLlama, config: TrainConfig) -> None:
     write_file(file, adapted.trained(), **identity(adapted))
     # The paper's (7) divides the factor out again.
     if config.sharper != 1 and len(adapted.compressors) and config.compressor != "paper":
-        print(f"the convolutions' logits are multiplied by {config.sharper:g} now (--sharper); "
-              "the losses in log.jsonl are those of the model before")  # fmt: skip
+        print(f"the convolutions' logits are multiplied by {config.sharper:g} now "
+              "(--sharper); the losses in log.jsonl are those of the model before")  # fmt: skip
 
 
 def main(line: list[str] | None = None) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from lococo import COMMON_SCALE, PENALTY, POWER
 from model import Llama, LlamaConfig
 
-# --- The second Llama ----------------------------------------------------------------------------
+# --- The second Llama -------------------------------------------------------------------
 
 
 def permute(w: torch.Tensor, heads: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ def reference_logits(
     return norm(x, w["norm.weight"]) @ w["output.weight"].T
 
 
-# --- The equations by loops ----------------------------------------------------------------------
+# --- The equations by loops -------------------------------------------------------------
 
 
 def filtered(entries, g, i, j):
@@ -143,7 +143,7 @@ def official_rows(compressor, slots, k, v, from_slot, scores):
     return w
 
 
-# --- The slow memory -----------------------------------------------------------------------------
+# --- The slow memory --------------------------------------------------------------------
 
 # Algorithm 2 for one key/value head, by loops. Its argument `rows` makes those rows of W that the
 # convolution fills: `by_loop` or `official_rows`.

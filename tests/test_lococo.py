@@ -106,7 +106,7 @@ def test_every_method_equals_a_slow_memory(config, monkeypatch, method, changes,
     check_against_slow_memory(adapted.double(), by_loop)
 
 
-# --- Budgets of layers ---------------------------------------------------------------------------
+# --- Budgets of layers ------------------------------------------------------------------
 
 
 def test_a_budget_has_the_kinds_of_slots_in_proportion():
@@ -192,7 +192,7 @@ def test_needs_become_budgets():
     assert budgets.shared_out(np.array([-1.0, 0.0, 2.0]), 8) == [4, 4, 16]  # --budgets takes 4 on
 
 
-# --- What the official code does, positions, losses, LoRA -----------------------------------------
+# --- What the official code does, positions, losses, LoRA -------------------------------
 
 
 @pytest.mark.parametrize("kernel", [3, 21])

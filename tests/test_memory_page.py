@@ -64,7 +64,7 @@ def pairs(record: int | list[int]) -> dict[int, int]:
     return {record: 100} if isinstance(record, int) else dict(zip(record[::2], record[1::2]))
 
 
-# --- Shares --------------------------------------------------------------------------------------
+# --- Shares -----------------------------------------------------------------------------
 
 
 def slots_by_hand(matrices: list[torch.Tensor]) -> list[list[dict[int, float]]]:
@@ -124,7 +124,7 @@ def test_a_slot_is_written_in_few_letters(shares, record):
     assert slot_record(shares, [7, 8, 9]) == record
 
 
-# --- Text ----------------------------------------------------------------------------------------
+# --- Text -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
@@ -156,7 +156,7 @@ def test_a_character_of_several_tokens_stands_at_the_last_of_them(tokenizer):
     assert texts[snake - 3 : snake + 2] == ["", "", "", "🐍", "b"] and snake - 1 in names
 
 
-# --- The program ---------------------------------------------------------------------------------
+# --- The program ------------------------------------------------------------------------
 
 
 def printed_size(data: dict, memory: dict) -> str:
@@ -223,7 +223,7 @@ def test_nothing_is_left_of_a_page_that_fails(run, monkeypatch, error):
         assert code != 0 and not Path("page.html").exists()
 
 
-# --- The template --------------------------------------------------------------------------------
+# --- The template -----------------------------------------------------------------------
 
 
 def test_the_template_is_a_page_of_its_own():

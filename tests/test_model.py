@@ -83,7 +83,7 @@ def test_angles_are_float32_far_from_the_start():
     assert torch.equal(rotate(x, *rope(p, SMALL)), rotate(x.float(), *rope(p, SMALL)).bfloat16())
 
 
-# --- Loading -------------------------------------------------------------------------------------
+# --- Loading ----------------------------------------------------------------------------
 
 META = [f"consolidated.{n:02}.pth" for n in range(8)]
 HF, BIN = "model.safetensors", "pytorch_model.bin"

@@ -46,7 +46,7 @@ def commands(page: Path) -> list[str]:
 
 COMMANDS = sorted({command for page in PAGES for command in commands(page)})
 
-# --- Equations and methods -----------------------------------------------------------------------
+# --- Equations and methods --------------------------------------------------------------
 
 
 def resolve(name: str):
@@ -93,7 +93,7 @@ def test_the_ten_lines_are_the_papers_compressor():
     torch.testing.assert_close(names["w"], w[0, 0])
 
 
-# --- Tables --------------------------------------------------------------------------------------
+# --- Tables -----------------------------------------------------------------------------
 
 
 def test_the_tables_are_made_of_the_figures():
@@ -114,7 +114,7 @@ def test_the_words_of_facts_are_those_of_the_tokenizer(tokenizer):
     assert f" {', '.join(words)}. " in page and f"has {len(words)} such words" in page
 
 
-# --- Links and lines -----------------------------------------------------------------------------
+# --- Links and lines --------------------------------------------------------------------
 
 
 def headings(page: Path) -> set[str]:
@@ -142,7 +142,7 @@ def test_every_page_is_linked_and_the_readme_fits_a_terminal():
     assert max(map(len, lines)) <= 100
 
 
-# --- Commands and code ---------------------------------------------------------------------------
+# --- Commands and code ------------------------------------------------------------------
 
 
 class Understood(Exception):
@@ -221,7 +221,7 @@ def test_the_python_example_runs(capsys, monkeypatch):
     assert capsys.readouterr().out.strip() == expected
 
 
-# --- Exercises -----------------------------------------------------------------------------------
+# --- Exercises --------------------------------------------------------------------------
 
 
 def test_the_changes_of_the_exercises_run():

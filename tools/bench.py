@@ -84,7 +84,7 @@ def config_of(adapted: AdaptedLlama, L: int, args: argparse.Namespace) -> TrainC
     )  # fmt: skip
 
 
-# --- What is measured ----------------------------------------------------------------------------
+# --- What is measured -------------------------------------------------------------------
 
 
 def random_ids(L: int, args: argparse.Namespace) -> np.ndarray:
@@ -202,7 +202,7 @@ def measure(
     return columns
 
 
-# --- The table -----------------------------------------------------------------------------------
+# --- The table --------------------------------------------------------------------------
 
 
 def print_table(columns: dict[str, dict[str, list]], rows: list[str]) -> None:

@@ -33,7 +33,7 @@ SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "support/command_
            "support/facts.py", "support/files.py", "support/text.py",
            "tools/official_code.py", "tools/variants.py")  # fmt: skip
 
-# --- The name of a cell --------------------------------------------------------------------------
+# --- The name of a cell -----------------------------------------------------------------
 
 
 def checksum_of_files(files: Iterable[Path]) -> str:
@@ -68,7 +68,7 @@ def origin() -> dict:
     return {"date": str(date.today()), "commit": commit, "machine": machine}
 
 
-# --- Runs of train.py ----------------------------------------------------------------------------
+# --- Runs of train.py -------------------------------------------------------------------
 
 
 def train_in(out: Path, line: list[str]) -> None:
@@ -80,7 +80,7 @@ def train_in(out: Path, line: list[str]) -> None:
         train.main(["--resume", str(out)] if again else [*line, "--out", str(out)])
 
 
-# --- Stored cells --------------------------------------------------------------------------------
+# --- Stored cells -----------------------------------------------------------------------
 
 
 def read(file: Path) -> list[dict]:
@@ -121,7 +121,7 @@ def latest(cells: list[dict], *fields: str) -> list[dict]:
     return list({tuple(cell[field] for field in fields): cell for cell in cells}.values())
 
 
-# --- Tables in pages -----------------------------------------------------------------------------
+# --- Tables in pages --------------------------------------------------------------------
 
 
 def with_tables(text: str, tool: str, tables: dict[str, str]) -> str:

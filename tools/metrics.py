@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from difflib import SequenceMatcher
 
-# --- SQuAD, TriviaQA, SCROLLS --------------------------------------------------------------------
+# --- SQuAD, TriviaQA, SCROLLS -----------------------------------------------------------
 
 
 def compare(text: str, answer: str, row: dict) -> dict[str, float]:
@@ -54,7 +54,7 @@ def lengths(x: list[str], y: list[str]) -> list[list[int]]:
     return table
 
 
-# --- LongBench -----------------------------------------------------------------------------------
+# --- LongBench --------------------------------------------------------------------------
 
 
 def question_f1(text: str, answer: str, classes: None) -> float:

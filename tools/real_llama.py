@@ -46,7 +46,7 @@ TOOL = "real_llama.py"
 RESULTS = HERE / "docs" / "real-llama.jsonl"
 RUNS = HERE / "runs" / "real-llama"
 
-# --- Rows ----------------------------------------------------------------------------------------
+# --- Rows -------------------------------------------------------------------------------
 
 # Slots of SmolLM2's 30 layers at M = 64. The texts are among those that train:
 #     python tools/budgets.py --model SmolLM2-135M --dtype bfloat16 \
@@ -168,7 +168,7 @@ SHORT = ("full", "window", "h2o", "h2o 5/8 forget", "h2o 5/8 forget budgets", "o
 TUNED = ("full", "window", "h2o", "ours", "full lora", "window lora", "h2o lora", "ours lora")
 PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
 
-# --- A cell --------------------------------------------------------------------------------------
+# --- A cell -----------------------------------------------------------------------------
 
 
 def all_flags(row: Row, mem: int, more: str) -> str:
@@ -264,7 +264,7 @@ def make_cell(row: Row, name: dict, args: argparse.Namespace, machine: Machine) 
     return about | {"nats": means.mean().item(), "by document": by_document}
 
 
-# --- Stored cells and tables ---------------------------------------------------------------------
+# --- Stored cells and tables ------------------------------------------------------------
 
 
 def mean_and_error(values: np.ndarray) -> str:

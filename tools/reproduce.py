@@ -41,7 +41,7 @@ from support.text import PARTS, find_files, long_documents, token_streams  # noq
 import official_code  # noqa: E402, F401, it adds a compressor
 import variants  # noqa: E402, F401, it adds compressors
 
-# --- Rows ----------------------------------------------------------------------------------------
+# --- Rows -------------------------------------------------------------------------------
 
 PAPER = "--positions slots --compressor paper --kernel 21 --conv-lr 5e-2 --sharper 1"
 WINDOW = "--method lococo+window --compressor"

@@ -53,7 +53,7 @@ from support.files import DAMAGED, UserError, read_json  # noqa: E402
 from support.files import write_json, write_text  # noqa: E402
 from support.text import PARTS, long_documents, read_rows, token_streams  # noqa: E402
 
-# --- Rows from the official files ----------------------------------------------------------------
+# --- Rows from the official files -------------------------------------------------------
 
 
 def race(article: dict, file: Path) -> dict:
@@ -227,7 +227,7 @@ def write_rows(args: argparse.Namespace) -> None:
         print(f"{file}: {counted(len(rows), 'row')}")
 
 
-# --- Scores --------------------------------------------------------------------------------------
+# --- Scores -----------------------------------------------------------------------------
 
 
 def shorten(row: dict, most: int, tokenizer: Tokenizer) -> bool:
@@ -397,7 +397,7 @@ def score(args: argparse.Namespace) -> None:
         write_json(args.json, report)
 
 
-# --- The program ---------------------------------------------------------------------------------
+# --- The program ------------------------------------------------------------------------
 
 
 def main() -> None:
