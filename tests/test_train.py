@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE, CompletedProcess, Popen
 
 import pytest
 import torch
@@ -369,22 +370,29 @@ THREE = f"{SMALL} --seq 192 --batch 3 --bptt 2 --steps 3 --answer-weight 5 --sav
 THREE += " --score-tokens 200 --out"
 
 
-def torchrun(words, **environment):
+def torchrun(*lines, **environment):
+    """Start two processes with each of the command lines, all at once; wait for all."""
     environment |= {"PYTHONPATH": str(HERE), "LOCOCO_CACHE": support.text.CACHE}
     environment |= {"OMP_NUM_THREADS": "1"}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "process.py"]
-    return subprocess.run([sys.executable, *launch, *words.split()], capture_output=True, text=True,
-                          timeout=200, env=os.environ | environment)  # fmt: skip
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    about = dict(stdout=PIPE, stderr=PIPE, text=True, env=os.environ | environment)
+    jobs = [Popen([*launch, "process.py", *line.split()], **about) for line in lines]
+    done = []
+    for job in jobs:
+        stdout, stderr = job.communicate(timeout=200)
+        done.append(CompletedProcess(job.args, job.returncode, stdout, stderr))
+    return done
 
 
 def test_what_process_0_has_to_do_is_done_when_another_dies_at_its_end(own_folders):
-    """The other one aborts while it ends; torchrun ends all then. Process 0 scores slowly."""
+    """The other one aborts while it ends; torchrun ends all then. Process 0 scores slowly after
+    training."""
     dying = "import atexit, time\nif rank == '1': atexit.register(os.abort)\n"
     dying += "usual_score = train.score\n"
-    dying += "train.score = lambda *args: time.sleep(4) or usual_score(*args)\n"
+    dying += "train.score = lambda *args: time.sleep(4 * len(steps)) or usual_score(*args)\n"
     start, end = PROCESS.split("train.run_program")
     Path("process.py").write_text(f"{start}{dying}train.run_program{end}")
-    done = torchrun(f"{THREE} run --steps 1")
+    (done,) = torchrun(f"{THREE} run --steps 1")
     assert done.returncode and done.stdout.count(", after training") == 1, done.stderr
     assert "adapter: run" in done.stdout and Path("run/adapter.safetensors").exists()
 
@@ -397,7 +405,7 @@ def test_two_processes_train_as_one(trained, monkeypatch):
     line = [sys.executable, "process.py", *f"{THREE} one".split()]
     subprocess.run(line, check=True, capture_output=True, env=os.environ | alone)
     steps = torch.load("gradients-0.pt")
-    stopped = torchrun(f"{THREE} two", STOP="1")
+    (stopped,) = torchrun(f"{THREE} two", STOP="1")
     assert stopped.stdout.count("python train.py --resume two\n") == 1, stopped.stderr
     assert read_file(Path("two/state.safetensors"))[1]["step"] == 2
     for rank in range(2):
@@ -406,7 +414,7 @@ def test_two_processes_train_as_one(trained, monkeypatch):
         assert len(gradients) == 2
         assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in pairs)
 
-    done = torchrun("--resume two")
+    (done,) = torchrun("--resume two")
     assert done.returncode == 0, done.stderr
     assert [done.stdout.count(word) for word in ("recipe", "text:", "adapter: two")] == [1, 1, 1]
     assert sorted(path.name for path in Path().glob("two/*")) == sorted(os.listdir("one"))
@@ -414,8 +422,8 @@ def test_two_processes_train_as_one(trained, monkeypatch):
     assert logs[1] == pytest.approx(logs[0], rel=1e-4) and len(logs[0]) == 3
     scores = [read_file(Path(n, "state.safetensors"))[1]["scores"] for n in ("one", "two")]
     assert scores[0] and scores[0] == scores[1]
-    for words, sentence in ((f"{THREE} two", "--out two: it is there"),
-                            ("--resume two --mem 32", "its model, text, method")):  # fmt: skip
-        wrong = torchrun(words)
+    mistakes = {f"{THREE} two": "--out two: it is there",
+                "--resume two --mem 32": "its model, text, method"}  # fmt: skip
+    for wrong, sentence in zip(torchrun(*mistakes), mistakes.values()):
         said = [line for line in wrong.stderr.splitlines() if "process.py: " in line]
         assert wrong.returncode and len(said) == 1 and sentence in said[0], wrong.stderr
