@@ -84,12 +84,13 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
            most: int, temperature: float) -> Iterator[int]:  # fmt: skip
     """Yield up to `most` token ids that continue the text in the cache, without a token
     that ends it. `logits` (1, V) are those after the last token that was read."""
-    for _ in range(most):
+    for n in range(most):
         token = sample(logits[0, : tokenizer.vocab_size], temperature)  # not of the padding
         if token in tokenizer.ends:
             return
         yield token
-        logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
+        if n + 1 < most:  # after the last one nothing is asked
+            logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
 
 
 # --- What the slots hold ----------------------------------------------------------------
