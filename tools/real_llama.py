@@ -163,7 +163,7 @@ ABLATIONS = (
 )
 
 # In README.md.
-SHORT = ("full", "window", "h2o", "h2o 5/8 forget", "h2o 5/8 forget budgets", "ours soft", "ours",
+SHORT = ("full", "window", "h2o", "h2o 5/8 forget", "h2o 5/8 forget budgets", "ours",
          "ours budgets")  # fmt: skip
 TUNED = ("full", "window", "h2o", "ours", "full lora", "window lora", "h2o lora", "ours lora")
 PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
