@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from lococo import METHODS, AdaptedLlama, Settings, load_adapter, read_adapter
 from lococo import segment_losses, untrained
-from model import Tokenizer, load_base
+from model import Llama, Tokenizer, load_base
 from support.command_line import TINY, Machine, Parser, at_least, counted, method_flags
 from support.command_line import output_file, prepare, run_program, text_path
 from support.facts import FORMS, fact_tokens, tell_all
@@ -42,27 +42,28 @@ def token_losses(
     """Score documents (N, L), `micro_batch` of them at once. Returns the nats of each token
     after the first, whether it was the likeliest one, both (N, L - 1), and the bytes that
     the cache of one document has at the end."""
-    rows = []
+    nats, hits = [], []
     for batch in tqdm(documents.split(micro_batch), "scoring", leave=False, disable=None):
         batch = batch.to(machine.device)
         cache = adapted.cache()
         with machine.precision():
             segment = adapted.settings.segment
             pieces = list(segment_losses(adapted.model, batch, cache, segment))
-        rows.append([torch.cat(piece, dim=1).cpu() for piece in zip(*pieces)])
-    losses, hits = (torch.cat(row) for row in zip(*rows))
-    return losses, hits, cache.nbytes // len(batch)
+        nats_of_pieces, hits_of_pieces = zip(*pieces)
+        nats.append(torch.cat(nats_of_pieces, dim=1).cpu())
+        hits.append(torch.cat(hits_of_pieces, dim=1).cpu())
+    return torch.cat(nats), torch.cat(hits), cache.nbytes // len(batch)
 
 
 def perplexity(nats: Tensor) -> float:
-    """Infinite where exp overflows, above 709 nats."""
-    mean = nats.double().mean().item()
-    return math.inf if mean > 709 else math.exp(mean)
+    """exp of the mean nats, of any shape. It is infinite from 710 nats on."""
+    return nats.double().mean().exp().item()
 
 
 def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
-    """Masks of n, (N, L - 1); "a-b" means a < n <= b. The first range ends at `reach` =
-    M + T, as no window holds older tokens; the others end at 512, 1024 ... L."""
+    """`n`: a position or a distance of each token, (N, L - 1). Returns a mask for each
+    range; "a-b" has a < n <= b. The first range ends at `reach` = M + T, as no window holds
+    older tokens; the others end at 512, 1024 ... L."""
     L = n.shape[1] + 1
     edges = sorted({0, min(reach, L), L} | {2**e for e in range(9, 15) if reach < 2**e < L})
     return {f"{what}{a}-{b}": (a < n) & (n <= b) for a, b in zip(edges, edges[1:])}
@@ -70,7 +71,6 @@ def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
 
 # --- The program ------------------------------------------------------------------------
 
-FULL = Settings("full", segment=512, length=0, positions="original", lora_rank=0)
 NAME = 36  # columns for a method's name in a table
 
 
@@ -93,6 +93,15 @@ def name_of(s: Settings) -> str:
     return name
 
 
+def baselines(model: Llama, mem: int, segment: int) -> list[AdaptedLlama]:
+    """A window and H2O of M slots, at least 4, on their base. They are by slot, as positions
+    in a long text would pass the base's context."""
+    return [
+        untrained(model, method, max(4, mem), segment, positions="slots")
+        for method in ("streaming", "h2o")
+    ]
+
+
 def compared(
     args: argparse.Namespace, machine: Machine, sizes: list[tuple[int, int]]
 ) -> Iterator[tuple[str, AdaptedLlama]]:
@@ -101,16 +110,13 @@ def compared(
     shares one base, a RUN has its own. Delete a model before asking for the next: a GPU may
     hold just one."""
     mem, flags = args.mem or 512, method_flags(vars(args))
-    wanted = [(method, mem, args.segment or mem, flags) for method in args.method]
-    for mem, segment in sizes:
-        for method in ("streaming", "h2o"):
-            # By slot: positions in a long text would pass the base's context.
-            wanted.append((method, mem, segment, {"positions": "slots"}))
     model, _ = load_base(args.model, machine)
-    models = [AdaptedLlama(model, FULL)]
     # All are made now: a wrong one is refused first.
-    for method, mem, segment, changes in wanted:
-        models.append(untrained(model, method, mem, segment, **changes))
+    models = [untrained(model, "full", mem, segment=512)]
+    for method in args.method:
+        models.append(untrained(model, method, mem, args.segment or mem, **flags))
+    for size in sizes:
+        models += baselines(model, *size)
     yield from {name_of(adapted.settings): adapted for adapted in models}.items()
     del model, models
     for run in dict.fromkeys(args.runs):
@@ -267,7 +273,7 @@ def main() -> None:
 
     number = 1 + len(args.method) + 2 * len(sizes) + len(args.runs)  # of models
     methods, losses, hits = {}, {}, {}
-    reach = 0  # the most entries that a memory holds
+    reach = 0  # the most entries that a layer of a memory holds; with budgets on average
     for name, adapted in compared(args, machine, sizes):
         if not methods:
             print_work(number, documents, adapted, args, machine)

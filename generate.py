@@ -89,7 +89,7 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
         if token in tokenizer.ends:
             return
         yield token
-        if n + 1 < most:  # after the last one nothing is asked
+        if n + 1 < most:  # nothing comes after the last one
             logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
 
 
@@ -120,7 +120,8 @@ class TracedMemory(Memory):
         if layer in self.shares:
             matrix = self.mixing_matrix(layer, order, w)[0].float().cpu()  # (G, M, S)
             before = self.shares[layer]
-            # 0 or M; what follows in the cache are tokens, each whole.
+            # Entries in slots: 0 before the first compression, then M. Every other entry is
+            # one whole token.
             slots = before.shape[1]
             shares = torch.cat((matrix[:, :, :slots] @ before, matrix[:, :, slots:]), dim=2)
             self.shares[layer] = shares
@@ -223,7 +224,7 @@ def refuse_without_slots(settings: Settings) -> None:
 def refuse_for_page(settings: Settings) -> None:
     refuse_without_slots(settings)
     if settings.budgets:
-        reason = "layers with budgets are compressed at different times, which a page does not show"
+        reason = "a page does not show layers with budgets, as their compressions differ in time"
         raise UserError(f"{settings.method}: {reason}; give --show-memory LAYER HEAD")
 
 
@@ -277,7 +278,7 @@ def what_to_show(
 
 
 def refuse_several(args: argparse.Namespace, parser: Parser) -> None:
-    """One memory reads the text. For a page these can be three."""
+    """Refuse more than one memory. A page may show three."""
     args.method = list(dict.fromkeys(args.method))
     asked = ([f"--adapter {args.adapter}"] if args.adapter else []) + args.method
     if len(asked) > 1 and not args.page:
@@ -322,20 +323,22 @@ def empty_cache(args: argparse.Namespace, adapted: AdaptedLlama) -> KVCache:
 def figures(cache: KVCache, settings: Settings) -> str:
     """How much is held, and what the full cache would hold."""
     mean = sum(keys.size for keys in cache.keys) // len(cache.keys)  # over the layers
+    full = f"the full cache would hold {cache.full_nbytes:,}"
     lines = [
         f"memory           {settings.mem} slots; {mean:,} entries held of {cache.seen:,}",
-        f"key/value cache  {cache.nbytes:,} bytes; the full cache would hold {cache.full_nbytes:,}",
+        f"key/value cache  {cache.nbytes:,} bytes; {full}",
     ]
     if settings.budgets:
         least, most = min(settings.budgets), max(settings.budgets)
-        lines.append(f"entries held     on average; layers have {least} to {most} slots")
+        mean = f"{mean:,} are a mean; layers have {least} to {most} slots"
+        lines.append(f"entries held     {mean}")
     elif settings.mem and cache.compressed:
         waiting = f"{cache.size - settings.mem} tokens since the last compression"
         most = f"at most T = {settings.segment}"
         lines.append(f"entries held     {settings.mem} slots, and {waiting} ({most})")
     elif settings.mem:
-        room = f"M + T = {settings.room:,} entries"
-        lines.append(f"entries held     all: nothing is compressed up to {room}")
+        most = f"M + T = {settings.room:,} entries"
+        lines.append(f"entries held     all: nothing is compressed up to {most}")
     return "\n".join(lines)
 
 

@@ -84,7 +84,8 @@ class Settings:
 
     @property
     def room(self) -> int:
-        """M + T, the most entries that a layer holds."""
+        """M + T, the most entries that a layer holds. With budgets it is the mean of the
+        layers."""
         return self.mem + self.segment
 
 
@@ -149,8 +150,8 @@ class Compressor(nn.Module):
     def forward(
         self, k: Tensor, v: Tensor, from_slot: Tensor, scores: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (B, G, R, D) -> K' and V' (B, G, slots, D), and w
-        (B, G, slots, R).
+        """Keys and values (B, G, R, D), with `from_slot` and `scores` (B, G, R) -> K' and V'
+        (B, G, slots, D), and w (B, G, slots, R).
 
         The keys are rotated, each by its position in the text; with `--positions slots`
         they are not. w is computed in float32 whatever the model's dtype is. In bfloat16
@@ -164,6 +165,13 @@ class Compressor(nn.Module):
             w = w.unflatten(0, k.shape[:2]).type_as(k)
             return w @ k, w @ v, w  # (4), (5)
 
+    @torch.no_grad()
+    def sharpen(self, factor: float) -> None:
+        """Multiply the logits, which are linear in all parameters together. The paper's (7)
+        divides the factor out again."""
+        for p in self.parameters():
+            p *= factor
+
 
 # --- Attention that can be seen (for H2O) -----------------------------------------------
 
@@ -173,9 +181,9 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     attention does not return them.
 
     The queries belong to the last T of the S entries: q (B, H, T, D), k (B, G, S, D) ->
-    weights in float32, (B, G, H/G * T, S). The query heads of a key/value head stand one
-    below the other. Under autocast the products are in bfloat16, as in fused attention; the
-    softmax is in float32.
+    weights in float32, (B, G, H/G * T, S). The rows of a key/value head are the T queries
+    of its first query head, then those of its next. Under autocast the products are in
+    bfloat16, as in fused attention; the softmax is in float32.
     """
     T, S, heads = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, heads)).flatten(2, 3)  # (B, G, H/G * T, D)
@@ -210,8 +218,12 @@ class Memory(KVCache):
     the first new token are, and the ends differ.
     """
 
-    def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
-        super().__init__(config)
+    def __init__(
+        self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList,
+        recompute: bool = False,
+    ):  # fmt: skip
+        """`recompute` is that of Block, here for the compressors."""
+        super().__init__(config, interpolation(config, settings))
         self.settings, self.compressors = settings, compressors
         # One for each layer. They differ if layers have budgets (ours, see `in_layer`).
         layers = range(config.n_layers)
@@ -220,12 +232,7 @@ class Memory(KVCache):
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         # Attention received, (B, G, S)
         self.scores: list[Tensor | None] = [None] * config.n_layers
-        self.recompute = False  # as in Block, for the compressors
-
-    @property
-    def compressed(self) -> bool:
-        """Whether a layer holds fewer entries than tokens have entered."""
-        return any(keys.size < self.seen for keys in self.keys)
+        self.recompute = recompute
 
     def copy(self) -> "Memory":
         other = super().copy()
@@ -274,7 +281,7 @@ class Memory(KVCache):
 
         One-hot rows copy. Only w, the block of the merged slots, multiplies keys and
         values. Returns what `mixing_matrix` needs: the order of the entries (B, G, S), and
-        w.
+        w (B, G, merged, R).
         """
         s = self.layer_settings[layer]
         by_slot = s.positions == "slots"
@@ -308,8 +315,8 @@ class Memory(KVCache):
         self, layer: int, k: Tensor, v: Tensor, places: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Merge the rest of the entries: k and v (B, G, R, D), which stand at `places`
-        (B, G, R) of the cache. Returns K', V' and w of the compressor. Without merged slots
-        the rest is dropped."""
+        (B, G, R) of the cache. Returns K', V' and w of the compressor. If the method has no
+        merged slots, the rest is dropped."""
         s = self.layer_settings[layer]
         if not s.merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
@@ -599,15 +606,16 @@ class AdaptedLlama(nn.Module):
 
     def __init__(self, model: Llama, settings: Settings):
         super().__init__()
-        self.settings, self.model = settings, model.requires_grad_(False)
+        self.settings = settings
+        self.model = model.requires_grad_(False)
         self.recompute = False
         config = model.config
         if settings.budgets and len(settings.budgets) != config.n_layers:
             numbers = f"{len(settings.budgets)} numbers for {config.n_layers} layers"
             raise UserError(f"--budgets: there are {numbers}; give one for each")
-        kind = COMPRESSORS[settings.compressor]
+        compressor = COMPRESSORS[settings.compressor]
         self.compressors = nn.ModuleList(
-            kind(config.head_dim, in_layer(settings, layer).merged, settings.kernel)
+            compressor(config.head_dim, in_layer(settings, layer).merged, settings.kernel)
             for layer in range(config.n_layers if settings.merged else 0)
         ).to(model.norm.weight.device)
         if settings.lora_rank:
@@ -635,12 +643,8 @@ class AdaptedLlama(nn.Module):
         method keeps all."""
         config = self.model.config
         if self.settings.mem:
-            cache = memory(config, self.settings, self.compressors)
-            cache.recompute = self.recompute
-        else:
-            cache = plain(config)
-        cache.rope_scale = interpolation(config, self.settings)
-        return cache
+            return memory(config, self.settings, self.compressors, self.recompute)
+        return plain(config, interpolation(config, self.settings))
 
 
 def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> AdaptedLlama:

@@ -114,8 +114,8 @@ def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
     """Positions (...) -> cosine and sine of position * theta^(-2i/d) for channel pair i,
     each (..., D/2).
 
-    The first d channels rotate, usually all D. The pairs from d/2 on have angle 0. Angles
-    are in float32, as bfloat16 cannot tell position 256 from 257.
+    The first d/2 pairs rotate, usually all D/2. The others have angle 0. Angles are in
+    float32, as bfloat16 cannot tell position 256 from 257.
     """
     d = config.turned * config.head_dim
     twice_i = torch.arange(0, config.head_dim, 2, device=positions.device).float()
@@ -151,9 +151,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Equation (1). The queries belong to the last T of S entries: q (B, H, T, D), k and v
     (B, G, S, D) -> (B, H, T, D).
 
-    (1) multiplies by the mask; what is masked must become -inf before the softmax, as here.
+    Equation (1) multiplies the logits by the mask, which would leave 0 where nothing may be
+    seen. Here these logits become -inf.
     """
-    cached = q.shape[2] < k.shape[2]  # if not, the fused causal mask is the right one
+    # `is_causal` aligns its mask to the first key, which is right if no entries are older.
+    cached = q.shape[2] < k.shape[2]
     mask = causal_mask(q.shape[2], k.shape[2], q.device) if cached else None
     options = dict(is_causal=not cached, enable_gqa=q.shape[1] != k.shape[1])
     return F.scaled_dot_product_attention(q, k, v, mask, **options)
@@ -162,49 +164,50 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Entries:
     """The keys that one layer holds, or its values: (B, G, S, D). Others can be appended.
 
-    Without gradients the tensor `room` is larger than what is held, and doubles when it is
-    full: torch.cat would copy all entries for each decoded token.
+    Without gradients the tensor `buffer` is larger than what is held, and doubles when it
+    is full: torch.cat would copy all entries for each decoded token.
     """
 
     def __init__(self, held: Tensor | None = None):
-        self.room = held  # (B, G, S or more, D)
+        self.buffer = held  # (B, G, S or more, D)
         self.size = 0 if held is None else held.shape[2]  # S
 
     @property
     def held(self) -> Tensor:
-        return self.room[:, :, : self.size]
+        return self.buffer[:, :, : self.size]
 
     def append(self, new: Tensor, most: float) -> None:
-        """Add new entries (B, G, T, D). The room grows up to `most` entries."""
+        """Add new entries (B, G, T, D). The buffer grows up to `most` entries."""
         end = self.size + new.shape[2]
-        if self.room is None:
-            self.room = new
+        if self.buffer is None:
+            self.buffer = new
         elif torch.is_grad_enabled():  # what is in the graph cannot be written to
-            self.room = torch.cat((self.held, new), dim=2)
+            self.buffer = torch.cat((self.held, new), dim=2)
         else:
-            if self.room.shape[2] < end:
+            if self.buffer.shape[2] < end:
                 larger = max(end, min(2 * end, most))
-                self.room = F.pad(self.held, (0, 0, 0, larger - self.size))
-            self.room[:, :, self.size : end] = new
+                self.buffer = F.pad(self.held, (0, 0, 0, larger - self.size))
+            self.buffer[:, :, self.size : end] = new
         self.size = end
 
     def detach(self) -> None:
-        """Cut the graph. Without one, the room stays as it is."""
-        if self.room is not None and self.room.requires_grad:
-            self.room = self.held.detach()
+        """Cut the graph. Without one, the buffer stays as it is."""
+        if self.buffer is not None and self.buffer.requires_grad:
+            self.buffer = self.held.detach()
 
     def copy(self) -> "Entries":
-        """The copy has no room to spare, so it moves elsewhere before it grows."""
-        return Entries() if self.room is None else Entries(self.held)
+        """The copy's buffer is full, so that it moves elsewhere before it grows."""
+        return Entries() if self.buffer is None else Entries(self.held)
 
 
 class KVCache:
     """The cache of algorithm 1: each layer keeps every key and value, so that it grows with
     the text."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, rope_scale: float | None = None):
+        """Positions are divided by `rope_scale`; None takes the checkpoint's own."""
         self.config = config
-        self.rope_scale = config.rope_scale
+        self.rope_scale = config.rope_scale if rope_scale is None else rope_scale
         self.seen = 0  # tokens that have entered
         self.capacity = [float("inf")] * config.n_layers  # entries that each layer may hold
         self.keys = [Entries() for _ in range(config.n_layers)]  # rotated
@@ -217,9 +220,14 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values held. Their room may take as much again."""
+        """Bytes of the keys and values held. Their buffers may take as much again."""
         held = [entries.held for entries in self.keys + self.values if entries.size]
         return sum(entries.nbytes for entries in held)
+
+    @property
+    def compressed(self) -> bool:
+        """Whether a layer holds fewer entries than tokens have entered."""
+        return any(keys.size < self.seen for keys in self.keys)
 
     @property
     def full_nbytes(self) -> int:
@@ -445,7 +453,8 @@ def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]
     shards = [read_tensors(file) for file in sorted(path.glob("consolidated.*.pth"))]
     for name in sorted({name for shard in shards for name in shard} - {"rope.freqs"}):
         parts = [shard[name] for shard in shards if name in shard]
-        kind = name.split(".")[-2:][0]  # "wq" of "layers.0.attention.wq.weight"
+        # "wq" of "layers.0.attention.wq.weight"
+        kind = name.removesuffix(".weight").split(".")[-1]
         try:
             cut = 1 if kind in ("tok_embeddings", "wo", "w2") else 0
             tensor = parts[0] if "norm" in kind else torch.cat(parts, dim=cut)

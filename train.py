@@ -36,9 +36,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from tqdm import tqdm
 
-from eval_ppl import name_of, perplexity, ranges, token_losses
+from eval_ppl import baselines, name_of, perplexity, ranges, token_losses
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, identity
-from lococo import segment_losses, settings_for, untrained
+from lococo import segment_losses, settings_for
 from model import KVCache, Llama, Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, counted
 from support.command_line import method_flags, prepare, run_program, text_path
@@ -93,7 +93,7 @@ class TrainConfig:
     # Ours: the paper gives no number of steps for context extension. 100 steps are 104.9
     # million tokens; section 3.3 has 104 million for inference mode.
     steps: int = 100
-    # Sequences; section 4.1. None: at most 4,096 tokens, at least one.
+    # Sequences per step; section 4.1. None: as many as fit into 4,096 tokens, at least one.
     batch: int | None = 128
     micro_batch: int = 1  # sequences in memory at once; section 4.1
     # Segments that the gradient spans. The paper does not say how many; the official code
@@ -119,7 +119,8 @@ RECIPES = {  # what each changes of the defaults above
         compressor="scored", kernel=3, lora_rank=0, conv_lr=2e-2,
         steps=60, batch=None, micro_batch=4, bptt=4, sharper=16.0,
     ),
-    "embedded": dict(  # ours: twice the pretrained context; 240 x 4,096 tokens; 32 to score
+    # Ours: twice the pretrained context; 240 x 4,096 tokens. 32 documents are scored.
+    "embedded": dict(
         method="lococo+window", mem=128, segment=None, seq=2048,
         compressor="facts", kernel=3, lr=2e-3, conv_lr=7.5e-3,
         steps=240, batch=None, micro_batch=2, bptt=4, sharper=16.0,
@@ -294,8 +295,7 @@ def train(
                 group["lr"] = group["rate"] * (1 - step / config.steps)
             optimizer.zero_grad()
             loss = gradients(adapted, draw, config, machine, step, bar.update)
-            groups = [group["params"] for group in optimizer.param_groups]
-            norms = [clip_grad_norm_(group, 1) for group in groups]
+            norms = [clip_grad_norm_(g["params"], 1) for g in optimizer.param_groups]
             if not sum(norms).isfinite():
                 remedy = "a gradient is not finite; lower --lr, --conv-lr"
                 raise UserError(f"step {step + 1}: {remedy}")
@@ -531,7 +531,6 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
     )
     if about["step"] > config.steps:
         parser.error(f"--steps {config.steps}: this run is at step {about['step']}")
-    about.setdefault("config", asdict(config))
     return config, tensors, about
 
 
@@ -595,18 +594,25 @@ def forget_crash(out: Path, log: TextIO, step: int) -> None:
         raise UserError(f"{os.path.relpath(log.name)}: {sentence}") from None
 
 
-def chosen_settings(config: TrainConfig) -> Settings:
-    """Raises UserError if nothing would train."""
+def settings_of(config: TrainConfig) -> Settings:
+    """Raises UserError if the slots do not fit."""
     flags = method_flags(asdict(config))
-    settings = settings_for(config.method, config.mem, config.segment, config.seq, **flags)
-    if settings.merged and config.seq - 1 <= settings.room:
-        room = f"a memory of {settings.mem} slots and a segment of {config.segment} tokens"
-        nothing = f"it fits into {room}, so that nothing is compressed"
+    return settings_for(config.method, config.mem, config.segment, config.seq, **flags)
+
+
+def refuse_idle(config: TrainConfig, settings: Settings) -> None:
+    """Raises UserError if nothing would train."""
+    least = min(settings.budgets, default=settings.mem)  # slots of the smallest layer
+    if settings.merged and config.seq - 1 <= least + config.segment:
+        sizes = f"a memory of {least} slots and a segment of {config.segment} tokens"
+        nothing = f"it fits into {sizes}, so that nothing is compressed"
         raise UserError(f"--seq {config.seq}: {nothing}")
     if not settings.merged and not config.lora_rank:
-        flags = f"--lora-rank 0 --method {config.method}"
-        raise UserError(f"{flags}: there is nothing to train")
-    return settings
+        chosen = f"--lora-rank 0 --method {config.method}"
+        raise UserError(f"{chosen}: there is nothing to train")
+
+
+PURPOSES = {"held-out": "held out", "choosing": "for choosing"}
 
 
 class Texts(NamedTuple):
@@ -619,22 +625,26 @@ class Texts(NamedTuple):
 
 def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
     """Read the texts of --data and --held-out. If no document falls into the training part,
-    another part is trained on and nothing is scored."""
+    another part is trained on. If all are held out, these train, and nothing is scored."""
     streams = token_streams([Path(name) for name in config.data], tokenizer)
     sizes = {part: size_of(ids, tokenizer) for part, ids in streams.items()}
     part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
     ids, held_out = streams[part], streams["held-out"]
-    about = f"text: {sizes['training']} to train on, {sizes['held-out']} held out, "
-    about += f"{sizes['choosing']} for choosing"
+    about = f"text: {sizes[part]} to train on"
+    if part != "training":
+        about += f" (no name falls into the training part, so that the {part} part trains)"
+    for other in ("held-out", "choosing"):
+        if other != part:
+            about += f", {sizes[other]} {PURPOSES[other]}"
     reason = f"no document that is held out has --seq {config.seq} tokens"
     if config.held_out:
         others = token_streams([Path(name) for name in config.held_out], tokenizer)
         ids, held_out = (np.concatenate([*some.values()]) for some in (streams, others))
         about = f"text: {size_of(ids, tokenizer)} to train on, "
         about += f"{size_of(held_out, tokenizer)} held out"
-    elif part != "training":
+    elif part == "held-out":
         held_out = held_out[:0]
-        reason = f"no file name falls into the training part, so the {part} documents train"
+        reason = "the documents that are held out train"
 
     most = max(1, config.score_tokens // config.seq) if config.score_tokens else 0
     documents = long_documents(held_out, tokenizer.bos, config.seq, most)
@@ -712,7 +722,7 @@ def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
     for name, row in scores.items():
         line = f"{name:40}"
         for column in columns:
-            value = row.get(column, math.nan)  # of no questions there is no recall
+            value = row.get(column, math.nan)  # NaN: there are no answers in this range
             line += f"  {'-' if math.isnan(value) else f'{value:.3f}':>{len(column)}}"
         print(line)
 
@@ -741,7 +751,8 @@ BEFORE = "stopped before the first step: nothing is lost"
 
 def run(config: TrainConfig, state: dict[str, Tensor], about: dict) -> None:
     """Refuse what cannot work, then claim the folder of the run."""
-    settings = chosen_settings(config)
+    settings = settings_of(config)
+    refuse_idle(config, settings)
     machine = prepare(config.device, config.dtype, config.seed)
     with explained(BEFORE):
         model, tokenizer = load_base(Path(config.model), machine)
@@ -752,16 +763,16 @@ def run(config: TrainConfig, state: dict[str, Tensor], about: dict) -> None:
         if WORLD > 1 and RANK == 0:
             join()
         print_start(config, settings, machine, text)
-        train_and_score((model, tokenizer), text, config, machine, state, about, log)
+        base = (model, tokenizer)
+        train_and_score(base, settings, text, config, machine, state, about, log)
 
 
 def train_and_score(
-    base: tuple[Llama, Tokenizer], text: Texts, config: TrainConfig, machine: Machine,
-    state: dict[str, Tensor], about: dict, log: TextIO,
+    base: tuple[Llama, Tokenizer], settings: Settings, text: Texts, config: TrainConfig,
+    machine: Machine, state: dict[str, Tensor], about: dict, log: TextIO,
 ) -> None:  # fmt: skip
     """All that is written goes into the folder of the run."""
     model, tokenizer = base
-    settings = chosen_settings(config)
     out = Path(config.out)
     draw = partial(draw_sequence, text.ids, tokenizer, config)
     with explained(BEFORE):
@@ -772,9 +783,7 @@ def train_and_score(
                 about["scores"][name] = row
 
         if not state:  # a window and H2O are scored first, as the base is changed then
-            mem = settings.mem or config.mem
-            for method in ("streaming", "h2o"):
-                other = untrained(model, method, mem, config.segment, positions="slots")
+            for other in baselines(model, settings.mem or config.mem, config.segment):
                 add_score(name_of(other.settings), other)
         adapted = AdaptedLlama(model, settings)
         optimizer = start_or_resume(adapted, config, text.ids, state, about)
@@ -796,19 +805,11 @@ def train_and_score(
         print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
 
 
-@torch.no_grad()
-def sharpen(adapted: AdaptedLlama, factor: float) -> None:
-    """Multiply the logits of the compressors. They are linear in all parameters
-    together."""
-    for p in adapted.compressors.parameters():
-        p *= factor
-
-
 def write_adapter(adapted: AdaptedLlama, config: TrainConfig) -> None:
-    sharpen(adapted, config.sharper)
+    for compressor in adapted.compressors:
+        compressor.sharpen(config.sharper)
     file = Path(config.out, "adapter.safetensors")
     write_file(file, adapted.trained(), **identity(adapted))
-    # The paper's (7) divides the factor out again.
     if config.sharper != 1 and len(adapted.compressors) and config.compressor != "paper":
         print(f"the convolutions' logits are multiplied by {config.sharper:g} now "
               "(--sharper); the losses in log.jsonl are those of the model before")  # fmt: skip

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import official_code  # noqa: F401, it adds a compressor
+import variants  # noqa: F401, it adds compressors
 from reference import by_loop, official_rows, slow_memory
 
 from generate import TracedMemory, describe_slots, prefill
 from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, interpolation, segment_losses
-from lococo import in_layer, settings_for
+from lococo import COMPRESSORS, in_layer, settings_for
 from model import Entries, KVCache, Llama, load_base
 from support.command_line import TINY, Machine
 from support.files import UserError
@@ -208,6 +209,24 @@ def test_the_official_codes_memory_equals_its_published_formula(config, gate, ke
         adapted.compressors[0].conv.bias.normal_()
         adapted.compressors[0].conv.weight *= 0.3  # else rounding decides between logits of 50
     check_against_slow_memory(adapted, official_rows)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_sharper_logits(name):
+    """They are 16 times as large. What is no logit, the official code's gate, stays."""
+    compressor = COMPRESSORS[name](4, 3, 5).double()
+    entries = torch.randn(2, 8, 9, dtype=torch.double)
+    from_slot, scores = torch.rand(2, 9) < 0.5, torch.rand(2, 9, dtype=torch.double)
+
+    def logits() -> torch.Tensor:
+        if hasattr(compressor, "relevance"):
+            return compressor.relevance(entries, from_slot, scores)
+        return compressor.conv(entries)
+
+    before, gate = logits(), getattr(compressor, "gate", torch.tensor(0.0)).item()
+    compressor.sharpen(16.0)
+    torch.testing.assert_close(logits(), 16 * before)
+    assert getattr(compressor, "gate", torch.tensor(0.0)).item() == gate
 
 
 @pytest.mark.parametrize("rope_scale, changes, factor", [  # the pretrained context is 64

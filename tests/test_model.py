@@ -160,8 +160,8 @@ def test_a_cache_grows_in_place_without_gradients(model):
             for cache in (full, memory):
                 model(TOKENS[:, :1] + t, cache)
                 cache.detach()  # as where a text is scored
-            places.add(full.keys[0].room.data_ptr())
-            assert memory.keys[0].room.nbytes <= 4 * 2 * 8 * 14
+            places.add(full.keys[0].buffer.data_ptr())
+            assert memory.keys[0].buffer.nbytes <= 4 * 2 * 8 * 14
     assert len(places) <= 5  # for 1, 4, 10, 22, 46
 
 

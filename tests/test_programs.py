@@ -153,6 +153,25 @@ def test_a_text_that_is_all_held_out_is_trained_on_and_not_scored(run):
     assert "1 of 64 tokens" in run(eval_ppl, f"{LINES[eval_ppl]} --data 1.txt")[1]
 
 
+def test_a_text_for_choosing_is_trained_on_and_another_one_is_scored(run, tokenizer):
+    """If no name falls into the training part, and another one into the part held out."""
+    names = {}
+    for file in sorted(Path("text").iterdir()):
+        streams = token_streams([file], tokenizer)
+        names |= {part: (file, len(ids)) for part, ids in streams.items() if len(ids)}
+    (chosen, length), (scored, _) = names["choosing"], names["held-out"]
+    code, out, err = run(train, f"{LINES[train]} --data {chosen} {scored} --score-tokens 96")
+    assert code == 0 and f"1 document ({length:,} tokens) to train on (no name falls" in out, err
+    assert "1 document to score" in out and f"{MIXED.method}, after training" in out
+
+
+def test_the_smallest_window_has_four_slots(run):
+    """It stands beside a memory of two."""
+    words = f"{LINES[train]} --method streaming --sinks 2 --recent 0 --score-tokens 96"
+    code, out, err = run(train, words)
+    assert code == 0 and "base, streaming M=4 T=16" in out and "base, h2o M=4" in out, err
+
+
 def test_what_a_run_says_at_its_start(run, tokenizer, monkeypatch):
     """What it trains on, where the other documents are, and what it sets."""
     code, out, err = run(train, f"{LINES[train]} --score-tokens 200 --conv-lr 0.5")
@@ -515,7 +534,7 @@ FOLLOWING = {
         ("--show-memory text", "text: this is a folder"),
         ("--show-memory no/p", "no/p: there is no"),
         ("--method full --show-memory p.html", "no slots"),
-        ("--mem 8 --budgets 8 8 4 12 --show-memory p.html", "which a page does not show"),
+        ("--mem 8 --budgets 8 8 4 12 --show-memory p.html", "a page does not show layers"),
         ("--method lococo --show-memory p.html", "must be trained first"),
         ("--adapter damaged --show-memory p.html", "checksum"),
         ("--method h2o streaming full --adapter a --show-memory p.html", "at most 3 memories"),

@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 import sys
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -162,7 +163,8 @@ def test_commands_are_understood(command, monkeypatch):
     program = HERE / words[0]
     assert program.is_file()
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    stored = train.parse()[2]
+    config, _, about = train.parse()
+    stored = about | {"config": asdict(config)}
     monkeypatch.setattr(train, "read_file", lambda file: ({}, stored))  # for --resume
     monkeypatch.setattr(sys, "argv", words)
     module = import_module(program.stem)

@@ -16,7 +16,7 @@ from eval_ppl import token_losses
 from lococo import COMPRESSORS, load_adapter, settings_for
 from model import load_base
 from support.command_line import TINY, Machine, method_flags
-from support.files import read_file
+from support.files import UserError, read_file
 from support.text import token_streams
 
 WORDS = "a cat and a dog went to the park and then home again\n" * 60
@@ -34,7 +34,7 @@ def make(own_folders, monkeypatch, capsys):
     monkeypatch.setattr(real_llama, "RUNS", Path("runs").resolve())
 
     def call(words):
-        line = f"real_llama.py --model {TINY} --prose prose --mem 16 --seq 64 --steps 2 {words}"
+        line = f"real_llama.py --model {TINY} --prose prose --mem 16 --seq 64 {words}"
         monkeypatch.setattr(sys, "argv", line.split())
         real_llama.main()
         return cells.read(real_llama.RESULTS), capsys.readouterr().out
@@ -43,7 +43,7 @@ def make(own_folders, monkeypatch, capsys):
 
 
 def test_a_cell_is_made_once_and_again_if_its_code_changes(make, monkeypatch):
-    stored, out = make("--rows full ours --documents 2")
+    stored, out = make("--rows full ours --steps 2 --documents 2")
     assert [cell["row"] for cell in stored] == ["full", "ours"]
     assert [cell["steps"] for cell in stored] == [0, 2] and stored[1]["trained parameters"] > 0
     for cell in stored:
@@ -51,13 +51,40 @@ def test_a_cell_is_made_once_and_again_if_its_code_changes(make, monkeypatch):
         assert np.mean(cell["by document"]) == pytest.approx(cell["nats"], abs=1e-4)
     assert f"| {math.exp(stored[1]['nats']):.3f} |" in out
     runs = set(Path("runs").iterdir())
-    assert len(runs) == 1 and make("--rows full ours --documents 2")[0] == stored
+    assert len(runs) == 1 and make("--rows full ours --steps 2 --documents 2")[0] == stored
     # Other documents are scored with the same adapter; other flags or code train another.
-    assert len(make("--rows ours --part choosing --documents 1")[0]) == 3
+    assert len(make("--rows ours --steps 2 --part choosing --documents 1")[0]) == 3
     assert set(Path("runs").iterdir()) == runs
-    assert len(make("--rows ours --documents 2 --seeds 1")[0]) == 4
+    assert len(make("--rows ours --steps 2 --documents 2 --seeds 1")[0]) == 4
     monkeypatch.setattr(cells, "SOURCES", cells.SOURCES[:-1])
-    assert len(make("--rows ours --documents 2")[0]) == 5 and len([*Path("runs").iterdir()]) == 3
+    assert len(make("--rows ours --steps 2 --documents 2")[0]) == 5
+    assert len([*Path("runs").iterdir()]) == 3
+
+
+def test_cells_of_other_documents_have_a_table_of_their_own(make):
+    make("--rows full h2o --documents 2")
+    stored, out = make("--rows full --documents 1")
+    assert len(stored) == 3
+    two, one = "test, M = 16, 64 tokens, 2 documents\n", "test, M = 16, 64 tokens, 1 documents\n"
+    assert two in out and one in out
+    assert out[out.index(two) : out.index(one)].count("| full attention |") == 2  # and tuned
+    with pytest.raises(UserError, match="--seq 5000: no document of .* is so long"):
+        make("--rows full --seq 5000")
+
+
+@pytest.mark.parametrize("words, sentence", [
+    ("--ablations --steps 40", "--steps: not with --ablations, where each change has its own"),
+    ("--ablations --rows ours", "--rows: not with --ablations"),
+])  # fmt: skip
+def test_an_ablation_has_its_own_rows_and_steps(make, capsys, words, sentence):
+    with pytest.raises(SystemExit):
+        make(words)
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_budgets_of_layers_need_whole_slots(make):
+    with pytest.raises(UserError, match="--mem 100: the budgets of layers need a multiple of 16"):
+        make("--mem 100")  # all rows
 
 
 def test_cells_that_differ_in_sharper_share_a_run(make, monkeypatch):
@@ -91,7 +118,7 @@ def cell(row, nats, seed=0, flags=None, **about):
     flags = real_llama.all_flags(real_llama.ROWS[row], 64, "") if flags is None else flags
     trained = real_llama.ROWS[row].trained
     return {"row": row, "extra": "", "seed": seed, "steps": 60 * trained, "mem": 64, "seq": 1024,
-            "part": "test", "flags": flags, "by document": nats,
+            "part": "test", "documents": 48, "flags": flags, "by document": nats,
             "nats": np.mean(nats)} | about  # fmt: skip
 
 
@@ -126,7 +153,8 @@ def test_the_ablations_by_hand():
               cell("ours", [4.0, 6.0], **untrained),
               cell("ours", [7.0, 7.0], **ours | {"mem": 128}),
               cell("ours", [7.0, 7.0], **one_tap | {"steps": 60})]  # fmt: skip
-    rows = [line.split(" | ")[1:] for line in real_llama.ablation_table(stored).splitlines()[2:]]
+    table = real_llama.ablation_table(stored, part="choosing", mem=64, seq=1024)
+    rows = [line.split(" | ")[1:] for line in table.splitlines()[2:]]
     assert rows == [
         ["2", "3.5000", "| |"],
         ["1", "5.0000", "+2.0000 ± 0.0000", "+2.0000 |"],

@@ -1,15 +1,16 @@
-"""A real Llama with its base frozen: which memory loses least? Makes docs/real-llama.md's tables.
+"""Which memory loses least on a real Llama? Makes the tables of docs/real-llama.md.
 
     python tools/real_llama.py --model SmolLM2-135M --prose prose              # every row, one seed
     python tools/real_llama.py --model SmolLM2-135M --prose prose --rows ours --seeds 0 1 2
     python tools/real_llama.py --model SmolLM2-135M --prose prose --ablations --seeds 0 1
     python tools/real_llama.py --print                                        # the tables alone
 
-A cell of a table is one row with one seed: train.py trains its convolutions, then documents of
---seq tokens are scored. Of three books and of WikiText-2's valid part it trains on what its split
-by names takes for training, which is two books and 56 articles. Forms are chosen on the fourth book
-(--part choosing). The documents of WikiText-2's test part are scored once, when nothing is left to
-choose. A row without convolutions is not trained.
+A cell of a table is one row with one seed: train.py trains its convolutions on a frozen base (rows
+that are tuned have LoRA, too), then documents of --seq tokens are scored. Three books and
+WikiText-2's valid part are given. train.py splits texts by the checksum of their names, and trains
+on two of these books and 56 articles. Forms are chosen on a fourth book (--part choosing). The
+documents of WikiText-2's test part are scored once, when nothing is left to choose. A row without
+convolutions is not trained.
 
 Runs are in runs/real-llama/ and go on where they were stopped. The figures of a cell are one line
 of docs/real-llama.jsonl, with the nats of each document. cells.py says how a cell is named and
@@ -21,7 +22,7 @@ import json
 import re
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -32,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import cells  # noqa: E402
 import train  # noqa: E402
 from eval_ppl import token_losses  # noqa: E402
-from lococo import AdaptedLlama, load_adapter, settings_for  # noqa: E402
-from model import Llama, Tokenizer, load_base  # noqa: E402
-from support.command_line import HERE, Machine, at_least, method_flags  # noqa: E402
-from support.command_line import prepare, run_program  # noqa: E402
+from lococo import AdaptedLlama, load_adapter  # noqa: E402
+from model import Tokenizer, load_base  # noqa: E402
+from support.command_line import HERE, Machine, at_least, prepare, run_program  # noqa: E402
+from support.files import UserError  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
 import variants  # noqa: E402, F401, it adds compressors
@@ -45,6 +46,7 @@ PARTS = {"choosing": "book_news.txt", "test": "wikitext2-test.jsonl"}
 TOOL = "real_llama.py"
 RESULTS = HERE / "docs" / "real-llama.jsonl"
 RUNS = HERE / "runs" / "real-llama"
+DOCUMENTS = 48  # that are scored, if no other number is asked for
 
 # --- Rows -------------------------------------------------------------------------------
 
@@ -62,9 +64,10 @@ class Row:
     label: str
     flags: str  # of train.py
     trained: bool = True
+    steps: int | None = None  # of training; None: as many as --steps says
 
 
-PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2 --bptt 1"
+PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2 --bptt 1 --sharper 1"
 RECIPE = "--recipe inference --sharper 16"
 SOFT = "--recipe inference --sharper 1"  # a merged slot is a mixture
 LORA = "--lora-rank 8 --lr 3e-4"
@@ -108,7 +111,7 @@ ROWS = {
     "window merged": Row(
         "window with M/4 merged, mixtures", f"{SOFT} --method lococo+window"
     ),
-    "ours untrained": Row("ours before training, mixtures", f"{SOFT} --conv-lr 0"),
+    "ours untrained": Row("ours before training, mixtures", f"{SOFT} --conv-lr 0", steps=1),
     "ours, paper's compressor": Row("ours with the paper's compressor instead", f"{SOFT} {PAPER}"),
     "ours soft": Row("ours with mixtures: logits as trained", SOFT),
     "ours": Row("**ours**, `lococo+h2o+recent`: 3M/8 heavy, M/4 merged, 3M/8 last", RECIPE),
@@ -206,10 +209,10 @@ def train_cell(name: dict, args: argparse.Namespace) -> Path:
     trained_by = {key: name[key] for key in name if key not in ("part", "documents", "scored")}
     trained_by["flags"] = re.sub(r"--sharper \S+ ?", "", name["flags"]).strip()
     out = RUNS / cells.digest_of(trained_by)
-    line = [*train_line(trained_by, args), "--sharper", "1", "--dtype", "bfloat16"]
-    line += ["--data", *(str(args.prose / text) for text in BOOKS), "--score-tokens", "0"]
+    line = [*train_line(trained_by, args), "--sharper", "1"]
+    line += ["--device", "cpu", "--dtype", "bfloat16", "--score-tokens", "0"]
+    line += ["--data", *(str(args.prose / text) for text in BOOKS)]
     line += ["--steps", str(name["steps"]), "--seed", str(name["seed"])]
-    line += ["--batch", str(4096 // args.seq), "--micro-batch", str(4096 // args.seq)]
     cells.train_in(out, line)
     return out
 
@@ -220,22 +223,21 @@ def train_line(name: dict, args: argparse.Namespace) -> list[str]:
     return [*line, "--mem", str(args.mem), "--segment", str(args.mem), "--seq", str(args.seq)]
 
 
-def untrained_model(config: train.TrainConfig, model: Llama) -> AdaptedLlama:
-    flags = method_flags(asdict(config))
-    settings = settings_for(config.method, config.mem, config.segment, config.seq, **flags)
-    return AdaptedLlama(model, settings)
-
-
 def documents_to_score(args: argparse.Namespace, tokenizer: Tokenizer) -> torch.Tensor:
-    """Tokens (documents, --seq)."""
-    streams = token_streams([args.prose / PARTS[args.part]], tokenizer)
-    ids = np.concatenate([streams[part] for part in sorted(streams)])  # as all stored figures
+    """Tokens (documents, --seq). Raises UserError if no document is so long."""
+    file = args.prose / PARTS[args.part]
+    streams = token_streams([file], tokenizer)
+    # In this order, because all stored figures have it.
+    ids = np.concatenate([streams[part] for part in sorted(streams)])
     if args.part == "test":
-        return long_documents(ids, tokenizer.bos, args.seq, args.documents)
-    # One book: pieces of it, evenly spread.
-    pieces = torch.from_numpy(ids[: len(ids) // args.seq * args.seq].astype(np.int64))
-    pieces = pieces.view(-1, args.seq)
-    return pieces[:: max(1, len(pieces) // args.documents)][: args.documents]
+        documents = long_documents(ids, tokenizer.bos, args.seq, args.documents)
+    else:  # one book: pieces of it, evenly spread
+        pieces = torch.from_numpy(ids[: len(ids) // args.seq * args.seq].astype(np.int64))
+        pieces = pieces.view(-1, args.seq)
+        documents = pieces[:: max(1, len(pieces) // args.documents)][: args.documents]
+    if not len(documents):
+        raise UserError(f"--seq {args.seq}: no document of {file} is so long")
+    return documents
 
 
 def make_cell(row: Row, name: dict, args: argparse.Namespace, machine: Machine) -> dict:
@@ -251,15 +253,16 @@ def make_cell(row: Row, name: dict, args: argparse.Namespace, machine: Machine) 
     model, tokenizer = load_base(args.model, machine)
     if row.trained:
         adapted = load_adapter(run, model)
-        train.sharpen(adapted, config.sharper)
+        for compressor in adapted.compressors:
+            compressor.sharpen(config.sharper)
     else:
-        adapted = untrained_model(config, model)
+        adapted = AdaptedLlama(model, train.settings_of(config))
     begun = time.time()
-    nats, _, held = token_losses(adapted, documents_to_score(args, tokenizer), machine, 8)
+    losses, _, held = token_losses(adapted, documents_to_score(args, tokenizer), machine, 8)
     about["seconds of scoring"] = round(time.time() - begun)
     about["trained parameters"] = sum(p.numel() for p in adapted.trained().values())
     about["cache bytes"] = held
-    means = nats.double().mean(dim=1)
+    means = losses.double().mean(dim=1)
     by_document = [round(nats, 5) for nats in means.tolist()]
     return about | {"nats": means.mean().item(), "by document": by_document}
 
@@ -313,14 +316,13 @@ def table(stored: list[dict], **about) -> str:
     return "\n".join(lines) + "\n"
 
 
-def ablation_table(stored: list[dict]) -> str:
-    """A line for each change of ours that was made, on the choosing part: nats per token, the mean
-    of its seeds; the paired difference from ours with the same seeds, with its standard error over
+def ablation_table(stored: list[dict], **about) -> str:
+    """A line for each change of ours that has cells like `about`: nats per token, the mean of its
+    seeds; the paired difference from ours with the same seeds, with its standard error over
     documents; and the difference of each seed."""
-    about = {"part": "choosing", "mem": 64, "seq": 1024}
     made = {}  # nats of each document, by change and seed
     for change in ABLATIONS:
-        flags = all_flags(ROWS[change.row], 64, change.flags)
+        flags = all_flags(ROWS[change.row], about["mem"], change.flags)
         this = about | {"row": change.row, "flags": flags, "steps": change.steps}
         some = [cell for cell in stored if this.items() <= cell.items()]
         for cell in cells.latest(some, "seed"):
@@ -340,22 +342,26 @@ def ablation_table(stored: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def kinds(stored: list[dict]) -> list[tuple[str, int, int]]:
-    """Part, M and tokens of each table."""
-    return list(dict.fromkeys((cell["part"], cell["mem"], cell["seq"]) for cell in stored))
-
-
 def tables(stored: list[dict]) -> dict[str, str]:
     """All tables by name; a name that ends with "in short" has the rows of README.md."""
     frozen = [row for row in ROWS if "lora" not in row]
     rows_of_tables = {"": frozen, ", in short": SHORT, ", tuned": TUNED}
     made = {}
-    for part, mem, seq in kinds(stored):
+    for cell in stored:
+        # What all cells of a table have in common.
+        about = {key: cell[key] for key in ("part", "mem", "seq", "documents")}
+        size = f"M = {cell['mem']}, {cell['seq']:,} tokens"
+        if cell["documents"] != DOCUMENTS:
+            size += f", {cell['documents']} documents"
+        name = f"{cell['part']}, {size}"
+        if name in made:
+            continue
         for ending, rows in rows_of_tables.items():
             some = [cell for cell in stored if cell["row"] in rows]
-            name = f"{part}, M = {mem}, {seq:,} tokens{ending}"
-            made[name] = table(some, part=part, mem=mem, seq=seq)
-    return made | {"ablations": ablation_table(stored)}
+            made[name + ending] = table(some, **about)
+        if cell["part"] == "choosing":
+            made[f"ablations, {size}"] = ablation_table(stored, **about)
+    return made
 
 
 def parse() -> argparse.Namespace:
@@ -363,30 +369,50 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
     positive = at_least(1)
+    each = "not with --ablations, where each change has its own"
     add("--model", type=Path, help="directory of the base model")
     add("--prose", type=Path, help=f"folder with {', '.join((*BOOKS, *PARTS.values()))}")
-    add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW",
-        help=f"rows to make: {', '.join(ROWS)} (default: all)")  # fmt: skip
+    add("--rows", nargs="+", choices=ROWS, metavar="ROW",
+        help=f"rows to make: {', '.join(ROWS)} (default: all); {each}")  # fmt: skip
     add("--seeds", nargs="+", type=at_least(0), default=[0])
-    add("--steps", type=positive, default=60, help="training steps of 4,096 tokens (default: 60)")
+    add("--steps", type=positive,
+        help=f"training steps of 4,096 tokens (default: 60); {each}")
     add("--mem", type=positive, default=64,
         help="slots M; a segment has as many tokens (default: 64)")
     add("--seq", type=positive, default=1024, help="tokens of a document (default: 1,024)")
-    add("--part", choices=PARTS, default="test", help="documents to score (default: test)")
-    add("--documents", type=positive, default=48, help="documents to score at most (default: 48)")
-    add("--flags", default="", help="more flags of train.py, for a variation of a row")
-    add("--ablations", action="store_true",
-        help="make ours with each change of ABLATIONS instead, scored on the choosing part")
+    add("--part", choices=PARTS,
+        help="documents to score (default: test; for --ablations: choosing)")
+    add("--documents", type=positive, default=DOCUMENTS,
+        help=f"documents to score at most (default: {DOCUMENTS})")
+    add("--flags", help=f"more flags of train.py, for a variation of a row; {each}")
+    add("--ablations", action="store_true", help="make ours with each change of ABLATIONS instead")
     add("--print", action="store_true", help="print the tables of stored cells; make none")
     add("--write", action="store_true", help="write the tables into the pages, too")
     args = parser.parse_args()
     args.print = args.print or args.write
-    args.changes = [Change("", row, args.flags, args.steps) for row in args.rows]
     if args.ablations:
-        args.part, args.changes = "choosing", ABLATIONS
+        for flag in ("rows", "steps", "flags"):
+            if getattr(args, flag):
+                parser.error(f"--{flag}: {each}")
+        args.changes, args.part = ABLATIONS, args.part or "choosing"
+    else:
+        args.changes = chosen_rows(args)
+    args.part = args.part or "test"
     if not args.print and not (args.model and args.prose):
         parser.error("--model and --prose are needed to make a cell")
     return args
+
+
+def chosen_rows(args: argparse.Namespace) -> list[Change]:
+    """The rows that --rows, --steps and --flags ask for. Raises UserError."""
+    chosen = []
+    for name in args.rows or ROWS:
+        if "{budgets}" in ROWS[name].flags and args.mem % 16:
+            sixteen = "the budgets of layers need a multiple of 16"
+            raise UserError(f"--mem {args.mem}: {sixteen}; leave out the row {name!r}")
+        steps = args.steps or ROWS[name].steps or 60
+        chosen.append(Change("", name, args.flags or "", steps))
+    return chosen
 
 
 def make_cells(args: argparse.Namespace) -> None:
@@ -411,9 +437,9 @@ def main() -> None:
     stored = cells.read(RESULTS)
     if args.write:
         cells.write_tables(PAGES, TOOL, tables(stored))
-    for part, mem, seq in kinds(stored):
-        print(f"\n{part}, M = T = {mem}, {seq:,} tokens\n")
-        print(table(stored, part=part, mem=mem, seq=seq), end="")
+    for name, made in tables(stored).items():
+        if not name.endswith("in short"):
+            print(f"\n{name}\n\n{made}", end="")
 
 
 if __name__ == "__main__":

@@ -329,14 +329,13 @@ def score_rows(
 ) -> tuple[dict[str, list[float]], list[int]]:
     """By column a value for each row, and the numbers of the lines whose prompts are longer than
     the model is trained for."""
-    trained = adapted.settings.length or adapted.model.config.context
+    trained = adapted.settings.length
     columns, long = {}, []
     for number, row in tqdm(rows, "scoring", leave=False, disable=None):
         score_row = score_choices if "choices" in row else score_answer
         with machine.precision():
             metrics, cache = score_row(adapted, row, tokenizer, machine.device)
-        compressed = cache.nbytes < cache.full_nbytes
-        values = {"compressed": compressed, "cache, MB": cache.nbytes / 1e6} | metrics
+        values = {"compressed": cache.compressed, "cache, MB": cache.nbytes / 1e6} | metrics
         for column, value in values.items():
             columns.setdefault(column, []).append(float(value))
         if cache.seen > trained:
@@ -388,7 +387,7 @@ def score(args: argparse.Namespace) -> None:
                 text = " ±".join(f"{number:.3f}" for number in cell.values())
                 line += f" {text:>13}"
             if long:
-                trained = adapted.settings.length or adapted.model.config.context
+                trained = adapted.settings.length
                 line += f"  {len(long)} above {trained:,} tokens: line {long[0]} ..."
             print(line, flush=True)
             methods[name] = cells | {"lines above the trained length": long}

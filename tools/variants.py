@@ -18,7 +18,8 @@ class SoftmaxCompressor(Compressor):
 
 
 class AtOnce:
-    """In front of one of ours: all slots choose at once, and none sees what others have taken."""
+    """A mixin, to be named before one of ours: all slots choose at once, and none sees what others
+    have taken."""
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         return self.relevance(entries, from_slot, scores).softmax(dim=-1)
