@@ -143,14 +143,16 @@ def describe_slots(
     kinds = [kind for kind in KINDS for _ in range(getattr(counts, kind))]
     for slot, kind in enumerate(kinds if memory.largest[layer] else []):
         line = f"{slot:>4} {kind:7}"
-        shares, tokens = (part[head, slot].tolist() for part in memory.largest[layer][-1])
+        last = memory.largest[layer][-1]  # after the last compression
+        shares, tokens = (part[head, slot].tolist() for part in last)
         for share, n in zip(shares, tokens):
             if share >= 0.01:
                 piece = repr(tokenizer.piece(ids[n]))
                 line += f"  {'█' * round(4 * share):·<4} {share:.2f} {piece:<10} {n:<5}"
         bars = ""
-        for shares, at in memory.largest[layer]:
-            first = shares[head, :, 0] * (at[head, :, 0] == tokens[0])
+        for shares_then, tokens_then in memory.largest[layer]:
+            same = tokens_then[head, :, 0] == tokens[0]
+            first = shares_then[head, :, 0] * same
             bars += " ▁▂▃▄▅▆▇█"[round(8 * float(first.max()))]
         yield f"{line}  {bars}"
 
@@ -234,7 +236,7 @@ def parse() -> argparse.Namespace:
     add("--prompt", required=True, metavar="FILE", help="a text file; - for standard input")
     add("--max-new-tokens", type=at_least(1), default=200, metavar="N",
         help="tokens to write (default: 200)")
-    add("--temperature", type=at_least(0, float), default=0.8, metavar="T",
+    add("--temperature", type=at_least(0, float), default=0.8, metavar="NUMBER",
         help="default: 0.8; 0 takes the likeliest token")
     add = parser.memory.add_argument
     add("--adapter", type=Path, metavar="RUN",

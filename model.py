@@ -269,6 +269,9 @@ class KVCache:
 
 
 class RMSNorm(nn.Module):
+    """x (..., dim) divided by the root of its mean square, times a weight (arXiv 1910.07467).
+    It is computed in float32."""
+
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.eps = eps
@@ -442,6 +445,8 @@ def meta_config(file: Path) -> LlamaConfig:
         n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
         ffn_dim=shards * len(shard["layers.0.feed_forward.w1.weight"]),
         vocab_size=len(shard["tok_embeddings.weight"]),  # params.json may have -1
+        # Meta's files of Llama 2 do not name it. That of Llama 1 is 2,048, and its files
+        # look alike: take Hugging Face's layout of Llama 1, which names its context.
         context=params.get("max_seq_len", 4096),
         rope_theta=params.get("rope_theta", 10000.0),
     )
@@ -614,8 +619,8 @@ class Tokenizer:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The one of a model's directory, or of Meta's parent of it. That of "." or of a link
-    is the parent of the directory itself."""
+    """The tokenizer's file: in the model's directory or, as Meta has it, in the parent
+    directory. For "." or a link it may also be the parent of the directory itself."""
     parents = (path.parent, path.resolve().parent)
     places = [path / "tokenizer.model", path / "tokenizer.json"]
     for file in places + [parent / "tokenizer.model" for parent in parents]:
@@ -693,6 +698,7 @@ class JsonTokens:
 
 
 def load_base(path: Path, machine: "Machine") -> tuple[Llama, Tokenizer]:
+    """The model of a directory, and its tokenizer. Raises UserError."""
     model = load_llama(path, machine.dtype, machine.device)
     tokenizer = Tokenizer(path)
     if max(tokenizer.vocab_size - 1, *tokenizer.prefix) >= model.config.vocab_size:

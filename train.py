@@ -163,8 +163,11 @@ class ShiftedGroups(KVCache):
     that nothing is cached, and attention is within its quarters."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """For the second half of the heads the borders are moved by half a quarter. Both
-        ends are groups of their own then, so that the end is not seen at the start."""
+        """q (B, H, L, D), k and v (B, G, L, D) -> what the heads read, (B, H, L, D).
+
+        For the second half of the heads the borders are moved by half a quarter. Both ends
+        are groups of their own then, so that the end is not seen at the start.
+        """
         H, L = q.shape[1], q.shape[2]
         quarter = math.ceil(L / 4)
         k = k.repeat_interleave(H // k.shape[1], dim=1)
