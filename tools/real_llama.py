@@ -86,12 +86,12 @@ ROWS = {
         trained=False,
     ),
     "h2o 5/8 forget": Row(
-        "H2O with forgetting, 5M/8 heavy, 3M/8 last: ours without merging",
+        "ours without merging: 5M/8 heavy, 3M/8 last, forgetting",
         "--method h2o --heavy {heavy} --forget 0.75",
         trained=False,
     ),
     "h2o 5/8 forget budgets": Row(
-        "the same with budgets of layers: ours with budgets, without merging",
+        "ours without merging, with budgets of layers",
         "--method h2o --heavy {heavy} --forget 0.75 --budgets {budgets}",
         trained=False,
     ),
@@ -303,7 +303,8 @@ def table(stored: list[dict], **about) -> str:
     for (row, steps, extra), values in nats.items():
         some = rows[row, steps, extra]
         label = ROWS[row].label
-        line = f"| {label}{' ' + extra if extra else ''} | {steps or '-'} | {len(some)} "
+        seeds = len(some) if steps else "-"  # without training all seeds are alike
+        line = f"| {label}{' ' + extra if extra else ''} | {steps or '-'} | {seeds} "
         line += f"| {values.mean():.4f} | {np.exp(values.mean()):.3f} "
         if h2o is None or full is None or len(h2o) != len(values):
             line += "| | |"
