@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -258,6 +258,37 @@ def score(
     return {"slots": slots, "cache bytes": held, "perplexity": by_length}, nats
 
 
+class Scores(NamedTuple):
+    """Of each model by name."""
+
+    methods: dict[str, dict]  # cells of the table
+    losses: dict[str, Tensor]  # nats of each token at the last length, (N, L - 1)
+    hits: dict[str, Tensor]  # of texts with facts: whether each token was the first guess
+    reaches: list[int]  # the most entries that a layer holds; with budgets on average
+
+
+def score_all(
+    args: argparse.Namespace, machine: Machine, sizes: list[tuple[int, int]],
+    documents: dict[int, Tensor], told: Tensor | None,
+) -> Scores:  # fmt: skip
+    """Score `documents` and, if there are any, the texts with facts (N, L)."""
+    number = 1 + len(args.method) + 2 * len(sizes) + len(args.runs)  # of models
+    scores = Scores({}, {}, {}, [])
+    for name, adapted in compared(args, machine, sizes):
+        if not scores.methods:
+            print_work(number, documents, adapted, args, machine)
+            lengths = (f"{L:>8}" for L in documents)
+            print(f"{'':{NAME}} {'slots':>6} {'cache bytes':>12}", *lengths)
+        if adapted.settings.mem:
+            scores.reaches.append(adapted.settings.room)
+        cells, nats = score(name, adapted, documents, machine, args.micro_batch)
+        scores.methods[name], scores.losses[name] = cells, nats
+        if told is not None:
+            scores.hits[name] = token_losses(adapted, told, machine, args.micro_batch)[1]
+        del adapted
+    return scores
+
+
 def main() -> None:
     args = parse()
     machine = prepare(args.device, args.dtype, args.seed)
@@ -267,23 +298,12 @@ def main() -> None:
         sizes = []  # no more methods than are asked for
     documents = documents_to_score(args, tokenizer)
     L, last = list(documents.items())[-1]
+    told = None
     if args.recall:
         names = "held-out" if args.part == "all" else args.part  # of facts
         told, told_ago = tell_all(last, names, tokenizer, args.fact_form)
-
-    number = 1 + len(args.method) + 2 * len(sizes) + len(args.runs)  # of models
-    methods, losses, hits = {}, {}, {}
-    reach = 0  # the most entries that a layer of a memory holds; with budgets on average
-    for name, adapted in compared(args, machine, sizes):
-        if not methods:
-            print_work(number, documents, adapted, args, machine)
-            print(f"{'':{NAME}} {'slots':>6} {'cache bytes':>12}", *(f"{L:>8}" for L in documents))
-        if adapted.settings.mem:
-            reach = max(reach, adapted.settings.room)
-        methods[name], losses[name] = score(name, adapted, documents, machine, args.micro_batch)
-        if args.recall:
-            hits[name] = token_losses(adapted, told, machine, args.micro_batch)[1]
-        del adapted
+    methods, losses, hits, reaches = score_all(args, machine, sizes, documents, told)
+    reach = max(reaches, default=0)
 
     counts = {length: len(rows) for length, rows in documents.items()}
     listed = ", ".join(f"{count} of {length} tokens" for length, count in counts.items())

@@ -509,23 +509,12 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
         if value is not None
     }
     if flags.resume:
-        tensors, about = read_file(flags.resume / "state.safetensors")
-        recipe, stored = {}, about.get("config", {})
-        for flag in ("recipe", "out"):
-            if flag in given:
-                value = getattr(flags, flag)
-                parser.error(f"--{flag} {value}: a run that is resumed keeps its own")
+        tensors, about = state_of_run(flags, parser)
+        recipe, stored = {}, about["config"]
         given["out"] = given.pop("resume")
-        if stored.keys() != {f.name for f in fields(TrainConfig)}:
-            other = "made by another version of this program"
-            parser.error(f"--resume {flags.resume}: {other}")
     else:
-        model = (flags.model or TINY).resolve()
-        name = flags.recipe or ("embedded" if model == TINY else "paper")
-        recipe, stored = RECIPES[name] | {"recipe": name}, {}
         tensors, about = {}, {"step": 0, "scores": {}}
-        if RANK == 0 and flags.out and is_used(flags.out):
-            parser.error(f"--out {flags.out}: it is there already; give a new directory")
+        recipe, stored = recipe_for(flags, parser), {}
     config = TrainConfig(**recipe | stored | given)
     config = replace(  # what follows from the other fields
         config,
@@ -535,6 +524,28 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
     if about["step"] > config.steps:
         parser.error(f"--steps {config.steps}: this run is at step {about['step']}")
     return config, tensors, about
+
+
+def recipe_for(flags: argparse.Namespace, parser: Parser) -> dict:
+    """What the recipe of a new run sets."""
+    if RANK == 0 and flags.out and is_used(flags.out):
+        parser.error(f"--out {flags.out}: it is there already; give a new directory")
+    model = (flags.model or TINY).resolve()
+    name = flags.recipe or ("embedded" if model == TINY else "paper")
+    return RECIPES[name] | {"recipe": name}
+
+
+def state_of_run(flags: argparse.Namespace, parser: Parser) -> tuple[dict, dict]:
+    """Tensors and `about` of the run to resume."""
+    tensors, about = read_file(flags.resume / "state.safetensors")
+    for flag in ("recipe", "out"):
+        value = getattr(flags, flag)
+        if value is not None:
+            parser.error(f"--{flag} {value}: a run that is resumed keeps its own")
+    if about.get("config", {}).keys() != {f.name for f in fields(TrainConfig)}:
+        other = "made by another version of this program"
+        parser.error(f"--resume {flags.resume}: {other}")
+    return tensors, about
 
 
 def is_used(out: Path) -> bool:
