@@ -5,7 +5,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -612,10 +611,14 @@ def test_where_nothing_can_be_written(run, monkeypatch):
 def test_closed_streams():
     """As the shell's `<&-` and `>&-` close them, and some that start programs by themselves."""
     line = f"{sys.executable} {generate.__file__} --method h2o --mem 16 --prompt"
-    for words, code, sentence in (("- <&-", 2, "there is no text in it"),
-                                  ("text/0.py --max-new-tokens 1 >&-", 0, "16 slots")):  # fmt: skip
-        done = subprocess.run(f"{line} {words}", shell=True, stderr=PIPE, text=True)
-        assert done.returncode == code and sentence in done.stderr, done.stderr
+    expected = {"- <&-": (2, "there is no text in it"),
+                "text/0.py --max-new-tokens 1 >&-": (0, "16 slots")}  # fmt: skip
+    running = [
+        Popen(f"{line} {words}", shell=True, stderr=PIPE, text=True) for words in expected
+    ]
+    for process, (code, sentence) in zip(running, expected.values()):
+        err = process.communicate()[1]
+        assert process.returncode == code and sentence in err, err
 
 
 def test_help_and_terminals(run):
