@@ -199,9 +199,8 @@ def slow_memory(adapted, segments, rows):
         out = torch.zeros_like(q).double()
         for t in range(len(k_new)):
             n = len(k) - len(k_new) + t + 1  # entries that query t may see
-            for head in range(len(q)):
-                p = (k[:n] @ q[head, t].double() / D**0.5).softmax(dim=0)  # (1)
-                scores[:n] += p / len(q)
-                out[head, t] = p @ v[:n]
+            p = (q[:, t].double() @ k[:n].T / D**0.5).softmax(dim=1)  # (1), a row for each head
+            scores[:n] += p.mean(dim=0)
+            out[:, t] = p @ v[:n]
         outputs.append(out)
     return k, v, W, scores, torch.cat(outputs, dim=1)
