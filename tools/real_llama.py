@@ -168,7 +168,7 @@ ABLATIONS = (
 # In README.md.
 SHORT = ("full", "window", "h2o", "h2o 5/8 forget", "h2o 5/8 forget budgets", "ours",
          "ours budgets")  # fmt: skip
-TUNED = ("full", "window", "h2o", "ours", "full lora", "window lora", "h2o lora", "ours lora")
+TUNED = ("full lora", "window lora", "h2o lora", "ours lora")
 PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
 
 # --- A cell -----------------------------------------------------------------------------
@@ -274,16 +274,17 @@ def mean_and_error(values: np.ndarray) -> str:
     return f"{values.mean():+.4f} ± {values.std(ddof=1) / len(values) ** 0.5:.4f}"
 
 
-def best_h2o(nats: dict[tuple, np.ndarray]) -> np.ndarray | None:
-    """H2O as its authors have it, with the positions that suit it better."""
-    both = [nats[key] for key in (("h2o", 0, ""), ("h2o text", 0, "")) if key in nats]
-    return min(both, key=lambda values: values.mean(), default=None)
+def best_of(rows: tuple[str, ...], nats: dict[tuple, np.ndarray]) -> np.ndarray | None:
+    """Of these rows, without further flags, the one with the lowest loss."""
+    some = [values for (row, _, extra), values in nats.items() if row in rows and not extra]
+    return min(some, key=lambda values: values.mean(), default=None)
 
 
 def table(stored: list[dict], **about) -> str:
     """A line for each row that has cells like `about`: nats per token, the mean of its seeds;
-    perplexity; the paired difference from the better H2O with its standard error over documents;
-    and which part of that H2O's gap to full attention is closed, by each seed."""
+    perplexity; the paired difference from H2O, with the positions that suit it better, and its
+    standard error over documents; and which part of that H2O's gap to full attention is closed, by
+    each seed. Rows that are tuned stand in tables of their own, with H2O tuned alike."""
     today = []  # cells that are made by today's flags
     for cell in stored:
         flags = all_flags(ROWS[cell["row"]], cell["mem"], cell["extra"])
@@ -297,7 +298,8 @@ def table(stored: list[dict], **about) -> str:
     order = list(ROWS)
     rows = dict(sorted(rows.items(), key=lambda item: (order.index(item[0][0]), item[0][1:])))
     nats = {key: np.mean([c["by document"] for c in some], axis=0) for key, some in rows.items()}
-    h2o, full = best_h2o(nats), nats.get(("full", 0, ""))
+    h2o = best_of(("h2o", "h2o text", "h2o lora"), nats)
+    full = best_of(("full", "full lora"), nats)
     lines = ["| memory | steps | seeds | nats per token | perplexity | from H2O | gap closed, % |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     for (row, steps, extra), values in nats.items():
@@ -359,7 +361,8 @@ def tables(stored: list[dict]) -> dict[str, str]:
             continue
         for ending, rows in rows_of_tables.items():
             some = [cell for cell in stored if cell["row"] in rows]
-            made[name + ending] = table(some, **about)
+            if any(about.items() <= cell.items() for cell in some):
+                made[name + ending] = table(some, **about)
         if cell["part"] == "choosing":
             made[f"ablations, {size}"] = ablation_table(stored, **about)
     return made
