@@ -214,12 +214,12 @@ def print_left_out(streams: dict[str, np.ndarray], parts: list[str], bos: int) -
 def why_none(streams: dict[str, np.ndarray], parts: list[str], bos: int, L: int) -> str:
     """Why there is no document of L tokens: one of one's own may have fallen into another
     part."""
-    sentence = f"no {' or '.join(parts)} document is so long"
     for part in PARTS:
         if len(long_documents(streams[part], bos, L, 1)):
-            found = f"but by its name one is in the {part} part"
-            return f"{sentence}, {found}; --part {part} or --part all scores it"
-    return f"{sentence}; name a smaller one, or longer texts by --data"
+            sentence = f"no document of the {parts[0]} part is so long, but one of the {part} part"
+            remedy = "--part all scores every document, if none was trained on"
+            return f"{sentence} (the checksum of a name chooses the part); {remedy}"
+    return "no document is so long; name a smaller one, or longer texts by --data"
 
 
 def print_work(

@@ -63,7 +63,8 @@ def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tenso
     """Read tokens (B, L) into the cache by segments; float32 logits (B, V) of what comes
     next. Raises UserError if these are not finite."""
     segments = tokens.split(segment, dim=1)
-    for x in tqdm(segments, "reading", leave=False, delay=2, disable=None):
+    delay = 2 if sys.stderr.isatty() else 10  # seconds before the bar shows
+    for x in tqdm(segments, "reading", leave=False, delay=delay):
         h = model.hidden(x, cache)
     logits = model.logits(h[:, -1])
     if not logits.isfinite().all():
@@ -215,7 +216,11 @@ def warn_if_too_long(settings: Settings, tokens: int) -> None:
     by_slot = settings.positions == "slots" and settings.mem
     positions = min(tokens, settings.room) if by_slot else tokens
     if positions > settings.length:
-        print(f"warning: this may pass the {settings.length:,} tokens trained for", file=sys.stderr)
+        reached = f"positions may reach {positions:,}, and the memory is for {settings.length:,}"
+        remedy = "--positions slots keeps them small"
+        if settings.merged:
+            remedy = "train with a larger --seq, or with --positions slots"
+        print(f"warning: {reached}; {remedy}", file=sys.stderr)
 
 
 def refuse_without_slots(settings: Settings) -> None:

@@ -162,6 +162,8 @@ class Compressor(nn.Module):
             entries = entries.flatten(0, 1).transpose(1, 2)  # (B * G, 2D, R)
             scores = None if scores is None else scores.flatten(0, 1)
             w = self.weights(entries, from_slot.flatten(0, 1), scores)
+            expected = (len(entries), self.conv.out_channels, k.shape[2])  # (N, slots, R)
+            assert w.shape == expected, f"weights of {type(self).__name__}: {w.shape}"
             w = w.unflatten(0, k.shape[:2]).type_as(k)
             return w @ k, w @ v, w  # (4), (5)
 

@@ -537,6 +537,9 @@ def recipe_for(flags: argparse.Namespace, parser: Parser) -> dict:
 
 def state_of_run(flags: argparse.Namespace, parser: Parser) -> tuple[dict, dict]:
     """Tensors and `about` of the run to resume."""
+    if never_began(flags.resume):
+        sentence = "this run has not begun; give its command again, without --resume"
+        parser.error(f"--resume {flags.resume}: {sentence}")
     tensors, about = read_file(flags.resume / "state.safetensors")
     for flag in ("recipe", "out"):
         value = getattr(flags, flag)
@@ -552,6 +555,10 @@ def is_used(out: Path) -> bool:
     """Whether a folder has files. The empty log of a run that never began does not
     count."""
     return any(f.name != "log.jsonl" or f.stat().st_size for f in out.glob("*"))
+
+
+def never_began(out: Path) -> bool:
+    return (out / "log.jsonl").is_file() and not is_used(out)
 
 
 def new_directories(config: TrainConfig) -> Iterator[Path]:
@@ -731,6 +738,8 @@ def explained(sentence: str) -> Iterator[None]:
 
 def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
     """A row for each scored memory."""
+    if not scores:
+        return
     columns = next(iter(scores.values()), [])
     print(f"{counted(documents, 'held-out document'):40}", *columns, sep="  ")
     for name, row in scores.items():
@@ -750,6 +759,9 @@ def print_start(
         print("no --data: it trains on Python's standard library; "
               "name your own text by --data")  # fmt: skip
     print(table_of({"this run": config}))
+    passes = config.steps * config.batch * config.seq / len(text.ids)
+    if passes >= 2:
+        print(f"each token of the text is read about {passes:.0f} times")
     counts = {kind: getattr(settings, kind) for kind in KINDS}
     slots = [f"{count} {kind}" for kind, count in counts.items() if count]
     if slots:
@@ -760,7 +772,7 @@ def print_start(
         print("nothing is merged: this method uses no compressor")
 
 
-BEFORE = "stopped before the first step: nothing is lost"
+BEFORE = "stopped before the first step: nothing is lost; give the same command again"
 
 
 def run(config: TrainConfig, state: dict[str, Tensor], about: dict) -> None:
@@ -796,7 +808,10 @@ def train_and_score(
                 row = score(adapted, text.documents, tokenizer, config, machine)
                 about["scores"][name] = row
 
-        if not state:  # a window and H2O are scored first, as the base is changed then
+        scored = checksum({"documents": text.documents}, "")
+        if about.get("documents") != scored:  # a start, or a run that is resumed with others
+            about["documents"], about["scores"] = scored, {}
+            # A window and H2O are scored first, as the base is changed then.
             for other in baselines(model, settings.mem or config.mem, config.segment):
                 add_score(name_of(other.settings), other)
         adapted = AdaptedLlama(model, settings)

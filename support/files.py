@@ -140,13 +140,15 @@ def created(file: Path) -> Iterator[None]:
 
 def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
     """The tensors of a file of `write_file` by name, mapped into memory, and its JSON object."""
+    if not file.exists():
+        raise UserError(f"{file}: there is no such file")
     try:
         with safe_open(file, framework="pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}
             text, written = json.loads((handle.metadata() or {})["content"])
     except DAMAGED as error:
         reason = why(file, error)
-        raise UserError(f"{file}: not there, damaged or another version's ({reason})") from None
+        raise UserError(f"{file}: damaged or another version's ({reason})") from None
     if checksum(tensors, text) != written:
         raise UserError(f"{file}: damaged, its content does not have its checksum")
     return tensors, json.loads(text)

@@ -118,7 +118,8 @@ def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
                 part = next(part for part in PARTS if number in PARTS[part])
                 streams[part].append(np.array(tokenizer.encode(text), np.int32))
         except UnicodeDecodeError:
-            tqdm.write(f"left out, as it is not in UTF-8: {file}", file=sys.stderr)
+            if library() not in file.parents:  # the library has some on purpose
+                tqdm.write(f"left out, as it is not in UTF-8: {file}", file=sys.stderr)
     return {part: torch.from_numpy(np.concatenate(ids)) for part, ids in streams.items()}
 
 

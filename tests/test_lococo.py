@@ -211,6 +211,15 @@ def test_the_official_codes_memory_equals_its_published_formula(config, gate, ke
     check_against_slow_memory(adapted, official_rows)
 
 
+def test_weights_of_another_shape_are_named(monkeypatch):
+    """A compressor of one's own returns two rows in place of three."""
+    compressor = COMPRESSORS["paper"](4, 3, 5)
+    monkeypatch.setattr(type(compressor), "weights", lambda *args: torch.ones(4, 2, 9))
+    k, v = torch.randn(2, 2, 2, 9, 4)
+    with pytest.raises(AssertionError, match=r"weights of Compressor: torch.Size\(\[4, 2, 9"):
+        compressor(k, v, torch.zeros(2, 2, 9, dtype=torch.bool), None)
+
+
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_sharper_logits(name):
     """They are 16 times as large. What is no logit, the official code's gate, stays."""

@@ -224,11 +224,25 @@ def test_ctrl_c_before_the_first_step_and_after_the_last(run, monkeypatch):
 
     monkeypatch.setattr(train, "score", interrupted)
     code, _, err = run(train, f"{LINES[train]} --score-tokens 100")
-    assert (code, err.splitlines()[-1]) == (130, "stopped before the first step: nothing is lost")
+    assert code == 130 and err.splitlines()[-1].startswith("stopped before the first step: noth")
+    code, _, err = run(train, "--resume run")
+    assert code == 2 and "this run has not begun; give its command again" in err
     code, _, err = run(train, f"{LINES[train]} --score-tokens 100")
     assert code == 130 and "to score: python train.py --resume run" in err.splitlines()[-1]
     code, out, err = run(train, "--resume run")
     assert code == 0 and "lococo+window, after training" in out, err
+
+
+def test_a_table_has_one_set_of_documents(run):
+    """A run that is resumed with more of them scores its baselines again."""
+    code, out, err = run(train, f"{LINES[train]} --score-tokens 100")
+    assert code == 0 and "1 held-out document " in out, err
+    code, out, err = run(train, "--resume run --score-tokens 200")
+    assert code == 0 and "2 held-out documents" in out, err
+    names = [WINDOW_ROW, H2O_ROW, "lococo+window, after training"]
+    assert [name for name in cells(out) if name in [*names, "lococo+window, before"]] == names
+    other = run(train, f"{LINES[train]} --score-tokens 200".replace("run", "other"))[1]
+    assert cells(other)[WINDOW_ROW] == cells(out)[WINDOW_ROW] and H2O_ROW in cells(other)
 
 
 def test_help_says_what_a_recipe_sets(run):
@@ -276,7 +290,7 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
 def test_a_warning_if_positions_pass_the_context(run, flags, warned):
     """The prompt has 2,349 tokens."""
     code, _, err = run(generate, f"--prompt {HERE}/assets/prompt.txt --max-new-tokens 1 {flags}")
-    assert code == 0 and ("may pass the 1,024 tokens trained for" in err) == warned, err
+    assert code == 0 and ("and the memory is for 1,024; --positions" in err) == warned, err
 
 
 def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, monkeypatch):
@@ -463,8 +477,8 @@ def test_a_book_of_ones_own_that_fell_into_another_part(run):
     Path("2.txt").write_text("some words of a book\n" * 300)
     words = "adapter --data 2.txt --lengths 64"
     code, _, err = run(eval_ppl, words)
-    assert code == 2 and "no held-out document" in err
-    assert "--part training or --part all scores it\n" in err
+    assert code == 2 and "no document of the held-out part is so long" in err
+    assert "but one of the training part" in err and "--part all scores every document" in err
     for part in ("training", "all"):
         code, out, _ = run(eval_ppl, f"{words} --part {part}")
         assert code == 0 and "1 of 64 tokens" in out
