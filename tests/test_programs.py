@@ -239,10 +239,11 @@ def test_a_table_has_one_set_of_documents(run):
     assert code == 0 and "1 held-out document " in out, err
     code, out, err = run(train, "--resume run --score-tokens 200")
     assert code == 0 and "2 held-out documents" in out, err
-    names = [WINDOW_ROW, H2O_ROW, "lococo+window, after training"]
-    assert [name for name in cells(out) if name in [*names, "lococo+window, before"]] == names
+    assert WINDOW_ROW in cells(out) and "lococo+window, after training" in cells(out)
+    assert "lococo+window, before training" not in cells(out)  # these parameters are gone
     other = run(train, f"{LINES[train]} --score-tokens 200".replace("run", "other"))[1]
-    assert cells(other)[WINDOW_ROW] == cells(out)[WINDOW_ROW] and H2O_ROW in cells(other)
+    for name in (WINDOW_ROW, H2O_ROW):
+        assert cells(other)[name] == cells(out)[name]
 
 
 def test_help_says_what_a_recipe_sets(run):

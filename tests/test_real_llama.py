@@ -65,7 +65,7 @@ def test_cells_of_other_documents_have_a_table_of_their_own(make):
     make("--rows full h2o --documents 2")
     stored, out = make("--rows full --documents 1")
     assert len(stored) == 3
-    two, one = "test, M = 16, 64 tokens, 2 documents\n", "test, M = 16, 64 tokens, 1 documents\n"
+    two, one = "test, M = 16, 64 tokens, 2 documents\n", "test, M = 16, 64 tokens, 1 document\n"
     assert two in out and one in out
     assert out[out.index(two) : out.index(one)].count("| full attention |") == 1
     with pytest.raises(UserError, match="--seq 5000: no document of .* is so long"):

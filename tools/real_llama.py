@@ -35,7 +35,8 @@ import train  # noqa: E402
 from eval_ppl import token_losses  # noqa: E402
 from lococo import AdaptedLlama, load_adapter  # noqa: E402
 from model import Tokenizer, load_base  # noqa: E402
-from support.command_line import HERE, Machine, at_least, prepare, run_program  # noqa: E402
+from support.command_line import HERE, Machine, at_least, counted  # noqa: E402
+from support.command_line import prepare, run_program  # noqa: E402
 from support.files import UserError  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
@@ -355,7 +356,7 @@ def tables(stored: list[dict]) -> dict[str, str]:
         about = {key: cell[key] for key in ("part", "mem", "seq", "documents")}
         size = f"M = {cell['mem']}, {cell['seq']:,} tokens"
         if cell["documents"] != DOCUMENTS:
-            size += f", {cell['documents']} documents"
+            size += f", {counted(cell['documents'], 'document')}"
         name = f"{cell['part']}, {size}"
         if name in made:
             continue
