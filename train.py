@@ -117,7 +117,7 @@ RECIPES = {  # what each changes of the defaults above
     "inference": dict(
         method="lococo+h2o+recent", mem=64, segment=None, seq=1024,
         compressor="scored", kernel=3, lora_rank=0, conv_lr=2e-2,
-        steps=60, batch=None, micro_batch=4, bptt=4, sharper=16.0,
+        steps=60, batch=None, micro_batch=4, sharper=16.0,
     ),
     # Ours: twice the pretrained context; 240 x 4,096 tokens. 32 documents are scored.
     "embedded": dict(

@@ -71,7 +71,7 @@ class Row:
 PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2 --bptt 1 --sharper 1"
 RECIPE = "--recipe inference --sharper 16"
 SOFT = "--recipe inference --sharper 1"  # a merged slot is a mixture
-LORA = "--lora-rank 8 --lr 3e-4"
+LORA = "--lora-rank 8 --lr 3e-4 --bptt 4"
 ROWS = {
     "full": Row("full attention", "--method full", trained=False),
     "window": Row("window: 4 first, M - 4 last", "--method streaming", trained=False),
@@ -138,32 +138,38 @@ class Change:
     steps: int
 
 
+# The recipe sent the gradient through 4 segments when the table of changes was begun. Through 1 the
+# loss is the same, so the recipe has 1 today; the changes are compared with 4 each.
+FOUR = "--bptt 4"
 ABLATIONS = (
-    Change("**ours**", "ours", "", 40),
+    Change("**ours**, with a gradient through 4 segments", "ours", FOUR, 40),
     Change("not trained: filters as at the start", "ours", "--conv-lr 0", 1),
-    Change("mixtures: logits as trained, not multiplied by 16", "ours soft", "", 40),
+    Change("mixtures: logits as trained, not multiplied by 16", "ours soft", FOUR, 40),
     Change("mixtures, not trained", "ours soft", "--conv-lr 0", 1),
-    Change("logits multiplied by 4", "ours", "--sharper 4", 40),
-    Change("logits multiplied by 64", "ours", "--sharper 64", 40),
-    Change("1 tap instead of 3", "ours", "--kernel 1", 40),
-    Change("1 tap, mixtures", "ours soft", "--kernel 1", 40),
-    Change("9 taps", "ours", "--kernel 9", 40),
-    Change("21 taps", "ours", "--kernel 21", 40),
+    Change("logits multiplied by 4", "ours", f"{FOUR} --sharper 4", 40),
+    Change("logits multiplied by 64", "ours", f"{FOUR} --sharper 64", 40),
+    Change("1 tap instead of 3", "ours", f"{FOUR} --kernel 1", 40),
+    Change("1 tap, mixtures", "ours soft", f"{FOUR} --kernel 1", 40),
+    Change("9 taps", "ours", f"{FOUR} --kernel 9", 40),
+    Change("21 taps", "ours", f"{FOUR} --kernel 21", 40),
     Change("one entry in training, too: straight-through gradient", "ours",
-           "--compressor scored-straight-through --sharper 1", 40),
-    Change("all slots choose at once", "ours", "--compressor scored-at-once", 40),
-    Change("all slots choose at once, mixtures", "ours soft", "--compressor scored-at-once", 40),
-    Change("one filter for all slots", "ours", "--compressor scored-one-filter", 40),
-    Change("a softmax alone, mixtures", "ours soft", "--compressor softmax", 40),
-    Change("8 heavy and 32 merged slots instead of 24 and 16", "ours", "--heavy 8 --recent 24", 40),
-    Change("32 heavy and 8 merged slots", "ours", "--heavy 32 --recent 24", 40),
-    Change("36 heavy and 12 last slots instead of 24 and 24", "ours", "--heavy 36 --recent 12", 40),
-    Change("12 heavy and 36 last slots", "ours", "--heavy 12 --recent 36", 40),
-    Change("gradient through 1 segment instead of 4", "ours", "--bptt 1", 40),
+           f"{FOUR} --compressor scored-straight-through --sharper 1", 40),
+    Change("all slots choose at once", "ours", f"{FOUR} --compressor scored-at-once", 40),
+    Change("all slots choose at once, mixtures",
+           "ours soft", f"{FOUR} --compressor scored-at-once", 40),
+    Change("one filter for all slots", "ours", f"{FOUR} --compressor scored-one-filter", 40),
+    Change("a softmax alone, mixtures", "ours soft", f"{FOUR} --compressor softmax", 40),
+    Change("8 heavy and 32 merged slots instead of 24 and 16",
+           "ours", f"{FOUR} --heavy 8 --recent 24", 40),
+    Change("32 heavy and 8 merged slots", "ours", f"{FOUR} --heavy 32 --recent 24", 40),
+    Change("36 heavy and 12 last slots instead of 24 and 24",
+           "ours", f"{FOUR} --heavy 36 --recent 12", 40),
+    Change("12 heavy and 36 last slots", "ours", f"{FOUR} --heavy 12 --recent 36", 40),
+    Change("gradient through 1 segment, as in the recipe", "ours", "", 40),
     Change("gradient through 2 segments", "ours", "--bptt 2", 40),
-    Change("rate 0.005 instead of 0.02", "ours", "--conv-lr 5e-3", 40),
-    Change("rate 0.05", "ours", "--conv-lr 5e-2", 40),
-    Change("no forgetting", "ours", "--forget 1", 40),
+    Change("rate 0.005 instead of 0.02", "ours", f"{FOUR} --conv-lr 5e-3", 40),
+    Change("rate 0.05", "ours", f"{FOUR} --conv-lr 5e-2", 40),
+    Change("no forgetting", "ours", f"{FOUR} --forget 1", 40),
 )
 
 # In README.md.
