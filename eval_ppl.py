@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lococo import METHODS, AdaptedLlama, Settings, load_adapter, read_adapter
+from lococo import METHODS, Adapter, AdaptedLlama, Settings, load_adapter, read_adapter
 from lococo import segment_losses, untrained
 from model import Llama, Tokenizer, load_base
 from support.command_line import TINY, Machine, Parser, at_least, counted, method_flags
@@ -74,10 +74,9 @@ def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
 NAME = 36  # columns for a method's name in a table
 
 
-def memory_sizes(runs: list[Path]) -> list[tuple[int, int]]:
-    """(M, T) of each different memory among the runs, read from their adapters alone. So a
-    bad adapter is refused before anything is scored."""
-    settings = [read_adapter(run)[0] for run in runs]
+def memory_sizes(adapters: list[Adapter]) -> list[tuple[int, int]]:
+    """(M, T) of each different memory among the adapters."""
+    settings = [adapter.settings for adapter in adapters]
     return list(dict.fromkeys((s.mem, s.segment) for s in settings if s.mem))
 
 
@@ -145,8 +144,8 @@ def parse() -> argparse.Namespace:
     add("--data", type=text_path, nargs="+", default=[], metavar="PATH",
         help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
     add("--part", choices=(*PARTS, "all"),
-        help="which of the texts, by the checksum of their names: those that train.py trains on, "
-             "or not (default: held-out; without a RUN all of --data)")
+        help="which of the texts, by the checksum of their names (default: held-out, which "
+             "train.py has not seen; all of --data without a RUN or if it had --held-out)")
     add("--documents", type=at_least(1), default=64, metavar="N",
         help="documents of each length at most (default: 64)")
     add("--micro-batch", type=at_least(1), default=4, metavar="N",
@@ -158,13 +157,21 @@ def parse() -> argparse.Namespace:
         help="with --recall: lines `@ name name = word` (default), or sentences as RULER's needles")
     args = parser.parse_args()
     parser.refuse_counts(args)
-    # Without a run nothing was trained on any of --data.
-    usual = "all" if args.data and not args.runs else "held-out"
-    args.part = args.part or usual
-    args.parts = list(PARTS) if args.part == "all" else [args.part]
     if not args.runs and not args.method and args.model.resolve() == TINY:
         args.runs = [TINY]
     return args
+
+
+def parts_to_score(args: argparse.Namespace, adapters: list[Adapter]) -> list[str]:
+    """The part that --part names. Otherwise the part that train.py holds out, if a RUN has
+    left it out. With --held-out a run trains on all of its --data, so that it is for other
+    texts, and all of these are scored, as without a RUN."""
+    seen = [run for run, a in zip(args.runs, adapters) if "held-out" in a.parts]
+    for run in seen:
+        print(f"{run}: no part of its --data was held out; score other texts", file=sys.stderr)
+    usual = "all" if args.data and len(seen) == len(args.runs) else "held-out"
+    part = args.part or usual
+    return list(PARTS) if part == "all" else [part]
 
 
 def print_means(
@@ -185,19 +192,21 @@ def print_means(
     return rows
 
 
-def documents_to_score(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[int, Tensor]:
-    """By length L the first documents of the parts that are scored, (N, L)."""
+def documents_to_score(
+    args: argparse.Namespace, parts: list[str], tokenizer: Tokenizer
+) -> dict[int, Tensor]:
+    """By length L the first documents of these parts, (N, L)."""
     streams = token_streams(args.data, tokenizer)
     documents = {}
     for L in args.lengths:
         rows = [
-            long_documents(streams[part], tokenizer.bos, L, args.documents) for part in args.parts
+            long_documents(streams[part], tokenizer.bos, L, args.documents) for part in parts
         ]
         documents[L] = torch.cat(rows)[: args.documents]
         if not len(documents[L]):
-            raise UserError(f"--lengths {L}: {why_none(streams, args.parts, tokenizer.bos, L)}")
+            raise UserError(f"--lengths {L}: {why_none(streams, parts, tokenizer.bos, L)}")
     if args.data:
-        print_left_out(streams, args.parts, tokenizer.bos)
+        print_left_out(streams, parts, tokenizer.bos)
     return documents
 
 
@@ -293,22 +302,25 @@ def main() -> None:
     args = parse()
     machine = prepare(args.device, args.dtype, args.seed)
     tokenizer = Tokenizer(args.model)
-    sizes = memory_sizes(args.runs)
+    # A bad adapter is refused here, before anything is scored.
+    adapters = [read_adapter(run) for run in args.runs]
+    parts = parts_to_score(args, adapters)
+    sizes = memory_sizes(adapters)
     if args.method or not args.recall:
         sizes = []  # no more methods than are asked for
-    documents = documents_to_score(args, tokenizer)
+    documents = documents_to_score(args, parts, tokenizer)
     L, last = list(documents.items())[-1]
     told = None
     if args.recall:
-        names = "held-out" if args.part == "all" else args.part  # of facts
+        names = parts[0] if len(parts) == 1 else "held-out"  # of facts
         told, told_ago = tell_all(last, names, tokenizer, args.fact_form)
     methods, losses, hits, reaches = score_all(args, machine, sizes, documents, told)
     reach = max(reaches, default=0)
 
     counts = {length: len(rows) for length, rows in documents.items()}
     listed = ", ".join(f"{count} of {length} tokens" for length, count in counts.items())
-    print(f"documents ({', '.join(args.parts)}): {listed}; cache bytes at {L}")
-    report = {"parts": args.parts, "documents": counts, "methods": methods}
+    print(f"documents ({', '.join(parts)}): {listed}; cache bytes at {L}")
+    report = {"parts": parts, "documents": counts, "methods": methods}
     if args.by_position:
         position = torch.arange(1, L).expand(len(last), -1)
         kinds = ranges("position ", position, reach)

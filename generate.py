@@ -363,7 +363,7 @@ def memories_of_page(
             raise UserError(f"--show-memory {args.page}: this base has no adapter; {remedy}")
     mem, segment = args.mem or 512, args.segment
     if run:
-        settings = read_adapter(run)[0]
+        settings = read_adapter(run).settings
         refuse_for_page(settings)
         if not args.mem:
             mem, segment = settings.mem, args.segment or settings.segment

@@ -11,7 +11,7 @@ similar names:
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -670,9 +670,17 @@ def identity(adapted: AdaptedLlama) -> dict:
     return dict(settings=asdict(adapted.settings), base=checksum(some, about))
 
 
-def read_adapter(run: Path) -> tuple[Settings, dict[str, Tensor], str]:
-    """Of a run directory of train.py: settings, tensors, and which base they belong to.
-    Raises UserError."""
+class Adapter(NamedTuple):
+    """What a run directory of train.py holds."""
+
+    settings: Settings
+    tensors: dict[str, Tensor]  # what was trained, by name
+    base: str  # the checksum of its base, see `identity`
+    parts: list[str]  # of its texts, see support.text.PARTS: those that it was trained on
+
+
+def read_adapter(run: Path) -> Adapter:
+    """Raises UserError."""
     tensors, about = read_file(run / "adapter.safetensors")
     try:
         settings = Settings(**about["settings"])
@@ -683,13 +691,13 @@ def read_adapter(run: Path) -> tuple[Settings, dict[str, Tensor], str]:
         unknown = f"its compressor {settings.compressor!r} is unknown"
         known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
         raise UserError(f"{run}: {unknown}; {known}")
-    return settings, tensors, base
+    return Adapter(settings, tensors, base, about.get("parts", ["training"]))
 
 
 def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
     """Put the adapter of a run directory of train.py onto its base model. Raises
     UserError."""
-    settings, tensors, base = read_adapter(run)
+    settings, tensors, base, _ = read_adapter(run)
     adapted = AdaptedLlama(model, settings)
     trained = adapted.trained()
     stored = {name: t.shape for name, t in tensors.items()}

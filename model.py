@@ -391,6 +391,7 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
     """A model from a directory in Meta's layout (params.json) or Hugging Face's
     (config.json), with its weights in `dtype`. Raises UserError if a file is missing,
     damaged or of another model."""
+    refuse_missing(path)
     if (path / "params.json").is_file():
         file = path / "params.json"
         name_in_file = str  # returns a name as it is: ours are Meta's
@@ -618,9 +619,17 @@ class Tokenizer:
         return added or self.tokens.name(i)
 
 
+def refuse_missing(path: Path) -> None:
+    """Raises UserError if there is no such model."""
+    if not path.is_dir():
+        remedy = "docs/models.md says which models load, and how to download one"
+        raise UserError(f"{path}: there is no such folder of a model; {remedy}")
+
+
 def tokenizer_file(path: Path) -> Path:
     """The tokenizer's file: in the model's directory or, as Meta has it, in the parent
     directory. For "." or a link it may also be the parent of the directory itself."""
+    refuse_missing(path)
     parents = (path.parent, path.resolve().parent)
     places = [path / "tokenizer.model", path / "tokenizer.json"]
     for file in places + [parent / "tokenizer.model" for parent in parents]:

@@ -306,8 +306,8 @@ def train(
             progress = f"step {step + 1}/{config.steps}, loss {loss:.3f}"
             bar.set_postfix_str(progress, refresh=False)
             before_clipping = [round(norm.item(), 6) for norm in norms]
-            about = {"step": step + 1, "loss": loss, "gradient norms": before_clipping}
-            log.write(json.dumps(about) + "\n")
+            line = {"step": step + 1, "loss": loss, "gradient norms": before_clipping}
+            log.write(json.dumps(line) + "\n")
             log.flush()
             stop = add_up(torch.tensor(len(noted))) > 0
             if stop or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
@@ -640,8 +640,9 @@ class Texts(NamedTuple):
     """What a run trains on and scores."""
 
     ids: np.ndarray  # tokens to train on
+    parts: list[str]  # of --data, those that they are from
     documents: Tensor  # to score, (N, L)
-    about: str  # for the user
+    summary: str  # for the user
 
 
 def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
@@ -650,29 +651,30 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
     streams = token_streams([Path(name) for name in config.data], tokenizer)
     sizes = {part: size_of(ids, tokenizer) for part, ids in streams.items()}
     part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
-    ids, held_out = streams[part], streams["held-out"]
-    about = f"text: {sizes[part]} to train on"
+    parts, ids, held_out = [part], streams[part], streams["held-out"]
+    summary = f"text: {sizes[part]} to train on"
     if part != "training":
-        about += f" (no name falls into the training part, so that the {part} part trains)"
+        summary += f" (no name falls into the training part, so that the {part} part trains)"
     for other in ("held-out", "choosing"):
         if other != part:
-            about += f", {sizes[other]} {PURPOSES[other]}"
+            summary += f", {sizes[other]} {PURPOSES[other]}"
     reason = f"no document that is held out has --seq {config.seq} tokens"
     if config.held_out:
         others = token_streams([Path(name) for name in config.held_out], tokenizer)
         ids, held_out = (np.concatenate([*some.values()]) for some in (streams, others))
-        about = f"text: {size_of(ids, tokenizer)} to train on, "
-        about += f"{size_of(held_out, tokenizer)} held out"
+        parts = [*streams]
+        summary = f"text: {size_of(ids, tokenizer)} to train on, "
+        summary += f"{size_of(held_out, tokenizer)} held out"
     elif part == "held-out":
         held_out = held_out[:0]
         reason = "the documents that are held out train"
 
     most = max(1, config.score_tokens // config.seq) if config.score_tokens else 0
     documents = long_documents(held_out, tokenizer.bos, config.seq, most)
-    about += f"\n{counted(len(documents), 'document')} to score"
+    summary += f"\n{counted(len(documents), 'document')} to score"
     if most and not len(documents):
-        about += f": {reason}; others can be named by --held-out"
-    return Texts(ids, documents, about)
+        summary += f": {reason}; others can be named by --held-out"
+    return Texts(ids, parts, documents, summary)
 
 
 def size_of(ids: np.ndarray, tokenizer: Tokenizer) -> str:
@@ -754,7 +756,7 @@ def print_start(
     config: TrainConfig, settings: Settings, machine: Machine, text: Texts
 ) -> None:
     print(f"recipe {config.recipe} on {config.model}, {machine.dtype} on {machine.device}")
-    print(text.about)
+    print(text.summary)
     if not config.data and Path(config.model) != TINY:
         print("no --data: it trains on Python's standard library; "
               "name your own text by --data")  # fmt: skip
@@ -828,17 +830,20 @@ def train_and_score(
         raise SystemExit(128 + stopped)
     if RANK == 0:
         with explained(f"stopped after the last step; to score: {again}"):
-            write_adapter(adapted, config)
+            write_adapter(adapted, config, text.parts)
             add_score(f"{config.method}, after training", adapted)
         print_scores(about["scores"], len(text.documents))
         print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
 
 
-def write_adapter(adapted: AdaptedLlama, config: TrainConfig) -> None:
+def write_adapter(adapted: AdaptedLlama, config: TrainConfig, parts: list[str]) -> None:
+    """`parts` are those of the texts that it was trained on. The usual one is not
+    written."""
     for compressor in adapted.compressors:
         compressor.sharpen(config.sharper)
     file = Path(config.out, "adapter.safetensors")
-    write_file(file, adapted.trained(), **identity(adapted))
+    unusual = {} if parts == ["training"] else {"parts": parts}
+    write_file(file, adapted.trained(), **identity(adapted), **unusual)
     if config.sharper != 1 and len(adapted.compressors) and config.compressor != "paper":
         print(f"the convolutions' logits are multiplied by {config.sharper:g} now "
               "(--sharper); the losses in log.jsonl are those of the model before")  # fmt: skip

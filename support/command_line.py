@@ -146,6 +146,8 @@ def run_program(main: Callable[[], None]) -> None:
         os._exit(1)
     except UserError as error:
         end_with(str(error))
+    except FileNotFoundError as error:
+        end_with(f"{error.filename}: there is no such file")
     except OSError as error:
         end_with(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (RuntimeError, MemoryError) as error:

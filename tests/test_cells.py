@@ -19,6 +19,7 @@ def make(own_folders, monkeypatch, capsys):
     Path("prose.jsonl").write_text("".join(rows))
     monkeypatch.setattr(reproduce, "RESULTS", Path("docs/cells.jsonl").resolve())
     monkeypatch.setattr(reproduce, "RUNS", Path("runs").resolve())
+    monkeypatch.setattr(cells.train, "sequences_of", lambda seq: 4)  # of a step
 
     def call(words, data="prose.jsonl"):
         line = f"reproduce.py --model {TINY} --data {data} --mem 16 --seq 64 --steps 1 {words}"

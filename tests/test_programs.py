@@ -26,8 +26,8 @@ from lococo import untrained
 from model import load_llama
 from support.command_line import HERE, TINY, run_program
 from support.facts import tell
-from support.files import write_file
-from support.text import long_documents, token_streams
+from support.files import read_file, write_file
+from support.text import PARTS, long_documents, token_streams
 
 LINES = {
     train: "--data text --mem 16 --segment 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 "
@@ -150,6 +150,20 @@ def test_a_text_that_is_all_held_out_is_trained_on_and_not_scored(run):
     code, out, err = run(train, f"{LINES[train]} --data 1.txt")
     assert code == 0 and "0 documents to score" in out, err
     assert "1 of 64 tokens" in run(eval_ppl, f"{LINES[eval_ppl]} --data 1.txt")[1]
+
+
+@pytest.mark.parametrize("words, parts", [
+    ("--held-out own.jsonl", [*PARTS]), ("--data 1.txt", ["held-out"]), ("", None)])
+def test_a_text_is_scored_whole_if_a_run_held_nothing_out(run, words, parts):
+    """eval_ppl.py knows the parts that a run was trained on by its adapter."""
+    Path("1.txt").write_text("one lone file of text\n" * 300)
+    rows = [json.dumps({"text": f"{n} {'some words ' * 60}"}) for n in range(20)]
+    Path("own.jsonl").write_text("\n".join(rows))
+    code, _, err = run(train, f"{LINES[train]} --score-tokens 0 --steps 1 {words}")
+    assert code == 0 and read_file(Path("run/adapter.safetensors"))[1].get("parts") == parts, err
+    _, out, err = run(eval_ppl, "run --data own.jsonl --lengths 64 --documents 99")
+    assert (": 20 of 64 tokens" in out) == (parts is not None)
+    assert ("run: no part of its --data was held out" in err) == (parts is not None)
 
 
 def test_a_text_for_choosing_is_trained_on_and_another_one_is_scored(run, tokenizer):
@@ -533,7 +547,7 @@ FOLLOWING = {
         ("--forget 1.5", "--forget 1.5: it must be from 0 to 1"), ("--forget nan", "--forget nan"),
         ("--device hpu", "--device hpu: this torch has no"),
         ("--show-memory 0 2", "--show-memory 0 2"), ("--method lococo", "--method lococo"),
-        ("--prompt -", "--prompt -"), ("--prompt allocate", "allocate: No such file"),
+        ("--prompt -", "--prompt -"), ("--prompt allocate", "allocate: there is no such file"),
         ("--prompt latin", "latin: not UTF-8 text (byte 3)"), ("--model nan-base", "finite"),
         ("--adapter adapter", "adapter, h2o: one at a time"), ("--save-memory no/m", "no/m: there"),
         ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
@@ -564,10 +578,11 @@ FOLLOWING = {
         ("--seq 33", "--seq 33"), ("--seq 99999", "--seq 99999"), ("--device gpu", "--device gpu"),
         ("--method magic", "choice: 'magic'"), ("--mem 3", "--mem 3"), ("--steps 1.5", "'1.5'"),
         ("--sinks 9 --recent 8", "not fit"), ("--method full --recent 8", "--method full --mem 16"),
-        ("--method streaming --sinks 0 --recent 0", "not fit"), ("--model missing", "missing/"),
+        ("--method streaming --sinks 0 --recent 0", "not fit"),
+        ("--model missing", "missing: there is no such folder of a model"),
         ("--method lococo+sinks --sinks 16", "not fit"), ("--device meta", "--device meta"),
         ("--method h2o --lora-rank 0", "nothing to train"), ("--data text nowhere", "nowhere"),
-        ("--model missing --out text", "text: it is there"), ("--out latin/run", "latin"),
+        ("--out text", "text: it is there"), ("--out latin/run", "latin"),
         ("--resume nowhere", "nowhere/state"), ("--data ''", "--data '': this name is empty"),
     ],
 }  # fmt: skip

@@ -122,7 +122,7 @@ def test_the_programs_run_on_such_a_base(folder, run):
     """Training with facts (there are 12 words), a table, greedy text, shown and saved memories."""
     for name in ("config.json", "model.safetensors"):
         shutil.copy(TINY / name, folder / name)
-    words = f"--model {folder} --data text --mem 16 --seq 96 --steps 1 --facts 1"
+    words = f"--model {folder} --data text --mem 16 --seq 96 --steps 1 --batch 2 --facts 1"
     code, out, err = run(train, f"{words} --recipe embedded --score-tokens 0 --out run")
     assert code == 0, err
     base = f"--model {folder} --adapter run --prompt text/0.py"

@@ -159,6 +159,8 @@ ABLATIONS = (
            "ours soft", f"{FOUR} --compressor scored-at-once", 40),
     Change("one filter for all slots", "ours", f"{FOUR} --compressor scored-one-filter", 40),
     Change("a softmax alone, mixtures", "ours soft", f"{FOUR} --compressor softmax", 40),
+    Change("without the attention received: compressor `facts`",
+           "ours", f"{FOUR} --compressor facts", 40),
     Change("8 heavy and 32 merged slots instead of 24 and 16",
            "ours", f"{FOUR} --heavy 8 --recent 24", 40),
     Change("32 heavy and 8 merged slots", "ours", f"{FOUR} --heavy 32 --recent 24", 40),

@@ -111,7 +111,7 @@ def sort_words(
 
 def main() -> None:
     args = parse()
-    settings = read_adapter(args.memory[0])[0]
+    settings = read_adapter(args.memory[0]).settings
     texts, nats = score(args, settings.length)
     rows, gains = sort_words(texts, nats, settings.mem, settings.room)
     total = (nats["memory"] - nats["window"]).sum()
