@@ -175,20 +175,20 @@ def parts_to_score(args: argparse.Namespace, adapters: list[Adapter]) -> list[st
 
 
 def print_means(
-    title: str, kinds: dict[str, Tensor], values: dict[str, Tensor]
+    title: str, masks: dict[str, Tensor], values: dict[str, Tensor]
 ) -> dict[str, dict[str, float | None]]:
     """A row for each mask, with the number of its tokens; a column for each method. Returns
     the rows; a mean of no tokens is None."""
     print(f"\n{title:30}{'tokens':>9}", *(f"{name:>5}" for name in values), sep="  ")
     rows = {}
-    for kind, mask in kinds.items():
+    for label, mask in masks.items():
         tokens, row = int(mask.sum()), ""
-        rows[kind] = {"tokens": tokens}
+        rows[label] = {"tokens": tokens}
         for name, value in values.items():
             mean = value[mask].double().mean().item() if tokens else None
-            rows[kind][name] = mean
+            rows[label][name] = mean
             row += f"  {'-' if mean is None else f'{mean:.3f}':>{max(len(name), 5)}}"
-        print(f"{kind:30}{tokens:>9,}{row}")
+        print(f"{label:30}{tokens:>9,}{row}")
     return rows
 
 
@@ -323,8 +323,8 @@ def main() -> None:
     report = {"parts": parts, "documents": counts, "methods": methods}
     if args.by_position:
         position = torch.arange(1, L).expand(len(last), -1)
-        kinds = ranges("position ", position, reach)
-        report["nats by position"] = print_means(f"nats in {L} tokens", kinds, losses)
+        masks = ranges("position ", position, reach)
+        report["nats by position"] = print_means(f"nats in {L} tokens", masks, losses)
     if args.recall:
         title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer).words)}"
         report["recall"] = print_means(title, ranges("told ago ", told_ago, reach), hits)

@@ -460,11 +460,11 @@ def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]
     for name in sorted({name for shard in shards for name in shard} - {"rope.freqs"}):
         parts = [shard[name] for shard in shards if name in shard]
         # "wq" of "layers.0.attention.wq.weight"
-        kind = name.removesuffix(".weight").split(".")[-1]
+        last = name.removesuffix(".weight").split(".")[-1]
         try:
-            cut = 1 if kind in ("tok_embeddings", "wo", "w2") else 0
-            tensor = parts[0] if "norm" in kind else torch.cat(parts, dim=cut)
-            if kind in ("wq", "wk"):
+            cut = 1 if last in ("tok_embeddings", "wo", "w2") else 0
+            tensor = parts[0] if "norm" in last else torch.cat(parts, dim=cut)
+            if last in ("wq", "wk"):
                 # Meta turns neighbouring channels (2i, 2i + 1), `rotate` (i, i + D/2).
                 pairs = tensor.unflatten(0, (-1, config.head_dim // 2, 2))
                 tensor = pairs.transpose(1, 2).flatten(0, 2)
@@ -629,12 +629,12 @@ def refuse_missing(path: Path) -> None:
 def tokenizer_file(path: Path) -> Path:
     """The tokenizer's file: in the model's directory or, as Meta has it, in the parent
     directory. For "." or a link it may also be the parent of the directory itself."""
-    refuse_missing(path)
     parents = (path.parent, path.resolve().parent)
     places = [path / "tokenizer.model", path / "tokenizer.json"]
     for file in places + [parent / "tokenizer.model" for parent in parents]:
         if file.is_file():
             return file
+    refuse_missing(path)
     raise UserError(f"{path}: there is no tokenizer.model and no tokenizer.json in it")
 
 
@@ -682,17 +682,17 @@ class JsonTokens:
             raise ValueError("no file beside it names a token that begins or ends a text")
         self.bos = begins[0]
 
-    def special_ids(self, folder: Path, kind: str) -> list[int]:
-        """The ids of kind "bos" or "eos" that the files name, the tokenizer's own first."""
+    def special_ids(self, folder: Path, role: str) -> list[int]:
+        """The ids of role "bos" or "eos" that the files name, the tokenizer's own first."""
         found = []
         for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
             file = folder / name
             content = read_json(file) if file.is_file() else {}
-            token = content.get(f"{kind}_token")  # "<s>", or {"content": "<s>", ...}
+            token = content.get(f"{role}_token")  # "<s>", or {"content": "<s>", ...}
             if token:
                 text = token["content"] if isinstance(token, dict) else token
                 found.append(self.tokenizer.token_to_id(text))
-            ids = content.get(f"{kind}_token_id")  # 1, or [1, 2]
+            ids = content.get(f"{role}_token_id")  # 1, or [1, 2]
             found += ids if isinstance(ids, list) else [ids]
         return [i for i in dict.fromkeys(found) if i is not None]
 

@@ -321,9 +321,9 @@ def train(
 
 
 def save_state(
-    adapted: AdaptedLlama, optimizer: AdamW, file: Path, about: dict, step: int
+    adapted: AdaptedLlama, optimizer: AdamW, file: Path, record: dict, step: int
 ) -> None:
-    """Write what trains, AdamW's moments and `about`. Nothing in a step is random, so that
+    """Write what trains, AdamW's moments and `record`. Nothing in a step is random, so that
     a run which goes on from here ends with the same bytes."""
     tensors = {}
     for name, p in adapted.trained().items():
@@ -331,7 +331,7 @@ def save_state(
         for key, moment in optimizer.state[p].items():
             tensors[f"{key} {name}"] = moment
     if RANK == 0:
-        write_file(file, tensors, **about | {"step": step})
+        write_file(file, tensors, **record | {"step": step})
     wait_for_all()  # for the file: torchrun ends all processes when one ends with an error
 
 
@@ -500,7 +500,9 @@ def with_absolute_paths(value):
 
 def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor], dict]:
     """The configuration that a command line asks for (None: the program's own), and the
-    state to resume from: its tensors (none at a start) and its `about`."""
+    state to resume from: its tensors (none at a start) and its record, which has the steps
+    done, the configuration, the scores so far, and checksums of model, text and
+    documents."""
     parser = make_parser()
     flags = parser.parse_args(line)
     given = {
@@ -509,11 +511,11 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
         if value is not None
     }
     if flags.resume:
-        tensors, about = state_of_run(flags, parser)
-        recipe, stored = {}, about["config"]
+        tensors, record = state_of_run(flags, parser)
+        recipe, stored = {}, record["config"]
         given["out"] = given.pop("resume")
     else:
-        tensors, about = {}, {"step": 0, "scores": {}}
+        tensors, record = {}, {"step": 0, "scores": {}}
         recipe, stored = recipe_for(flags, parser), {}
     config = TrainConfig(**recipe | stored | given)
     config = replace(  # what follows from the other fields
@@ -521,9 +523,9 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
         segment=config.segment or config.mem,
         batch=config.batch or sequences_of(config.seq),
     )
-    if about["step"] > config.steps:
-        parser.error(f"--steps {config.steps}: this run is at step {about['step']}")
-    return config, tensors, about
+    if record["step"] > config.steps:
+        parser.error(f"--steps {config.steps}: this run is at step {record['step']}")
+    return config, tensors, record
 
 
 def recipe_for(flags: argparse.Namespace, parser: Parser) -> dict:
@@ -536,19 +538,19 @@ def recipe_for(flags: argparse.Namespace, parser: Parser) -> dict:
 
 
 def state_of_run(flags: argparse.Namespace, parser: Parser) -> tuple[dict, dict]:
-    """Tensors and `about` of the run to resume."""
+    """Tensors and record of the run to resume."""
     if never_began(flags.resume):
         sentence = "this run has not begun; give its command again, without --resume"
         parser.error(f"--resume {flags.resume}: {sentence}")
-    tensors, about = read_file(flags.resume / "state.safetensors")
+    tensors, record = read_file(flags.resume / "state.safetensors")
     for flag in ("recipe", "out"):
         value = getattr(flags, flag)
         if value is not None:
             parser.error(f"--{flag} {value}: a run that is resumed keeps its own")
-    if about.get("config", {}).keys() != {f.name for f in fields(TrainConfig)}:
+    if record.get("config", {}).keys() != {f.name for f in fields(TrainConfig)}:
         other = "made by another version of this program"
         parser.error(f"--resume {flags.resume}: {other}")
-    return tensors, about
+    return tensors, record
 
 
 def is_used(out: Path) -> bool:
@@ -706,20 +708,20 @@ def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
 
 
 def start_or_resume(adapted: AdaptedLlama, config: TrainConfig, ids: np.ndarray,
-                    state: dict[str, Tensor], about: dict) -> AdamW:  # fmt: skip
+                    state: dict[str, Tensor], record: dict) -> AdamW:  # fmt: skip
     """Make everything as it is at the start, or as it was in the run to resume."""
     owner = identity(adapted) | {"text": checksum({"ids": torch.from_numpy(ids)}, "")}
-    if about.setdefault("owner", owner) != owner:
+    if record.setdefault("owner", owner) != owner:
         run = os.path.relpath(config.out)
         raise UserError(f"--resume {run}: its model, text, method or version differs")
     optimizer = make_optimizer(adapted, config)
     if state:
         restore_state(adapted, optimizer, state)
-        steps = about["config"]["steps"]
+        steps = record["config"]["steps"]
         if config.steps != steps:
             print(f"--steps {config.steps} instead of {steps}: "
                   f"from here on the rates fall to 0 at step {config.steps}")  # fmt: skip
-    about["config"] = asdict(config)
+    record["config"] = asdict(config)
     print(f"{sum(p.numel() for p in adapted.trained().values()):,} parameters train")
     start_alike(adapted)
     if config.recompute:
@@ -777,7 +779,7 @@ def print_start(
 BEFORE = "stopped before the first step: nothing is lost; give the same command again"
 
 
-def run(config: TrainConfig, state: dict[str, Tensor], about: dict) -> None:
+def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> None:
     """Refuse what cannot work, then claim the folder of the run."""
     settings = settings_of(config)
     refuse_idle(config, settings)
@@ -786,18 +788,18 @@ def run(config: TrainConfig, state: dict[str, Tensor], about: dict) -> None:
         model, tokenizer = load_base(Path(config.model), machine)
         text = texts(config, tokenizer)
         draw_sequence(text.ids, tokenizer, config, 0)  # refuses a text that is too short
-        config, log = claim(config, about["step"] if state else None)
+        config, log = claim(config, record["step"] if state else None)
     with log:
         if WORLD > 1 and RANK == 0:
             join()
         print_start(config, settings, machine, text)
         base = (model, tokenizer)
-        train_and_score(base, settings, text, config, machine, state, about, log)
+        train_and_score(base, settings, text, config, machine, state, record, log)
 
 
 def train_and_score(
     base: tuple[Llama, Tokenizer], settings: Settings, text: Texts, config: TrainConfig,
-    machine: Machine, state: dict[str, Tensor], about: dict, log: TextIO,
+    machine: Machine, state: dict[str, Tensor], record: dict, log: TextIO,
 ) -> None:  # fmt: skip
     """All that is written goes into the folder of the run."""
     model, tokenizer = base
@@ -808,22 +810,23 @@ def train_and_score(
         def add_score(name: str, adapted: AdaptedLlama) -> None:
             if RANK == 0 and len(text.documents):
                 row = score(adapted, text.documents, tokenizer, config, machine)
-                about["scores"][name] = row
+                record["scores"][name] = row
 
         scored = checksum({"documents": text.documents}, "")
-        if about.get("documents") != scored:  # a start, or a run that is resumed with others
-            about["documents"], about["scores"] = scored, {}
+        # A start, or a run that is resumed with others.
+        if record.get("documents") != scored:
+            record["documents"], record["scores"] = scored, {}
             # A window and H2O are scored first, as the base is changed then.
             for other in baselines(model, settings.mem or config.mem, config.segment):
                 add_score(name_of(other.settings), other)
         adapted = AdaptedLlama(model, settings)
-        optimizer = start_or_resume(adapted, config, text.ids, state, about)
-        save = partial(save_state, adapted, optimizer, out / "state.safetensors", about)
+        optimizer = start_or_resume(adapted, config, text.ids, state, record)
+        save = partial(save_state, adapted, optimizer, out / "state.safetensors", record)
         if not state:
             add_score(f"{config.method}, before training", adapted)
             save(0)
 
-    stopped = train(adapted, draw, config, machine, log, optimizer, about["step"], save)
+    stopped = train(adapted, draw, config, machine, log, optimizer, record["step"], save)
     again = f"python train.py --resume {shlex.quote(os.path.relpath(out))}"
     if stopped:
         print(f"stopped; to go on: {again}")
@@ -832,7 +835,7 @@ def train_and_score(
         with explained(f"stopped after the last step; to score: {again}"):
             write_adapter(adapted, config, text.parts)
             add_score(f"{config.method}, after training", adapted)
-        print_scores(about["scores"], len(text.documents))
+        print_scores(record["scores"], len(text.documents))
         print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
 
 
