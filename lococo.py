@@ -77,6 +77,11 @@ class Settings:
     budgets: list[int] = field(default_factory=list)
 
     @property
+    def front(self) -> int:
+        """Slots that keep an entry which is not a recent one."""
+        return self.sinks + self.heavy
+
+    @property
     def mem(self) -> int:
         """M, slots in each layer and key/value head; 0 if all entries are kept. With
         budgets it is their mean."""
@@ -281,110 +286,115 @@ class Memory(KVCache):
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         """The operator C of (3), steps 4 and 5: S entries become M slots.
 
-        One-hot rows copy. Only w, the block of the merged slots, multiplies keys and
-        values. Returns what `mixing_matrix` needs: the order of the entries (B, G, S), and
-        w (B, G, merged, R).
+        For M = 4 and T = 3, with one heavy slot, two merged ones and a recent one, let the
+        entry at place 4 have received most attention. Then
+
+            order    4 | 0 1 2 3 5 | 6      front | rest | recent
+            slots    0 |   1   2   | 3      one head; another one may choose another entry
+
+        One-hot rows copy front and recent. Only w, the block of the merged slots,
+        multiplies keys and values. Returns what `mixing_matrix` needs: the order of the
+        entries (B, G, S), and w (B, G, merged, R).
         """
         s = self.layer_settings[layer]
-        by_slot = s.positions == "slots"
-        front = s.sinks + s.heavy
-        order = self.arrange(layer)  # [front | rest | recent]
+        order = self.arrange(layer)
+        S = order.shape[2]
+        sizes = (s.front, S - s.front - s.recent, s.recent)
         k = in_order(self.keys[layer].held, order)
         v = in_order(self.values[layer].held, order)
-        S = order.shape[2]
-        if by_slot:
-            # A key is rotated by its place in the cache, and `order` has these places. A
-            # kept key goes to the place of its slot, the rest to place 0.
+        by_slot = s.positions == "slots"
+        if by_slot:  # `order` has the places, and so the positions, of the keys until now
             k = self.move(k, self.new_places(layer, S, k.device) - order)
-
-        sizes = (front, S - front - s.recent, s.recent)  # of front, rest and recent
         k_front, k_rest, k_recent = k.split(sizes, dim=2)
         v_front, v_rest, v_recent = v.split(sizes, dim=2)
-        _, places, _ = order.split(sizes, dim=2)
-        k_new, v_new, w = self.merge(layer, k_rest, v_rest, places)
+
+        # If compressed before, the cache was [front | merged | recent slots | segment].
+        compressed_before = self.keys[layer].size < self.seen
+        from_slot = (order < s.front + s.merged) & compressed_before
+        _, from_slot, _ = from_slot.split(sizes, dim=2)
+        scores = (None, None, None)
+        if self.scoring:
+            scores = self.scores[layer].gather(2, order).split(sizes, dim=2)
+
+        k_new, v_new, w = self.merge(layer, k_rest, v_rest, from_slot, scores[1])
         if by_slot:  # what was mixed at place 0 goes to the places of the merged slots
-            slots = torch.arange(front, front + s.merged, device=k.device)
+            slots = torch.arange(s.front, s.front + s.merged, device=k.device)
             k_new = self.move(k_new, slots)
 
         self.keys[layer] = Entries(torch.cat((k_front, k_new, k_recent), dim=2))
         self.values[layer] = Entries(torch.cat((v_front, v_new, v_recent), dim=2))
         if self.scoring:
-            scores = self.scores[layer].gather(2, order)
-            self.merge_scores(layer, w, scores.split(sizes, dim=2))
+            self.scores[layer] = self.new_scores(w, *scores)
         return order, w
 
     def merge(
-        self, layer: int, k: Tensor, v: Tensor, places: Tensor
+        self, layer: int, k: Tensor, v: Tensor, from_slot: Tensor, scores: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Merge the rest of the entries: k and v (B, G, R, D), which stand at `places`
-        (B, G, R) of the cache. Returns K', V' and w of the compressor. If the method has no
-        merged slots, the rest is dropped."""
-        s = self.layer_settings[layer]
-        if not s.merged:
+        """K', V' and w of the compressor, which has the same arguments. If the method has
+        no merged slots, the entries are dropped."""
+        if not self.layer_settings[layer].merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
-        # If compressed before, the cache is [front | merged | recent slots | segment].
-        layer_compressed = self.keys[layer].size < self.seen
-        from_slot = (places < s.sinks + s.heavy + s.merged) & layer_compressed
-        scores = self.scores[layer]
-        if scores is not None:
-            scores = scores.gather(2, places)
         compressor = self.compressors[layer]
         if self.recompute:
             return checkpoint(compressor, k, v, from_slot, scores, use_reentrant=False)
         return compressor(k, v, from_slot, scores)
 
-    def merge_scores(self, layer: int, w: Tensor, parts: tuple[Tensor, ...]) -> None:
-        """The scores of the new slots, from those of front, rest and recent:
-        (B, G, entries) each. A merged slot gets the mean, by w, of the attention that its
-        entries have received."""
-        front, rest, recent = parts
+    @staticmethod
+    def new_scores(w: Tensor, front: Tensor, rest: Tensor, recent: Tensor) -> Tensor:
+        """The scores of the M slots, from those of the entries, (B, G, entries) each. A
+        merged slot gets the mean, by w, of the attention that its entries have received."""
         merged = (w.detach() * rest[:, :, None]).sum(dim=3)
-        self.scores[layer] = torch.cat((front, merged, recent), dim=2)
+        return torch.cat((front, merged, recent), dim=2)
 
     def new_places(self, layer: int, S: int, device: torch.device) -> Tensor:
         """For --positions slots: the new position of each of S entries, (S,), which are in
-        order [front | rest | recent].
+        order [front | rest | recent]. In the example of `compress` 0 | 0 0 0 0 0 | 3.
 
         What is kept gets the place of its slot. An entry that is merged gets place 0, so
         that (4) mixes keys that are not rotated.
         """
         s = self.layer_settings[layer]
         places = torch.zeros(S, device=device)
-        front = s.sinks + s.heavy
-        places[:front] = torch.arange(front)
+        places[: s.front] = torch.arange(s.front)
         places[S - s.recent :] = torch.arange(s.mem - s.recent, s.mem)
         return places
 
     def arrange(self, layer: int) -> Tensor:
         """The places of all entries in the cache, (B, G, S), in the order
-        [front | rest | recent].
+        [front | rest | recent]. Each part is in the order of the cache."""
+        chosen = self.choose(layer)
+        B, G, S = chosen.shape
+        places = torch.arange(S, device=chosen.device).expand_as(chosen)
+        front = places[chosen].view(B, G, -1)
+        others = places[~chosen].view(B, G, -1)
+        return torch.cat((front, others), dim=2)
 
-        The front are the entries that sinks and heavy slots keep, the rest are merged or
-        dropped, and recent are the last ones. Each part is in the order of the cache.
+    def choose(self, layer: int) -> Tensor:
+        """Which entries the front keeps, a mask (B, G, S): the first ones in sinks, those
+        that have received most attention in heavy slots.
+
+        For another rule change this function. Each head must choose as many entries as
+        the front has slots, and none of the last ones, which the recent slots keep.
         """
         s = self.layer_settings[layer]
         k = self.keys[layer].held
-        B, G, S, _ = k.shape
-        chosen = torch.zeros(B, G, S, dtype=torch.bool, device=k.device)  # for the front
+        chosen = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
         chosen[:, :, : s.sinks] = True
         if s.heavy:
             scores = self.scores[layer].masked_fill(chosen, -torch.inf)
-            heaviest = scores[:, :, : S - s.recent].topk(s.heavy, dim=2).indices
+            heaviest = scores[:, :, : k.shape[2] - s.recent].topk(s.heavy, dim=2).indices
             chosen.scatter_(2, heaviest, True)
-        places = torch.arange(S, device=k.device).expand_as(chosen)
-        front = places[chosen].view(B, G, -1)  # each head has equally many
-        others = places[~chosen].view(B, G, -1)
-        return torch.cat((front, others), dim=2)
+        return chosen
 
     def mixing_matrix(self, layer: int, order: Tensor, w: Tensor) -> Tensor:
         """For pictures: a layer's mixing matrix (B, G, M, S), as drawn above, from what
         `compress` returns."""
         s = self.layer_settings[layer]
         S = order.shape[2]
-        front = s.sinks + s.heavy
+        merged = slice(s.front, s.front + s.merged)
         matrix = w.new_zeros(*w.shape[:2], s.mem, S)
-        matrix[:, :, :front, :front] = torch.eye(front)
-        matrix[:, :, front : front + s.merged, front : S - s.recent] = w
+        matrix[:, :, : s.front, : s.front] = torch.eye(s.front)
+        matrix[:, :, merged, s.front : S - s.recent] = w
         matrix[:, :, s.mem - s.recent :, S - s.recent :] = torch.eye(s.recent)
         # Columns back in the order of the cache.
         columns = order[:, :, None].expand_as(matrix)

@@ -176,6 +176,16 @@ def test_tables_stand_between_comments():
     assert text == f"before\n{start}{made}<!-- end -->\nafter\n"
 
 
+def test_rows_with_further_flags_stand_in_a_table_of_their_own():
+    flags = real_llama.all_flags(real_llama.ROWS["ours"], 64, "--bptt 4")
+    stored = [cell("full", [1.0, 3.0]), cell("h2o", [3.0, 5.0])]
+    more = cell("ours", [2.0, 4.0], flags=flags) | {"extra": "--bptt 4"}
+    alone, both = real_llama.tables(stored), real_llama.tables([*stored, more])
+    name = "test, M = 64, 1,024 tokens"
+    assert set(alone) == {name, f"{name}, in short"} and alone[name] == both[name]
+    assert "| 60 | 1 | 3.0000 |" in both[f"{name}, with further flags"]
+
+
 def test_rows_are_settings():
     """Each row's flags are flags of train.py. Those of rows that do not train, as counts."""
     args = real_llama.argparse.Namespace(model=TINY, mem=64, seq=256)
