@@ -7,7 +7,7 @@
 
 Perplexity is exp(nats / tokens) over all tokens of a document after the first. A document
 shorter than the length is left out, a longer one is cut: so compare within a column. The
-paper's tasks are scored by tools/tasks.py.
+paper's tasks are scored by tools/tasks.py. For the method read `token_losses`.
 """
 
 import argparse
@@ -63,7 +63,8 @@ def perplexity(nats: Tensor) -> float:
 def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
     """`n`: a position or a distance of each token, (N, L - 1). Returns a mask for each
     range; "a-b" has a < n <= b. The first range ends at `reach` = M + T, as no window holds
-    older tokens; the others end at 512, 1024 ... L."""
+    older tokens; the others end at 512, 1024 ... L. A distance of 0, which marks a token
+    that is no answer, is in no range."""
     L = n.shape[1] + 1
     edges = sorted({0, min(reach, L), L} | {2**e for e in range(9, 15) if reach < 2**e < L})
     return {f"{what}{a}-{b}": (a < n) & (n <= b) for a, b in zip(edges, edges[1:])}
@@ -157,19 +158,24 @@ def parse() -> argparse.Namespace:
         help="with --recall: lines `@ name name = word` (default), or sentences as RULER's needles")
     args = parser.parse_args()
     parser.refuse_counts(args)
+    args.asked = args.runs
     if not args.runs and not args.method and args.model.resolve() == TINY:
         args.runs = [TINY]
     return args
 
 
 def parts_to_score(args: argparse.Namespace, adapters: list[Adapter]) -> list[str]:
-    """The part that --part names. Otherwise the part that train.py holds out, if a RUN has
-    left it out. With --held-out a run trains on all of its --data, so that it is for other
-    texts, and all of these are scored, as without a RUN."""
-    seen = [run for run, a in zip(args.runs, adapters) if "held-out" in a.parts]
-    for run in seen:
-        print(f"{run}: no part of its --data was held out; score other texts", file=sys.stderr)
-    usual = "all" if args.data and len(seen) == len(args.runs) else "held-out"
+    """The part that --part names. Otherwise the part that train.py holds out, if a RUN that
+    is asked for has left it out. A run with --held-out has trained on all of its --data, so
+    that it is for other texts, and all of these are scored, as without a RUN."""
+    left_out = []
+    for run, adapter in zip(args.asked, adapters):
+        if "held-out" in adapter.parts:
+            unseen = "it was trained on all of its --data, so that texts to score must be others"
+            print(f"{run}: {unseen}", file=sys.stderr)
+        else:
+            left_out.append(run)
+    usual = "held-out" if left_out or not args.data else "all"
     part = args.part or usual
     return list(PARTS) if part == "all" else [part]
 
@@ -312,7 +318,8 @@ def main() -> None:
     L, last = list(documents.items())[-1]
     told = None
     if args.recall:
-        names = parts[0] if len(parts) == 1 else "held-out"  # of facts
+        # Facts have names of their own for each part. These have not been trained on.
+        names = parts[0] if len(parts) == 1 else "held-out"
         told, told_ago = tell_all(last, names, tokenizer, args.fact_form)
     methods, losses, hits, reaches = score_all(args, machine, sizes, documents, told)
     reach = max(reaches, default=0)

@@ -14,7 +14,8 @@ A text that is read once and asked many times:
     python generate.py --prompt book.txt --save-memory book.safetensors
     python generate.py --prompt question.txt --load-memory book.safetensors
 
-The text goes to standard output, the figures to standard error.
+The text goes to standard output, the figures to standard error. For the method read
+`prefill` and `decode`.
 """
 
 import argparse
@@ -60,8 +61,8 @@ def as_text(
 
 @torch.no_grad()
 def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tensor:
-    """Read tokens (B, L) into the cache by segments; float32 logits (B, V) of what comes
-    next. Raises UserError if these are not finite."""
+    """Read tokens (B, L) into the cache by segments. Returns float32 logits (B, vocab_size)
+    of what comes next. Raises UserError if these are not finite."""
     segments = tokens.split(segment, dim=1)
     delay = 2 if sys.stderr.isatty() else 10  # seconds before the bar shows
     for x in tqdm(segments, "reading", leave=False, delay=delay):
@@ -74,7 +75,7 @@ def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tenso
 
 
 def sample(logits: Tensor, temperature: float) -> int:
-    """One token id from logits (V,); temperature 0 takes the likeliest."""
+    """One token id from logits (vocab_size,); temperature 0 takes the likeliest."""
     if temperature < 1e-4:  # as good as 0; the division could overflow
         return int(logits.argmax())
     return int(torch.softmax(logits.double() / temperature, dim=-1).multinomial(1))
@@ -84,7 +85,7 @@ def sample(logits: Tensor, temperature: float) -> int:
 def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
            most: int, temperature: float) -> Iterator[int]:  # fmt: skip
     """Yield up to `most` token ids that continue the text in the cache, without a token
-    that ends it. `logits` (1, V) are those after the last token that was read."""
+    that ends it. `logits` (1, vocab_size) are those after the last token that was read."""
     for n in range(most):
         token = sample(logits[0, : tokenizer.vocab_size], temperature)  # not of the padding
         if token in tokenizer.ends:

@@ -27,7 +27,8 @@ from support.files import UserError, checksum, read_file
 # and recent slots the last tokens. Merged slots mix the rest.
 KINDS = ("sinks", "heavy", "merged", "recent")  # in this order
 
-# A method is a function of M. It gives the fields of Settings (below) that it sets.
+# A method is a function of M. It gives the fields of Settings (below) that it sets. Another
+# rule of which entries are kept goes into `Memory.choose`.
 METHODS = {
     # What the paper compares with. The paper's StreamingLLM keeps 8 sinks alone; this one
     # is the window of equal memory. The paper does not say how H2O divides its slots; H2O's
@@ -72,7 +73,9 @@ class Settings:
     lora_rank: int = 8
     lora_alpha: int = 16  # the official code's; the paper names none
     # Ours:
-    forget: float = 1.0  # earlier attention is multiplied by this at each segment; 1 in H2O
+    # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets nothing;
+    # 0 forgets all before the last segment.
+    forget: float = 1.0
     # Slots of each layer; none: M in every one.
     budgets: list[int] = field(default_factory=list)
 
@@ -97,10 +100,11 @@ class Settings:
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
     """A row of METHODS at M = mem. Those of `changes` that are not None replace fields.
 
-    If changes replace some counts of slots, one kind is the filler and gets the slots that
-    remain: the merged slots, or the recent ones if the row merges none. If the changes have
-    the filler's count, too, nothing is filled, and the memory has as many slots as the
-    counts add up to. A row without slots keeps all entries. Raises UserError.
+    If changes replace some counts of slots, one kind gets the slots that remain: the merged
+    slots, or the recent ones if the row merges none. With `lococo+window`, M = 128 and
+    recent = 84 there are 4 sinks and 40 merged slots. If the count of this kind is given,
+    too, there may be fewer than M slots: `streaming` with sinks = 8 and recent = 0 has 8.
+    A row without slots keeps all entries. Raises UserError.
     """
     # Where dictionaries are joined, the later one wins: first the row, then the flags that
     # are given, then the counts after filling.
@@ -127,23 +131,33 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
 
 class Compressor(nn.Module):
     """A convolution says how much of each entry goes into each slot. The heads of a layer
-    share it."""
+    share it.
 
-    reads_scores = False  # whether `weights` needs the attention that entries have received
+    One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. All its
+    parameters train at the rate --conv-lr.
+    """
+
+    reads_scores = False  # True: the memory counts attention, and `weights` gets it
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__()
+        self.slots = slots
         # g of (6)
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
-        nn.init.normal_(self.conv.weight)  # as the official code starts
+        # As the official code starts. (7) divides the scale out. A softmax does not: its
+        # rows would be nearly one-hot at the start and would learn little.
+        nn.init.normal_(self.conv.weight)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         """R entries that are merged, (N, 2D, R) of N = B * G heads -> w (N, slots, R).
 
+        The entries are in float32. R differs from call to call. Each row of w should sum
+        to 1.
+
         The last two arguments are for our compressors below. `from_slot` (N, R) marks
-        entries that stood in a sink, heavy or merged slot. Entries of a recent slot count
-        as new, because they have never competed for a slot. `scores` (N, R) is the
-        attention that each entry has received, if the memory counts it.
+        entries that stood in a heavy or merged slot. Entries of a recent slot count as new,
+        because they have never competed for a slot. `scores` (N, R) is the attention that
+        each entry has received; None if the memory does not count it.
         """
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official
@@ -158,8 +172,9 @@ class Compressor(nn.Module):
         """Keys and values (B, G, R, D), with `from_slot` and `scores` (B, G, R) -> K' and V'
         (B, G, slots, D), and w (B, G, slots, R).
 
-        The keys are rotated, each by its position in the text; with `--positions slots`
-        they are not. w is computed in float32 whatever the model's dtype is. In bfloat16
+        The keys are rotated, each by its position in the text, so that a mixed key has no
+        single position; the paper does not discuss this. With `--positions slots` they are
+        not rotated. w is computed in float32 whatever the model's dtype is. In bfloat16
         neighbouring numbers near 900, which a logit can reach, are 4 apart.
         """
         with torch.autocast(k.device.type, enabled=False):
@@ -167,15 +182,16 @@ class Compressor(nn.Module):
             entries = entries.flatten(0, 1).transpose(1, 2)  # (B * G, 2D, R)
             scores = None if scores is None else scores.flatten(0, 1)
             w = self.weights(entries, from_slot.flatten(0, 1), scores)
-            expected = (len(entries), self.conv.out_channels, k.shape[2])  # (N, slots, R)
+            expected = (len(entries), self.slots, k.shape[2])  # (N, slots, R)
             assert w.shape == expected, f"weights of {type(self).__name__}: {w.shape}"
             w = w.unflatten(0, k.shape[:2]).type_as(k)
             return w @ k, w @ v, w  # (4), (5)
 
     @torch.no_grad()
     def sharpen(self, factor: float) -> None:
-        """Multiply the logits, which are linear in all parameters together. The paper's (7)
-        divides the factor out again."""
+        """Multiply the logits by `factor`: here they are proportional to the parameters. A
+        compressor of another kind must override this. The paper's (7) divides the factor
+        out again."""
         for p in self.parameters():
             p *= factor
 
@@ -220,9 +236,9 @@ class Memory(KVCache):
         merged     .  w  w  w   w  w  .
         recent     .  .  .  .   .  .  1
 
-    The paper's (6) has the segment first. Here the memory is first, in the order of the
-    text. Under the convolution this changes which entries are neighbours: the last slot and
-    the first new token are, and the ends differ.
+    The convolution runs over the columns with a w, from left to right. So entries on both
+    sides of one that is kept are neighbours. The paper's (6) has the segment first. Here
+    the memory is first, as its tokens are older.
     """
 
     def __init__(
@@ -414,9 +430,11 @@ def segment_losses(
     """Yield the nats of each token of (B, L) after the first, and whether it was the
     likeliest one, for a piece of `bptt` segments at a time: both (B, <= bptt * segment).
 
-    `bptt` is the number of segments that one backward pass spans
-    (backpropagation through time). Call backward before asking for the next piece, as the
-    graph is cut in between. The last target of a segment is the first token of the next.
+    `bptt` is the number of segments that one backward pass spans (backpropagation through
+    time). With 1 the loss of a segment trains the compression that made room for it, and
+    the entries that were compressed are constants. Call backward before asking for the next
+    piece, as the graph is cut in between. The last target of a segment is the first token
+    of the next.
     """
     pieces = tokens[:, :-1].split(bptt * segment, dim=1)
     piece_targets = tokens[:, 1:].split(bptt * segment, dim=1)
@@ -439,12 +457,14 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     (the settings' `length`) lie inside the pretrained context. A longer text may pass it.
 
     "interpolated" (the paper): a token's position in the text, which reaches L. "slots":
-    its place in the cache, which never exceeds M + T. "original": as the base has them.
+    its place in the cache, which never exceeds M + T. "original": its position in the text,
+    divided by no more than the checkpoint itself does.
     """
-    L = settings.length
-    last = min(settings.room, L) if settings.mem else L
-    highest = {"interpolated": L, "slots": last, "original": 0}[settings.positions]
-    # Rope_scale: the checkpoint's own.
+    if settings.positions == "original":
+        return config.rope_scale
+    highest = settings.length
+    if settings.positions == "slots" and settings.mem:
+        highest = min(settings.room, settings.length)
     return max(config.rope_scale, highest / config.context)
 
 
@@ -491,6 +511,7 @@ def check_budgets(settings: Settings) -> None:
     budgets = settings.budgets
     if not budgets:
         return
+    # Positions by slot are alike in all layers, and layers with budgets differ in size.
     if not settings.mem or settings.positions == "slots":
         needed = "they need a method with slots, and not --positions slots"
         raise UserError(f"--budgets: {needed}")
@@ -506,9 +527,9 @@ def check_budgets(settings: Settings) -> None:
 # --- Ours: compressors whose slots choose in order --------------------------------------
 
 COMMON_SCALE = 3  # scaling the shared filter by 3 triples its change per AdamW step
-# The (centred) cosine of a fact that is told twice is 0.995, that of two facts 0.52. To the
-# power of 32 these are 0.85 and 0. The penalty is so large that a slot hardly ever takes a
-# copy, even where logits are 16 times larger.
+# In the embedded model, with positions by slot, the (centred) cosine of a fact that is told
+# twice is 0.995, that of two facts 0.52. To the power of 32 these are 0.85 and 0. The penalty
+# is so large that a slot hardly ever takes a copy, even where logits are 16 times larger.
 POWER = 32
 PENALTY = 1000
 # At the start an entry with twice the attention gets 2^2 times the weight.
@@ -530,11 +551,11 @@ class FactCompressor(Compressor):
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)
-        # For new entries: `conv` has a filter for each slot, and all slots share `common`.
+        # For new entries: `conv` has a filter for each merged slot, and all share `common`.
         neighbours = torch.arange(kernel) != kernel // 2
         self.conv.weight.data[:, :, neighbours] *= 0.02  # they hardly count at the start
         self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
-        # The same two for entries that stand in a slot already, one tap wide.
+        # The same two for entries that come from a slot, one tap wide.
         self.slot_filters = nn.Parameter(torch.randn(slots, 2 * head_dim, 1))
         self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
 
@@ -663,7 +684,8 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> Ada
     """A method that needs no training, on its base model. `flags` replace fields of its
     settings. Raises UserError."""
     changes = flags | {"lora_rank": 0}
-    settings = settings_for(method, mem, segment, model.config.context, **changes)
+    length = round(model.config.context * model.config.rope_scale)
+    settings = settings_for(method, mem, segment, length, **changes)
     if settings.merged:
         missing = "its convolution must be trained first, by train.py"
         raise UserError(f"--method {method}: {missing}")
@@ -708,13 +730,15 @@ def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
     """Put the adapter of a run directory of train.py onto its base model. Raises
     UserError."""
     settings, tensors, base, _ = read_adapter(run)
+    other = f"{run}: its adapter is for another base (--model), or by another version"
+    if settings.budgets and len(settings.budgets) != model.config.n_layers:
+        raise UserError(other)
     adapted = AdaptedLlama(model, settings)
     trained = adapted.trained()
     stored = {name: t.shape for name, t in tensors.items()}
     needed = {name: p.shape for name, p in trained.items()}
     if stored != needed or identity(adapted)["base"] != base:
-        other = "its adapter is for another base (--model), or by another version"
-        raise UserError(f"{run}: {other}")
+        raise UserError(other)
     for name, p in trained.items():
         p.data = tensors[name].to(p.device, copy=True)
     return adapted

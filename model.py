@@ -18,7 +18,7 @@ Letters:
     G  key/value heads
     D  channels of a head
     L  tokens of a whole text; the paper's tables swap L and T
-    V  tokens of the vocabulary
+    N  rows that are computed alike, such as the B * G heads of a compressor
 """
 
 import copy
@@ -70,7 +70,7 @@ class LlamaConfig:
     n_heads: int  # H
     n_kv_heads: int  # G; fewer than H is grouped-query attention (70B)
     ffn_dim: int
-    vocab_size: int = 32000  # V
+    vocab_size: int = 32000
     norm_eps: float = 1e-5
     # Pretrained length, in tokens, before `rope_scale` divides positions.
     context: int = 4096
@@ -80,7 +80,8 @@ class LlamaConfig:
     qkv_bias: bool = False  # True for ChatGLM3 (tools/chatglm3.py)
     # The share of a head's channels that `rotate` turns; ChatGLM3: a half.
     turned: float = 1.0
-    # Not in the repr, so that an adapter of another model still knows its base (lococo.identity).
+    # Not in the repr, which is a part of the checksum by which an adapter knows its base.
+    # So adapters from before this field was added still fit (lococo.identity).
     llama3_rope: Llama3Rope | None = field(default=None, repr=False)
 
     def __post_init__(self):
@@ -196,7 +197,8 @@ class Entries:
             self.buffer = self.held.detach()
 
     def copy(self) -> "Entries":
-        """The copy's buffer is full, so that it moves elsewhere before it grows."""
+        """The copy shares the tensor but has no room in it, so that what is appended goes
+        elsewhere."""
         return Entries() if self.buffer is None else Entries(self.held)
 
 
@@ -372,7 +374,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids (B, T), int64, that follow those in the cache -> float32 logits
-        (B, T, V)."""
+        (B, T, vocab_size)."""
         return self.logits(self.hidden(tokens, cache))
 
     def logits(self, h: Tensor) -> Tensor:
@@ -674,6 +676,8 @@ class JsonTokens:
                 raise
             raise ValueError(error) from None
         self.tokenizer.encode_special_tokens = True  # as plain text
+        self.tokenizer.no_truncation()  # a file may ask for texts of one length
+        self.tokenizer.no_padding()
         self.vocab_size = 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values())
         self.name = self.tokenizer.id_to_token
         self.ends = set(self.special_ids(file.parent, "eos"))

@@ -44,7 +44,7 @@ from support.command_line import HERE, TINY, Machine, Parser, at_least, counted
 from support.command_line import method_flags, prepare, run_program, text_path
 from support.facts import FORMS, tell, tell_all
 from support.files import DAMAGED, UserError, checksum, read_file, write_file
-from support.text import long_documents, sequence, token_streams
+from support.text import find_files, long_documents, sequence, token_streams
 
 # --- Recipes ----------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class TrainConfig:
     dtype: str | None = None  # None: float32 on a CPU, bfloat16 on a GPU
     seed: int = 0
     # Memory.
-    # "Ours" of table 2, and what the official code does by default.
+    # The paper's main method ("Ours" in its table 2); the official code's default.
     method: str = "lococo+h2o"
     mem: int = 512  # slots M; section 4.1
     segment: int | None = 512  # tokens T that enter together, the paper's chunk; None: M
@@ -90,8 +90,8 @@ class TrainConfig:
     # Of LoRA, embeddings and norms; section 4.1. Both rates fall linearly to 0.
     lr: float = 5e-5
     conv_lr: float = 5e-2  # of the convolutions; section 4.1
-    # Ours: the paper gives no number of steps for context extension. 100 steps are 104.9
-    # million tokens; section 3.3 has 104 million for inference mode.
+    # The paper gives no number for context extension. 100 steps are 104.9 million tokens;
+    # section 3.3 has 104 million for inference mode.
     steps: int = 100
     # Sequences per step; section 4.1. None: as many as fit into 4,096 tokens, at least one.
     batch: int | None = 128
@@ -100,7 +100,7 @@ class TrainConfig:
     # has 1.
     bptt: int = 1
     recompute: bool = False
-    # Ours.
+    # These two are not in the paper.
     answer_weight: float = 1.0  # of a fact's word when told again, for the convolutions
     sharper: float = 1.0  # after training our compressors' logits are multiplied by this
     # Scoring and output.
@@ -155,7 +155,7 @@ def sequences_of(seq: int) -> int:
 
 # --- Training ---------------------------------------------------------------------------
 
-EXTRA_EVERY = 3  # pieces; see `backward_by_pieces`
+EXTRA_EVERY = 3  # pieces; see `add_answers`
 
 
 class ShiftedGroups(KVCache):
@@ -215,16 +215,11 @@ def backward_by_pieces(
     the graph never spans more. Yields what each adds to the step's loss, and how many
     tokens it has scored.
 
-    In the convolutions' gradient a token that is an answer, by the mask `answers` (n, L),
-    counts `answer_weight` times. The extra weight costs a second backward pass. To save
-    time, one piece in EXTRA_EVERY has it, EXTRA_EVERY times as large, so that the mean
-    gradient over the steps, before it is clipped, is the same. Which pieces these are
-    depends on the step, not on how the sequences are dealt out.
+    `answers` (n, L) marks the tokens that count more, see `add_answers`.
     """
     longlora = adapted.settings.method == "longlora"
     cache = adapted.cache(plain=ShiftedGroups if longlora else KVCache)
     segment = config.seq if longlora else config.segment
-    convolutions = list(adapted.compressors.parameters())
     scored_in_step = config.batch * (config.seq - 1)
     pieces = segment_losses(adapted.model, tokens, cache, segment, config.bptt)
     answers_of_pieces = answers[:, 1:].split(config.bptt * segment, dim=1)
@@ -234,16 +229,28 @@ def backward_by_pieces(
         # Outside autocast, as PyTorch advises: a backward pass has the dtypes of its forward
         # pass.
         loss = losses.sum() / scored_in_step
-        # With --lora-rank 0 this is not so before the first compression.
+        # With --lora-rank 0 nothing before the first compression has a gradient.
         if loss.requires_grad:
-            weight = EXTRA_EVERY * (config.answer_weight - 1)
-            turn = (step + piece) % EXTRA_EVERY == 0
-            if weight and convolutions and answer.any() and turn:
-                # For the convolutions alone: LoRA would get worse on plain text.
-                extra = weight * losses[answer].sum() / scored_in_step
-                extra.backward(inputs=convolutions, retain_graph=True)
+            if (step + piece) % EXTRA_EVERY == 0:
+                add_answers(losses[answer] / scored_in_step, adapted, config)
             loss.backward()
         yield loss.item(), losses.numel()
+
+
+def add_answers(losses: Tensor, adapted: AdaptedLlama, config: TrainConfig) -> None:
+    """In the convolutions' gradient an answer counts `answer_weight` times. Add what is
+    more than once, from the answers' losses (n,) in a piece.
+
+    This costs a second backward pass. To save time, one piece in EXTRA_EVERY has it,
+    EXTRA_EVERY times as large, so that the mean gradient over the steps, before it is
+    clipped, is the same. Which pieces these are depends on the step, not on how the
+    sequences are dealt out. LoRA does not get it, because plain text would suffer.
+    """
+    weight = EXTRA_EVERY * (config.answer_weight - 1)
+    convolutions = list(adapted.compressors.parameters())
+    if weight and convolutions and len(losses):
+        extra = weight * losses.sum()
+        extra.backward(inputs=convolutions, retain_graph=True)
 
 
 def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
@@ -635,6 +642,8 @@ def refuse_idle(config: TrainConfig, settings: Settings) -> None:
         raise UserError(f"{chosen}: there is nothing to train")
 
 
+# Of the parts that do not train, see support.text.PARTS. The last is for choosing between
+# forms of a method.
 PURPOSES = {"held-out": "held out", "choosing": "for choosing"}
 
 
@@ -653,7 +662,8 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
     streams = token_streams([Path(name) for name in config.data], tokenizer)
     sizes = {part: size_of(ids, tokenizer) for part, ids in streams.items()}
     part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
-    parts, ids, held_out = [part], streams[part], streams["held-out"]
+    ids, held_out = streams[part], streams["held-out"]
+    parts = [part] if len(ids) < sum(map(len, streams.values())) else [*streams]
     summary = f"text: {sizes[part]} to train on"
     if part != "training":
         summary += f" (no name falls into the training part, so that the {part} part trains)"
@@ -662,6 +672,7 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
             summary += f", {sizes[other]} {PURPOSES[other]}"
     reason = f"no document that is held out has --seq {config.seq} tokens"
     if config.held_out:
+        refuse_overlap(config)
         others = token_streams([Path(name) for name in config.held_out], tokenizer)
         ids, held_out = (np.concatenate([*some.values()]) for some in (streams, others))
         parts = [*streams]
@@ -677,6 +688,17 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
     if most and not len(documents):
         summary += f": {reason}; others can be named by --held-out"
     return Texts(ids, parts, documents, summary)
+
+
+def refuse_overlap(config: TrainConfig) -> None:
+    """Raises UserError if a text of --held-out would train."""
+    of_data, held_out = (
+        {file.resolve() for file in find_files([Path(name) for name in names])}
+        for names in (config.data, config.held_out)
+    )
+    for file in sorted(of_data & held_out):
+        both = "it is a text of --data, too, so that it would train; take it out of one of them"
+        raise UserError(f"--held-out {os.path.relpath(file)}: {both}")
 
 
 def size_of(ids: np.ndarray, tokenizer: Tokenizer) -> str:
@@ -812,8 +834,9 @@ def train_and_score(
                 row = score(adapted, text.documents, tokenizer, config, machine)
                 record["scores"][name] = row
 
-        scored = checksum({"documents": text.documents}, "")
-        # A start, or a run that is resumed with others.
+        how = f"{config.facts > 0} {config.fact_form} {machine.dtype}"
+        scored = checksum({"documents": text.documents}, how)
+        # A start, or a run that is resumed and scores otherwise.
         if record.get("documents") != scored:
             record["documents"], record["scores"] = scored, {}
             # A window and H2O are scored first, as the base is changed then.

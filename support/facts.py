@@ -95,6 +95,8 @@ def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int, tokenizer: To
     Returns the text, cut at L, and for the word of each fact how long ago it was last told, else 0:
     both (L,).
     """
+    if not facts:  # the tokenizer need not have their characters
+        return tokens, torch.zeros_like(tokens)
     rng = np.random.default_rng((seed, i))
     L = len(tokens)
     _, breaks, before, between, after = fact_tokens(tokenizer, form)

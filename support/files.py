@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import pickle
+import signal
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -126,16 +128,19 @@ def as_json(content: Any, indent: int | None = None) -> str:
 @contextmanager
 def created(file: Path) -> Iterator[None]:
     """Take a file's name, so that no other process takes it while its content is made; give it back
-    if that fails. Raises UserError."""
+    if that fails or is stopped. Raises UserError."""
     try:
         file.open("x").close()
     except FileExistsError:
         raise UserError(f"{file}: there is such a file already; name another one") from None
+    usual = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     except BaseException:
         file.unlink(missing_ok=True)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:

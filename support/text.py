@@ -36,7 +36,8 @@ def library() -> Path:
 
 
 def find_files(paths: list[Path]) -> list[Path]:
-    """The files, and in folders all but hidden ones; without a path those of Python's library."""
+    """The files, and in folders all but hidden ones; without a path those of Python's library. A
+    file that is named twice counts once."""
     if not paths:
         return sorted(f for f in library().rglob("*.py") if "site-packages" not in f.parts)
     files = []
@@ -47,7 +48,10 @@ def find_files(paths: list[Path]) -> list[Path]:
         for link in (f for f in inside if f.is_symlink() and f.is_dir()):
             print(f"left out, as it is a link to a folder: {link}", file=sys.stderr)
         files += [f for f in inside if f.is_file()] if path.is_dir() else [path]
-    return files
+    different = {}
+    for file in files:
+        different.setdefault(file.resolve(), file)
+    return list(different.values())
 
 
 def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, dict]]:
@@ -127,7 +131,7 @@ def name_of_tokens(files: list[Path], tokenizer: Tokenizer) -> str:
     """By all that tokens are made from: the texts, the names that choose a part, the tokenizer and
     how it begins a text, and how this module reads them (a number to raise)."""
     texts = [(f.name, str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    made_from = repr(("int32, 4", texts, tokenizer.prefix)).encode() + tokenizer.file.read_bytes()
+    made_from = repr(("int32, 5", texts, tokenizer.prefix)).encode() + tokenizer.file.read_bytes()
     return f"{hashlib.sha256(made_from).hexdigest()[:24]}.safetensors"
 
 

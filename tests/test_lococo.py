@@ -166,6 +166,8 @@ def test_which_layers_need_more_slots(run):
     text = "".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(40))
     Path("text.txt").write_text(text)
     words = "--data text.txt --mem 16 --length 96 --positions original"
+    code, _, err = run(budgets, words.replace("original", "slots"))
+    assert code == 2 and "budgets cannot have positions by slot" in err
     code, out, _ = run(budgets, words)
     needs = [float(line.split()[2]) for line in out.splitlines()[:-1]]
     found = [int(word) for word in out.splitlines()[-1].split()[1:]]

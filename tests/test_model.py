@@ -7,6 +7,8 @@ import math
 import os
 import re
 import shutil
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -543,6 +545,10 @@ def test_two_that_write_one_file_do_not_meet(tmp_path, monkeypatch):
 
 
 def test_a_name_is_taken_once(tmp_path):
+    with pytest.raises(SystemExit), created(tmp_path / "file"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(9)  # the signal comes first
+    assert not (tmp_path / "file").exists()
     with pytest.raises(ZeroDivisionError), created(tmp_path / "file"):
         refusal(tmp_path / "file", "there is such a file", call=lambda f: created(f).__enter__())
         raise ZeroDivisionError
@@ -566,6 +572,11 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     turned.config.rope_theta *= 2
     for other in (scaled, turned):
         refusal(tmp_path, "for another base", call=load_adapter, args=(other,))
+    about = identity(adapted)
+    (tmp_path / "other").mkdir()
+    about["settings"] |= {"budgets": 3 * [adapted.settings.mem], "positions": "original"}
+    write_file(tmp_path / "other" / "adapter.safetensors", adapted.trained(), **about)
+    refusal(tmp_path / "other", "for another base", call=load_adapter, args=(base,))
     loaded = load_adapter(tmp_path, base)
     assert loaded.settings == adapted.settings
     assert torch.equal(*(prefill(m.model, tokens, m.cache(), 8) for m in (adapted, loaded)))

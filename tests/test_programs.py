@@ -153,7 +153,7 @@ def test_a_text_that_is_all_held_out_is_trained_on_and_not_scored(run):
 
 
 @pytest.mark.parametrize("words, parts", [
-    ("--held-out own.jsonl", [*PARTS]), ("--data 1.txt", ["held-out"]), ("", None)])
+    ("--held-out own.jsonl", [*PARTS]), ("--data 1.txt", [*PARTS]), ("", None)])
 def test_a_text_is_scored_whole_if_a_run_held_nothing_out(run, words, parts):
     """eval_ppl.py knows the parts that a run was trained on by its adapter."""
     Path("1.txt").write_text("one lone file of text\n" * 300)
@@ -163,7 +163,16 @@ def test_a_text_is_scored_whole_if_a_run_held_nothing_out(run, words, parts):
     assert code == 0 and read_file(Path("run/adapter.safetensors"))[1].get("parts") == parts, err
     _, out, err = run(eval_ppl, "run --data own.jsonl --lengths 64 --documents 99")
     assert (": 20 of 64 tokens" in out) == (parts is not None)
-    assert ("run: no part of its --data was held out" in err) == (parts is not None)
+    assert ("run: it was trained on all of its --data" in err) == (parts is not None)
+    assert ": 20 of 64 tokens" in run(eval_ppl, "--data own.jsonl --lengths 64 --documents 99")[1]
+
+
+def test_a_text_that_would_train_is_not_held_out(run):
+    words = f"{LINES[train]} --held-out text/1.py"
+    code, _, err = run(train, words)
+    assert code == 2 and "--held-out text/1.py: it is a text of --data, too" in err
+    code, out, _ = run(train, f"{LINES[train]} --data text/2.py text/2.py --steps 1")
+    assert code == 0 and "text: 1 document (" in out
 
 
 def test_a_text_for_choosing_is_trained_on_and_another_one_is_scored(run, tokenizer):
@@ -211,7 +220,8 @@ def test_what_a_run_says_at_its_start(run, tokenizer, monkeypatch):
     code, out, _ = run(train, words)
     reason = "no document that is held out has --seq 192 tokens; others can be named by --held-out"
     assert code == 0 and f"0 documents to score: {reason}" in out
-    code, out, _ = run(train, f"{words.replace('long', 'own')} --held-out text/1.py")
+    Path("short.py").write_text(shorter)
+    code, out, _ = run(train, f"{words.replace('long', 'own')} --held-out short.py")
     assert code == 0 and "1 document (" in out and "tokens) held out\n0 documents" in out
 
 
@@ -255,6 +265,8 @@ def test_a_table_has_one_set_of_documents(run):
     assert code == 0 and "2 held-out documents" in out, err
     assert WINDOW_ROW in cells(out) and "lococo+window, after training" in cells(out)
     assert "lococo+window, before training" not in cells(out)  # these parameters are gone
+    again = cells(run(train, "--resume run --score-tokens 200 --facts 0")[1])
+    assert again["2 held-out documents"] == ["perplexity"] and len(again[H2O_ROW]) == 1
     other = run(train, f"{LINES[train]} --score-tokens 200".replace("run", "other"))[1]
     for name in (WINDOW_ROW, H2O_ROW):
         assert cells(other)[name] == cells(out)[name]

@@ -244,6 +244,7 @@ def test_what_is_told_depends_on_the_text_the_seed_and_the_number(tokenizer):
     for facts, unchanged in ((0, text), (40, text[text != tokenizer.encode("x\n")[-1]])):
         told, ago = tell(unchanged, facts, "training", 5, 2, tokenizer)
         assert torch.equal(told, unchanged) and not ago.any()
+    assert torch.equal(tell(text, 0, "training", 5, 2, None)[0], text)  # with any tokenizer
     told, ago = tell(text[:40], 3000, "training", 5, 2, tokenizer)  # one for six tokens, once
     assert torch.equal(told, tell(text[:40], 6, "training", 5, 2, tokenizer)[0])
     assert len(names_in(told, tokenizer)) > 1 and len(told) == len(ago) == 40 and not ago.any()

@@ -58,6 +58,16 @@ def test_ids_by_hand(folder):
     assert tokenizer.vocab_size == 298
 
 
+def test_a_text_is_read_whole_whatever_length_its_file_asks_for(folder):
+    expected = Tokenizer(folder).encode("hello")
+    file = folder / "tokenizer.json"
+    tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(str(file))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9, pad_token="<begin>", pad_id=296)
+    tokenizer.save(str(file))
+    assert Tokenizer(folder).encode("hello") == expected
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_comes_back(folder, text):
     tokenizer = Tokenizer(folder)

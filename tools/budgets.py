@@ -94,6 +94,9 @@ def main() -> None:
     settings = settings_for(args.method, mem, args.segment or mem, args.length, **flags)
     if settings.merged or not settings.mem:
         raise UserError(f"--method {args.method}: take one that has slots and merges nothing")
+    if settings.positions == "slots":
+        remedy = "take --positions interpolated"
+        raise UserError(f"--method {args.method}: budgets cannot have positions by slot; {remedy}")
     ids = np.concatenate([*token_streams(args.data, tokenizer).values()])
     documents = long_documents(ids, tokenizer.bos, args.length, args.documents)
     if not len(documents):

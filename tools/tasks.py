@@ -42,7 +42,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import NAME, add_shared_flags, compared, memory_sizes  # noqa: E402
 from generate import as_text, decode, prefill  # noqa: E402
-from lococo import AdaptedLlama, segment_losses  # noqa: E402
+from lococo import AdaptedLlama, read_adapter, segment_losses  # noqa: E402
 from metrics import LONGBENCH, compare  # noqa: E402
 from model import KVCache, Tokenizer  # noqa: E402
 from support.command_line import (  # noqa: E402
@@ -366,7 +366,7 @@ def score(args: argparse.Namespace) -> None:
     tokenizer = Tokenizer(args.model)
     for file, rows in files.items():
         refuse_without_tokens(file, rows, tokenizer)
-    sizes = memory_sizes(args.runs)
+    sizes = memory_sizes([read_adapter(run) for run in args.runs])
     if args.method:
         sizes = []  # no more methods than are asked for
     report = {}

@@ -1,6 +1,7 @@
-"""What lies between the paper's compressor and ours: one step of the way each, for ablations.
+"""Compressors for ablations: ours without one of its parts, or the paper's with one of ours.
 
-A program that imports this module has them as `--compressor` names.
+tools/real_llama.py, tools/reproduce.py and tools/bench.py import this module, which adds the names
+to COMPRESSORS. To train one with train.py, import the module there.
 """
 
 import torch
@@ -40,7 +41,7 @@ class ScoredWithOneFilter(ScoredCompressor):
         new = F.conv1d(entries, COMMON_SCALE * self.common, padding="same")
         old = F.conv1d(entries, COMMON_SCALE * self.slot_common)
         shared = torch.where(from_slot[:, None], old, new) + self.prior(scores)  # (N, 1, R)
-        return shared.expand(-1, self.conv.out_channels, -1)
+        return shared.expand(-1, self.slots, -1)
 
 
 class ScoredStraightThrough(ScoredCompressor):
