@@ -208,10 +208,10 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     of its first query head, then those of its next. Under autocast the products are in
     bfloat16, as in fused attention; the softmax is in float32.
     """
-    T, S, heads = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-    q = q.unflatten(1, (-1, heads)).flatten(2, 3)  # (B, G, H/G * T, D)
+    T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    q = q.unflatten(1, (-1, group)).flatten(2, 3)  # (B, G, H/G * T, D)
     products = (q @ k.mT).float() / q.shape[-1] ** 0.5
-    hidden = ~causal_mask(T, S, q.device).repeat(heads, 1)
+    hidden = ~causal_mask(T, S, q.device).repeat(group, 1)
     return products.masked_fill(hidden, -torch.inf).softmax(dim=-1)
 
 
@@ -290,14 +290,14 @@ class Memory(KVCache):
             return super().attend(layer, q, k, v)
         self.append(layer, k, v)
         weights = attention_weights(q, self.keys[layer].held)
-        T, heads = q.shape[2], q.shape[1] // k.shape[1]
-        received = weights.detach().sum(dim=2) / heads  # (B, G, S)
+        T, group = q.shape[2], q.shape[1] // k.shape[1]  # H/G query heads
+        received = weights.detach().sum(dim=2) / group  # (B, G, S)
         if self.scores[layer] is not None:
             kept = self.settings.forget ** (T / self.settings.segment)
             received[:, :, :-T] += kept * self.scores[layer]  # the older entries
         self.scores[layer] = received
         read = weights.type_as(v) @ self.values[layer].held  # (B, G, H/G * T, D)
-        return read.unflatten(2, (heads, T)).flatten(1, 2)
+        return read.unflatten(2, (group, T)).flatten(1, 2)
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         """The operator C of (3), steps 4 and 5: S entries become M slots.
