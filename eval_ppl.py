@@ -146,7 +146,7 @@ def parse() -> argparse.Namespace:
         help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
     add("--part", choices=(*PARTS, "all"),
         help="which of the texts, by the checksum of their names (default: held-out, which "
-             "train.py has not seen; all of --data without a RUN or if it had --held-out)")
+             "train.py has not seen; all of --data if no RUN has held out a part of its texts)")
     add("--documents", type=at_least(1), default=64, metavar="N",
         help="documents of each length at most (default: 64)")
     add("--micro-batch", type=at_least(1), default=4, metavar="N",
@@ -166,13 +166,12 @@ def parse() -> argparse.Namespace:
 
 def parts_to_score(args: argparse.Namespace, adapters: list[Adapter]) -> list[str]:
     """The part that --part names. Otherwise the part that train.py holds out, if a RUN that
-    is asked for has left it out. A run with --held-out has trained on all of its --data, so
-    that it is for other texts, and all of these are scored, as without a RUN."""
+    is asked for has left it out. A run that has held nothing out, by --held-out or because
+    it had one document, is for other texts. All of these are scored, as without a RUN."""
     left_out = []
     for run, adapter in zip(args.asked, adapters):
         if "held-out" in adapter.parts:
-            unseen = "it was trained on all of its --data, so that texts to score must be others"
-            print(f"{run}: {unseen}", file=sys.stderr)
+            print(f"{run}: it was trained on all of its texts; score others", file=sys.stderr)
         else:
             left_out.append(run)
     usual = "held-out" if left_out or not args.data else "all"
@@ -318,7 +317,8 @@ def main() -> None:
     L, last = list(documents.items())[-1]
     told = None
     if args.recall:
-        # Facts have names of their own for each part. These have not been trained on.
+        # Facts have names of their own for each part, too. With all parts take some that do
+        # not train.
         names = parts[0] if len(parts) == 1 else "held-out"
         told, told_ago = tell_all(last, names, tokenizer, args.fact_form)
     methods, losses, hits, reaches = score_all(args, machine, sizes, documents, told)

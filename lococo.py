@@ -62,7 +62,8 @@ class Settings:
 
     method: str
     segment: int  # the most tokens that enter together; what messages and tables call T
-    length: int  # L that it is trained for, in tokens; without training the base's context
+    # L that it is trained for, in tokens. Without training: the most that the base can read.
+    length: int
     sinks: int = 0  # slots that keep the first tokens
     heavy: int = 0  # slots that keep the entries that have received most attention
     merged: int = 0  # slots that the convolution fills; a memory without any drops the rest
@@ -189,9 +190,9 @@ class Compressor(nn.Module):
 
     @torch.no_grad()
     def sharpen(self, factor: float) -> None:
-        """Multiply the logits by `factor`: here they are proportional to the parameters. A
-        compressor of another kind must override this. The paper's (7) divides the factor
-        out again."""
+        """Multiply the logits by `factor`. In this file they are proportional to the
+        parameters; override this where they are not. The paper's (7) divides the factor out
+        again."""
         for p in self.parameters():
             p *= factor
 
@@ -458,7 +459,7 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
 
     "interpolated" (the paper): a token's position in the text, which reaches L. "slots":
     its place in the cache, which never exceeds M + T. "original": its position in the text,
-    divided by no more than the checkpoint itself does.
+    divided as the checkpoint itself divides it.
     """
     if settings.positions == "original":
         return config.rope_scale
@@ -684,7 +685,7 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> Ada
     """A method that needs no training, on its base model. `flags` replace fields of its
     settings. Raises UserError."""
     changes = flags | {"lora_rank": 0}
-    length = round(model.config.context * model.config.rope_scale)
+    length = int(model.config.context * model.config.rope_scale)
     settings = settings_for(method, mem, segment, length, **changes)
     if settings.merged:
         missing = "its convolution must be trained first, by train.py"
@@ -708,7 +709,7 @@ class Adapter(NamedTuple):
     settings: Settings
     tensors: dict[str, Tensor]  # what was trained, by name
     base: str  # the checksum of its base, see `identity`
-    parts: list[str]  # of its texts, see support.text.PARTS: those that it was trained on
+    parts: list[str]  # the parts of its texts (support.text.PARTS) that it was trained on
 
 
 def read_adapter(run: Path) -> Adapter:

@@ -53,9 +53,10 @@ from support.text import find_files, long_documents, sequence, token_streams
 class TrainConfig:
     """Everything that a run depends on.
 
-    The defaults are the paper's context extension, and ours where a comment says so. A
-    recipe, a stored run and flags override them, in this order. Paths are strings, so that
-    a configuration can be stored as JSON.
+    The defaults are the paper's context extension. What the paper has not, such as facts,
+    is off, and comments say where the paper gives no number. A recipe, a stored run and
+    flags override the defaults, in this order. Paths are strings, so that a configuration
+    can be stored as JSON.
     """
 
     recipe: str = "paper"  # its name; what it sets is in the other fields
@@ -100,7 +101,7 @@ class TrainConfig:
     # has 1.
     bptt: int = 1
     recompute: bool = False
-    # These two are not in the paper.
+    # Ours.
     answer_weight: float = 1.0  # of a fact's word when told again, for the convolutions
     sharper: float = 1.0  # after training our compressors' logits are multiplied by this
     # Scoring and output.
@@ -651,7 +652,7 @@ class Texts(NamedTuple):
     """What a run trains on and scores."""
 
     ids: np.ndarray  # tokens to train on
-    parts: list[str]  # of --data, those that they are from
+    parts: list[str]  # the parts of --data that they come from
     documents: Tensor  # to score, (N, L)
     summary: str  # for the user
 
@@ -659,6 +660,8 @@ class Texts(NamedTuple):
 def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
     """Read the texts of --data and --held-out. If no document falls into the training part,
     another part is trained on. If all are held out, these train, and nothing is scored."""
+    if config.held_out:
+        refuse_overlap(config)
     streams = token_streams([Path(name) for name in config.data], tokenizer)
     sizes = {part: size_of(ids, tokenizer) for part, ids in streams.items()}
     part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
@@ -672,7 +675,6 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
             summary += f", {sizes[other]} {PURPOSES[other]}"
     reason = f"no document that is held out has --seq {config.seq} tokens"
     if config.held_out:
-        refuse_overlap(config)
         others = token_streams([Path(name) for name in config.held_out], tokenizer)
         ids, held_out = (np.concatenate([*some.values()]) for some in (streams, others))
         parts = [*streams]
@@ -693,11 +695,11 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
 def refuse_overlap(config: TrainConfig) -> None:
     """Raises UserError if a text of --held-out would train."""
     of_data, held_out = (
-        {file.resolve() for file in find_files([Path(name) for name in names])}
+        {file.resolve() for file in find_files([Path(name) for name in names], say=False)}
         for names in (config.data, config.held_out)
     )
     for file in sorted(of_data & held_out):
-        both = "it is a text of --data, too, so that it would train; take it out of one of them"
+        both = "it is among the texts that train, too (--data, or without it Python's library)"
         raise UserError(f"--held-out {os.path.relpath(file)}: {both}")
 
 

@@ -146,10 +146,10 @@ def run_program(main: Callable[[], None]) -> None:
         os._exit(1)
     except UserError as error:
         end_with(str(error))
-    except FileNotFoundError as error:
-        end_with(f"{error.filename}: there is no such file")
     except OSError as error:
-        end_with(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        missing = isinstance(error, FileNotFoundError)
+        reason = "there is no such file" if missing else error.strerror
+        end_with(f"{error.filename}: {reason}" if error.filename else str(error))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -129,18 +129,23 @@ def as_json(content: Any, indent: int | None = None) -> str:
 def created(file: Path) -> Iterator[None]:
     """Take a file's name, so that no other process takes it while its content is made; give it back
     if that fails or is stopped. Raises UserError."""
+    usual = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        take(file)
+        try:
+            yield
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+
+
+def take(file: Path) -> None:
     try:
         file.open("x").close()
     except FileExistsError:
         raise UserError(f"{file}: there is such a file already; name another one") from None
-    usual = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, usual)
 
 
 def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:

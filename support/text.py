@@ -35,9 +35,9 @@ def library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def find_files(paths: list[Path]) -> list[Path]:
+def find_files(paths: list[Path], say: bool = True) -> list[Path]:
     """The files, and in folders all but hidden ones; without a path those of Python's library. A
-    file that is named twice counts once."""
+    file that is named twice counts once. `say`: print what is left out."""
     if not paths:
         return sorted(f for f in library().rglob("*.py") if "site-packages" not in f.parts)
     files = []
@@ -45,7 +45,7 @@ def find_files(paths: list[Path]) -> list[Path]:
         if not path.exists():
             raise UserError(f"{path}: there is no such file or folder of texts")
         inside = [f for f in sorted(path.rglob("*")) if "/." not in f"/{f.relative_to(path)}"]
-        for link in (f for f in inside if f.is_symlink() and f.is_dir()):
+        for link in (f for f in inside if say and f.is_symlink() and f.is_dir()):
             print(f"left out, as it is a link to a folder: {link}", file=sys.stderr)
         files += [f for f in inside if f.is_file()] if path.is_dir() else [path]
     different = {}

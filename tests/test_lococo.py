@@ -14,7 +14,7 @@ from reference import by_loop, official_rows, slow_memory
 
 from generate import TracedMemory, describe_slots, prefill
 from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, interpolation, segment_losses
-from lococo import COMPRESSORS, in_layer, settings_for
+from lococo import COMPRESSORS, in_layer, settings_for, untrained
 from model import Entries, KVCache, Llama, load_base
 from support.command_line import TINY, Machine
 from support.files import UserError
@@ -250,6 +250,14 @@ def test_positions_are_divided_to_fit_into_the_context(config, rope_scale, chang
     model = Llama(replace(config, rope_scale=rope_scale))
     adapted = AdaptedLlama(model, settings(**changes))
     assert interpolation(model.config, adapted.settings) == adapted.cache().rope_scale == factor
+
+
+@pytest.mark.parametrize("rope_scale", [1.0, 1.1, 4.0])
+def test_a_method_without_training_leaves_positions_as_the_base_has_them(config, rope_scale):
+    """It is for all texts that such a base can read."""
+    model = Llama(replace(config, rope_scale=rope_scale))
+    s = untrained(model, "h2o", 16, 16).settings
+    assert interpolation(model.config, s) == rope_scale and s.length == int(64 * rope_scale)
 
 
 @pytest.mark.parametrize("bptt, widths", [(1, [6] * 6 + [3]), (2, [12, 12, 12, 3]), (9, [39])])

@@ -545,10 +545,11 @@ def test_two_that_write_one_file_do_not_meet(tmp_path, monkeypatch):
 
 
 def test_a_name_is_taken_once(tmp_path):
-    with pytest.raises(SystemExit), created(tmp_path / "file"):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"), created(tmp_path / "file"):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(9)  # the signal comes first
-    assert not (tmp_path / "file").exists()
+    assert not (tmp_path / "file").exists() and signal.getsignal(signal.SIGTERM) == before
     with pytest.raises(ZeroDivisionError), created(tmp_path / "file"):
         refusal(tmp_path / "file", "there is such a file", call=lambda f: created(f).__enter__())
         raise ZeroDivisionError

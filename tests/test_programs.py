@@ -161,16 +161,18 @@ def test_a_text_is_scored_whole_if_a_run_held_nothing_out(run, words, parts):
     Path("own.jsonl").write_text("\n".join(rows))
     code, _, err = run(train, f"{LINES[train]} --score-tokens 0 --steps 1 {words}")
     assert code == 0 and read_file(Path("run/adapter.safetensors"))[1].get("parts") == parts, err
-    _, out, err = run(eval_ppl, "run --data own.jsonl --lengths 64 --documents 99")
-    assert (": 20 of 64 tokens" in out) == (parts is not None)
-    assert ("run: it was trained on all of its --data" in err) == (parts is not None)
+    code, out, err = run(eval_ppl, "run --data own.jsonl --lengths 64 --documents 99")
+    whole = parts is not None
+    scored = f"(held-out, choosing, training): {len(rows)}" if whole else "(held-out): 2"
+    assert code == 0 and f"documents {scored} of 64 tokens" in out, err
+    assert ("run: it was trained on all of its texts" in err) == whole
     assert ": 20 of 64 tokens" in run(eval_ppl, "--data own.jsonl --lengths 64 --documents 99")[1]
 
 
 def test_a_text_that_would_train_is_not_held_out(run):
     words = f"{LINES[train]} --held-out text/1.py"
     code, _, err = run(train, words)
-    assert code == 2 and "--held-out text/1.py: it is a text of --data, too" in err
+    assert code == 2 and "--held-out text/1.py: it is among the texts that train" in err
     code, out, _ = run(train, f"{LINES[train]} --data text/2.py text/2.py --steps 1")
     assert code == 0 and "text: 1 document (" in out
 

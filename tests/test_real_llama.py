@@ -147,15 +147,16 @@ def test_the_table_by_hand():
 def test_the_ablations_by_hand():
     """One tap is 1 and 2 above ours in the two documents with seed 0, and 1 above with seed 1. What
     has no seed in common with ours, other slots or other steps is left out."""
-    changes = ("--bptt 4", 40), ("--bptt 4 --kernel 1", 40), ("--conv-lr 0", 1)
+    changes = [("ours", "--bptt 4", 40), ("ours", "--bptt 4 --kernel 1", 40),
+               ("ours untrained", "", 1)]  # fmt: skip
     ours, one_tap, untrained = (
-        {"flags": real_llama.all_flags(real_llama.ROWS["ours"], 64, flags), "part": "choosing",
-         "steps": steps} for flags, steps in changes
+        {"flags": real_llama.all_flags(real_llama.ROWS[row], 64, flags), "part": "choosing",
+         "steps": steps} for row, flags, steps in changes
     )  # fmt: skip
     stored = [cell("ours", [9.0, 9.0], **ours), cell("ours", [2.0, 4.0], **ours),
               cell("ours", [3.0, 5.0], seed=1, **ours), cell("ours", [3.0, 6.0], **one_tap),
               cell("ours", [4.0, 6.0], seed=1, **one_tap), cell("ours", [9.0, 9.0], 2, **one_tap),
-              cell("ours", [4.0, 6.0], **untrained),
+              cell("ours untrained", [4.0, 6.0], **untrained),
               cell("ours", [7.0, 7.0], **ours | {"mem": 128}),
               cell("ours", [7.0, 7.0], **one_tap | {"steps": 60})]  # fmt: skip
     table = real_llama.ablation_table(stored, part="choosing", mem=64, seq=1024)
@@ -178,12 +179,14 @@ def test_tables_stand_between_comments():
 
 def test_rows_with_further_flags_stand_in_a_table_of_their_own():
     flags = real_llama.all_flags(real_llama.ROWS["ours"], 64, "--bptt 4")
-    stored = [cell("full", [1.0, 3.0]), cell("h2o", [3.0, 5.0])]
+    stored = [cell("full", [1.0, 3.0]), cell("h2o", [3.0, 5.0]), cell("h2o lora", [0.0, 0.0])]
     more = cell("ours", [2.0, 4.0], flags=flags) | {"extra": "--bptt 4"}
     alone, both = real_llama.tables(stored), real_llama.tables([*stored, more])
     name = "test, M = 64, 1,024 tokens"
-    assert set(alone) == {name, f"{name}, in short"} and alone[name] == both[name]
-    assert "| 60 | 1 | 3.0000 |" in both[f"{name}, with further flags"]
+    assert set(alone) == {name, f"{name}, in short", f"{name}, tuned"}
+    assert alone[name] == both[name]
+    line = "| 60 | 1 | 3.0000 | 20.086 | -1.0000 ± 0.0000 | 50 |"
+    assert line in both[f"{name}, with further flags"]
 
 
 def test_rows_are_settings():

@@ -62,7 +62,7 @@ def test_a_text_is_read_whole_whatever_length_its_file_asks_for(folder):
     expected = Tokenizer(folder).encode("hello")
     file = folder / "tokenizer.json"
     tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(str(file))
-    tokenizer.enable_truncation(2)
+    tokenizer.enable_truncation(1)
     tokenizer.enable_padding(length=9, pad_token="<begin>", pad_id=296)
     tokenizer.save(str(file))
     assert Tokenizer(folder).encode("hello") == expected

@@ -237,7 +237,7 @@ def parse() -> argparse.Namespace:
         help="the other length whose training memory is shown")
     add("--contexts", type=positive, nargs="+", default=[2048, 32768],
         help="tokens before decoding")
-    add("--bptt", type=positive, default=4, help="as in the recipe")
+    add("--bptt", type=positive, default=4, help="as in the recipe of the embedded model")
     add("--facts", type=at_least(0), default=8,
         help="in a sequence; without any: one backward pass")
     add("--rounds", type=positive, default=5, help="turns of each method; one more warms up")

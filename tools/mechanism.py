@@ -20,7 +20,7 @@ COLOURS = {"heavy": "#009e73", "merged": "#e69f00", "recent": "#0072b2"}  # as m
 MEMORY = ["heavy", "heavy", "heavy", "merged", "merged", "recent", "recent", "recent"]
 SEGMENT = 8  # new tokens; the picture has M = T = 8
 KEPT = {0: 0, 2: 1, 9: 2, 13: 5, 14: 6, 15: 7}  # entry of the full cache: the slot that keeps it
-# Slot: entries, and how much of them. Both slots may take of all that is not kept.
+# Slot: entries, and how much of them. A merged slot may take from every entry that is not kept.
 MIXED = {3: [(1, 0.7), (3, 0.5), (4, 0.9), (6, 0.3), (8, 0.6), (10, 0.25)],
          4: [(4, 0.25), (5, 0.4), (7, 0.6), (8, 0.3), (10, 0.9), (11, 0.4), (12, 0.8)]}  # fmt: skip
 TOP, BOTTOM = 3.0, 0.0  # heights of the two rows of entries

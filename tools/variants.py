@@ -1,7 +1,7 @@
 """Compressors for ablations: ours without one of its parts, or the paper's with one of ours.
 
-tools/real_llama.py, tools/reproduce.py and tools/bench.py import this module, which adds the names
-to COMPRESSORS. To train one with train.py, import the module there.
+tools/real_llama.py and tools/reproduce.py import this module, which adds the names to COMPRESSORS.
+To use one in another program, write `import tools.variants` there.
 """
 
 import torch
