@@ -350,14 +350,15 @@ def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
     watched = Mock(side_effect=lambda *args: draws.append(args[1]) or usual(*args))
     monkeypatch.setattr(train, "gradients", watched)
     words = "--data text --mem 64 --seq 300 --facts 3 --steps 1 --batch 1 --micro-batch 1 --out run"
-    trained = cells(run(train, words)[1])
-    table = cells(run(eval_ppl, "run adapter --recall --data text --lengths 64 300")[1])
+    trained = cells(run(train, f"{words} --score-tokens 900")[1])
+    words = "run adapter --recall --data text --lengths 64 300 --documents 3"
+    table = cells(run(eval_ppl, words)[1])
     names = ["base, full", "base, streaming M=64", "base, h2o M=64 slots", "base, streaming M=16",
              "base, h2o M=16 slots", "run", "adapter"]  # fmt: skip
     assert list(table)[1:8] == names
     assert table["recalled; by chance 1 in 220"] == ["tokens", *names]
     ids = token_streams([Path("text")], tokenizer)["held-out"]
-    texts = long_documents(ids, tokenizer.bos, 300, 64)
+    texts = long_documents(ids, tokenizer.bos, 300, 3)
     rows = [tell(text, 8, "held-out", 0, i, tokenizer) for i, text in enumerate(texts)]
     models = {"base, full": tiny(FULL), "run": load_adapter(Path("run"), load_llama(TINY))}
     models["base, streaming M=64"] = untrained(load_llama(TINY), "streaming", 64, 64)
