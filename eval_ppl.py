@@ -171,7 +171,8 @@ def parts_to_score(args: argparse.Namespace, adapters: list[Adapter]) -> list[st
     left_out = []
     for run, adapter in zip(args.asked, adapters):
         if "held-out" in adapter.parts:
-            print(f"{run}: it was trained on all of its texts; score others", file=sys.stderr)
+            sentence = "it held out none of its texts, so score others than these"
+            print(f"{run}: {sentence}", file=sys.stderr)
         else:
             left_out.append(run)
     usual = "held-out" if left_out or not args.data else "all"
@@ -180,11 +181,11 @@ def parts_to_score(args: argparse.Namespace, adapters: list[Adapter]) -> list[st
 
 
 def print_means(
-    title: str, masks: dict[str, Tensor], values: dict[str, Tensor]
+    title: str, counts: str, masks: dict[str, Tensor], values: dict[str, Tensor]
 ) -> dict[str, dict[str, float | None]]:
-    """A row for each mask, with the number of its tokens; a column for each method. Returns
-    the rows; a mean of no tokens is None."""
-    print(f"\n{title:30}{'tokens':>9}", *(f"{name:>5}" for name in values), sep="  ")
+    """A row for each mask, with the number of its tokens, which are called `counts`; a
+    column for each method. Returns the rows; a mean of no tokens is None."""
+    print(f"\n{title:30}{counts:>9}", *(f"{name:>5}" for name in values), sep="  ")
     rows = {}
     for label, mask in masks.items():
         tokens, row = int(mask.sum()), ""
@@ -292,7 +293,8 @@ def score_all(
         if not scores.methods:
             print_work(number, documents, adapted, args, machine)
             lengths = (f"{L:>8}" for L in documents)
-            print(f"{'':{NAME}} {'slots':>6} {'cache bytes':>12}", *lengths)
+            title = "perplexity, by tokens of a document"
+            print(f"{title:{NAME}} {'slots':>6} {'cache bytes':>12}", *lengths)
         if adapted.settings.mem:
             scores.reaches.append(adapted.settings.room)
         cells, nats = score(name, adapted, documents, machine, args.micro_batch)
@@ -326,15 +328,17 @@ def main() -> None:
 
     counts = {length: len(rows) for length, rows in documents.items()}
     listed = ", ".join(f"{count} of {length} tokens" for length, count in counts.items())
-    print(f"documents ({', '.join(parts)}): {listed}; cache bytes at {L}")
+    of = "all parts" if len(parts) == len(PARTS) else parts[0]
+    print(f"documents ({of}): {listed}; cache bytes at {L}")
     report = {"parts": parts, "documents": counts, "methods": methods}
     if args.by_position:
         position = torch.arange(1, L).expand(len(last), -1)
         masks = ranges("position ", position, reach)
-        report["nats by position"] = print_means(f"nats in {L} tokens", masks, losses)
+        report["nats by position"] = print_means(f"nats in {L} tokens", "tokens", masks, losses)
     if args.recall:
         title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer).words)}"
-        report["recall"] = print_means(title, ranges("told ago ", told_ago, reach), hits)
+        masks = ranges("told ago ", told_ago, reach)
+        report["recall"] = print_means(title, "answers", masks, hits)
     if args.json:
         write_json(args.json, report)
 

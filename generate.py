@@ -276,7 +276,7 @@ def what_to_show(
     numbers = [int(word) for word in words if word.isdecimal()]
     if len(words) == len(numbers) == 2:
         return tuple(numbers), None
-    if len(words) > 1 or numbers or words[0].startswith("-"):
+    if len(words) > 1 or not words[0].lower().endswith(".html"):
         remedy = "name a layer and a head, such as 1 0, or one file, such as page.html"
         parser.error(f"--show-memory {' '.join(words)}: {remedy}")
     try:

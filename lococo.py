@@ -158,7 +158,8 @@ class Compressor(nn.Module):
         The last two arguments are for our compressors below. `from_slot` (N, R) marks
         entries that stood in a heavy or merged slot. Entries of a recent slot count as new,
         because they have never competed for a slot. `scores` (N, R) is the attention that
-        each entry has received; None if the memory does not count it.
+        each entry has received. It is None if `reads_scores` is False and no slots are
+        heavy.
         """
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official
@@ -184,7 +185,8 @@ class Compressor(nn.Module):
             scores = None if scores is None else scores.flatten(0, 1)
             w = self.weights(entries, from_slot.flatten(0, 1), scores)
             expected = (len(entries), self.slots, k.shape[2])  # (N, slots, R)
-            assert w.shape == expected, f"weights of {type(self).__name__}: {w.shape}"
+            name = type(self).__name__
+            assert w.shape == expected, f"{name}.weights: {tuple(w.shape)} instead of {expected}"
             w = w.unflatten(0, k.shape[:2]).type_as(k)
             return w @ k, w @ v, w  # (4), (5)
 
@@ -379,8 +381,10 @@ class Memory(KVCache):
     def arrange(self, layer: int) -> Tensor:
         """The places of all entries in the cache, (B, G, S), in the order
         [front | rest | recent]. Each part is in the order of the cache."""
-        chosen = self.choose(layer)
+        s, chosen = self.layer_settings[layer], self.choose(layer)
         B, G, S = chosen.shape
+        assert (chosen.sum(dim=2) == s.front).all(), f"choose: {s.front} entries in each head"
+        assert not chosen[:, :, S - s.recent :].any(), "choose: none of the last entries"
         places = torch.arange(S, device=chosen.device).expand_as(chosen)
         front = places[chosen].view(B, G, -1)
         others = places[~chosen].view(B, G, -1)
@@ -714,17 +718,24 @@ class Adapter(NamedTuple):
 
 def read_adapter(run: Path) -> Adapter:
     """Raises UserError."""
+    if not (run / "adapter.safetensors").exists() and (run / "state.safetensors").exists():
+        remedy = f"to go on: python train.py --resume {run}"
+        raise UserError(f"{run}: this run has not ended; {remedy}")
     tensors, about = read_file(run / "adapter.safetensors")
     try:
         settings = Settings(**about["settings"])
         base = about["base"]
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None
-    if settings.compressor not in COMPRESSORS:
-        unknown = f"its compressor {settings.compressor!r} is unknown"
-        known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
-        raise UserError(f"{run}: {unknown}; {known}")
+    check_compressor(run, settings.compressor)
     return Adapter(settings, tensors, base, about.get("parts", ["training"]))
+
+
+def check_compressor(run: Path, compressor: str) -> None:
+    """Raises UserError if a run's compressor is not here any more."""
+    if compressor not in COMPRESSORS:
+        known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
+        raise UserError(f"{run}: its compressor {compressor!r} is unknown; {known}")
 
 
 def load_adapter(run: Path, model: Llama) -> AdaptedLlama:

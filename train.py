@@ -37,8 +37,8 @@ from torch.optim import AdamW
 from tqdm import tqdm
 
 from eval_ppl import baselines, name_of, perplexity, ranges, token_losses
-from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, identity
-from lococo import segment_losses, settings_for
+from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, check_compressor
+from lococo import identity, segment_losses, settings_for
 from model import KVCache, Llama, Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, counted
 from support.command_line import method_flags, prepare, run_program, text_path
@@ -539,7 +539,8 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
 def recipe_for(flags: argparse.Namespace, parser: Parser) -> dict:
     """What the recipe of a new run sets."""
     if RANK == 0 and flags.out and is_used(flags.out):
-        parser.error(f"--out {flags.out}: it is there already; give a new directory")
+        remedy = "give a new directory, or go on with it by --resume"
+        parser.error(f"--out {flags.out}: it is there already; {remedy}")
     model = (flags.model or TINY).resolve()
     name = flags.recipe or ("embedded" if model == TINY else "paper")
     return RECIPES[name] | {"recipe": name}
@@ -558,6 +559,7 @@ def state_of_run(flags: argparse.Namespace, parser: Parser) -> tuple[dict, dict]
     if record.get("config", {}).keys() != {f.name for f in fields(TrainConfig)}:
         other = "made by another version of this program"
         parser.error(f"--resume {flags.resume}: {other}")
+    check_compressor(flags.resume, record["config"]["compressor"])
     return tensors, record
 
 
@@ -687,6 +689,9 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
     most = max(1, config.score_tokens // config.seq) if config.score_tokens else 0
     documents = long_documents(held_out, tokenizer.bos, config.seq, most)
     summary += f"\n{counted(len(documents), 'document')} to score"
+    short = int((held_out == tokenizer.bos).sum()) - len(documents)
+    if 0 < len(documents) < most and short:
+        summary += f", and {short} with fewer than --seq {config.seq} tokens"
     if most and not len(documents):
         summary += f": {reason}; others can be named by --held-out"
     return Texts(ids, parts, documents, summary)
@@ -782,6 +787,7 @@ def print_start(
     config: TrainConfig, settings: Settings, machine: Machine, text: Texts
 ) -> None:
     print(f"recipe {config.recipe} on {config.model}, {machine.dtype} on {machine.device}")
+    print(f"run: {os.path.relpath(config.out)}")
     print(text.summary)
     if not config.data and Path(config.model) != TINY:
         print("no --data: it trains on Python's standard library; "

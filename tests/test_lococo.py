@@ -107,6 +107,21 @@ def test_every_method_equals_a_slow_memory(config, monkeypatch, method, changes,
     check_against_slow_memory(adapted.double(), by_loop)
 
 
+@pytest.mark.parametrize("chosen, sentence", [
+    ([0, 1, 2], "4 entries in each head"), ([0, 1, 2, -1], "none of the last entries")])
+def test_a_wrong_choice_of_the_front_is_noticed(model, monkeypatch, chosen, sentence):
+    """H2O with four heavy and four recent slots."""
+
+    def choose(memory, layer):
+        mask = torch.zeros(memory.keys[layer].held.shape[:3], dtype=torch.bool)
+        mask[:, :, chosen] = True
+        return mask
+
+    monkeypatch.setattr(Memory, "choose", choose)
+    with pytest.raises(AssertionError, match=sentence):
+        logits_of(model, AdaptedLlama(model, settings("h2o")).cache())
+
+
 # --- Budgets of layers ------------------------------------------------------------------
 
 

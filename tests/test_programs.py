@@ -21,8 +21,8 @@ import eval_ppl
 import generate
 import train
 from generate import as_text, decode, sample
-from lococo import METHODS, AdaptedLlama, Settings, identity, load_adapter, segment_losses
-from lococo import untrained
+from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, identity, load_adapter
+from lococo import segment_losses, untrained
 from model import load_llama
 from support.command_line import HERE, TINY, run_program
 from support.facts import tell
@@ -62,7 +62,8 @@ def stock(tmp_path_factory):
         weights = load_file(TINY / "model.safetensors")
         weights["model.layers.2.mlp.up_proj.weight"] *= factor
         save_file(weights, folder / name / "model.safetensors")
-    (folder / "latin").write_bytes(b"caf\xe9 au lait")
+    for name in ("latin", "latin.html"):
+        (folder / name).write_bytes(b"caf\xe9 au lait")
     return folder
 
 
@@ -163,9 +164,9 @@ def test_a_text_is_scored_whole_if_a_run_held_nothing_out(run, words, parts):
     assert code == 0 and read_file(Path("run/adapter.safetensors"))[1].get("parts") == parts, err
     code, out, err = run(eval_ppl, "run --data own.jsonl --lengths 64 --documents 99")
     whole = parts is not None
-    scored = f"(held-out, choosing, training): {len(rows)}" if whole else "(held-out): 2"
+    scored = f"(all parts): {len(rows)}" if whole else "(held-out): 2"
     assert code == 0 and f"documents {scored} of 64 tokens" in out, err
-    assert ("run: it was trained on all of its texts" in err) == whole
+    assert ("run: it held out none of its texts" in err) == whole
     assert ": 20 of 64 tokens" in run(eval_ppl, "--data own.jsonl --lengths 64 --documents 99")[1]
 
 
@@ -205,7 +206,7 @@ def test_what_a_run_says_at_its_start(run, tokenizer, monkeypatch):
                           ("choosing", "for choosing")):  # fmt: skip
         ids = token_streams([Path("text")], tokenizer)[part]
         counts.append(f"{(ids == tokenizer.bos).sum()} documents ({len(ids):,} tokens) {purpose}")
-    assert f"text: {', '.join(counts)}\n2 documents to score\n" in out
+    assert f"text: {', '.join(counts)}\n2 documents to score\n" in out and "run: run\n" in out
     shown = cells(out)["this run"][:6]
     assert shown == ["lococo+window", "16", "16", "96", "facts, 3 taps", "2 x 192"]
     assert cells(out)["this run"][6:9] == ["8, 0.002", "0.5", "8"]
@@ -259,7 +260,7 @@ def test_ctrl_c_before_the_first_step_and_after_the_last(run, monkeypatch):
     assert code == 0 and "lococo+window, after training" in out, err
 
 
-def test_a_table_has_one_set_of_documents(run):
+def test_a_table_has_one_set_of_documents(run, monkeypatch):
     """A run that is resumed with more of them scores its baselines again."""
     code, out, err = run(train, f"{LINES[train]} --score-tokens 100")
     assert code == 0 and "1 held-out document " in out, err
@@ -267,6 +268,10 @@ def test_a_table_has_one_set_of_documents(run):
     assert code == 0 and "2 held-out documents" in out, err
     assert WINDOW_ROW in cells(out) and "lococo+window, after training" in cells(out)
     assert "lococo+window, before training" not in cells(out)  # these parameters are gone
+    with monkeypatch.context() as patch:
+        patch.delitem(COMPRESSORS, "facts")
+        code, _, err = run(train, "--resume run")
+        assert code == 2 and "run: its compressor 'facts' is unknown" in err
     again = cells(run(train, "--resume run --score-tokens 200 --facts 0")[1])
     assert again["2 held-out documents"] == ["perplexity"] and len(again[H2O_ROW]) == 1
     other = run(train, f"{LINES[train]} --score-tokens 200".replace("run", "other"))[1]
@@ -356,7 +361,7 @@ def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
     names = ["base, full", "base, streaming M=64", "base, h2o M=64 slots", "base, streaming M=16",
              "base, h2o M=16 slots", "run", "adapter"]  # fmt: skip
     assert list(table)[1:8] == names
-    assert table["recalled; by chance 1 in 220"] == ["tokens", *names]
+    assert table["recalled; by chance 1 in 220"] == ["answers", *names]
     ids = token_streams([Path("text")], tokenizer)["held-out"]
     texts = long_documents(ids, tokenizer.bos, 300, 3)
     rows = [tell(text, 8, "held-out", 0, i, tokenizer) for i, text in enumerate(texts)]
@@ -573,9 +578,9 @@ FOLLOWING = {
         ("--show-memory 1", "--show-memory 1: name a layer and a head, such as 1 0, or one file"),
         ("--show-memory 1 x", "--show-memory 1 x: name a layer and"), ("--show-memory -1 0", "-1"),
         ("--show-memory a.html b.html", "or one file"), ("--show-memory 0 0 0", "0 0 0: name a"),
-        ("--show-memory latin", "latin: there is such a file already; name another one"),
-        ("--show-memory text", "text: this is a folder"),
-        ("--show-memory no/p", "no/p: there is no"),
+        ("--show-memory latin.html", "latin.html: there is such a file already; name another one"),
+        ("--show-memory text", "text: name a layer and a head, such as 1 0, or one file, such as"),
+        ("--show-memory no/p.html", "no/p.html: there is no"),
         ("--method full --show-memory p.html", "no slots"),
         ("--mem 8 --budgets 8 8 4 12 --show-memory p.html", "a page does not show layers"),
         ("--method lococo --show-memory p.html", "must be trained first"),
