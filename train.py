@@ -750,6 +750,8 @@ def start_or_resume(adapted: AdaptedLlama, config: TrainConfig, ids: np.ndarray,
         if config.steps != steps:
             print(f"--steps {config.steps} instead of {steps}: "
                   f"from here on the rates fall to 0 at step {config.steps}")  # fmt: skip
+        if record["step"] == config.steps:
+            print("all steps are done; the adapter is written and scored again")
     record["config"] = asdict(config)
     print(f"{sum(p.numel() for p in adapted.trained().values()):,} parameters train")
     start_alike(adapted)

@@ -266,6 +266,7 @@ def test_a_table_has_one_set_of_documents(run, monkeypatch):
     assert code == 0 and "1 held-out document " in out, err
     code, out, err = run(train, "--resume run --score-tokens 200")
     assert code == 0 and "2 held-out documents" in out, err
+    assert "all steps are done; the adapter is written and scored again" in out
     assert WINDOW_ROW in cells(out) and "lococo+window, after training" in cells(out)
     assert "lococo+window, before training" not in cells(out)  # these parameters are gone
     with monkeypatch.context() as patch:
