@@ -150,7 +150,7 @@ class Change:
 
 
 ABLATIONS = (
-    Change("**ours**, with a gradient through 4 segments", "ours", FOUR, 40),
+    Change("for comparison: ours, with a gradient through 4 segments", "ours", FOUR, 40),
     Change("not trained: filters as at the start", "ours untrained", "", 1),
     Change("mixtures: logits as trained, not multiplied by 16", "ours soft", FOUR, 40),
     Change("mixtures, not trained", "ours untrained soft", "", 1),
