@@ -233,7 +233,8 @@ def test_weights_of_another_shape_are_named(monkeypatch):
     compressor = COMPRESSORS["paper"](4, 3, 5)
     monkeypatch.setattr(type(compressor), "weights", lambda *args: torch.ones(4, 2, 9))
     k, v = torch.randn(2, 2, 2, 9, 4)
-    with pytest.raises(AssertionError, match=r"Compressor.weights: \(4, 2, 9\) instead of \(4, 3, 9"):
+    sentence = r"Compressor.weights: \(4, 2, 9\) instead of \(4, 3, 9\)"
+    with pytest.raises(AssertionError, match=sentence):
         compressor(k, v, torch.zeros(2, 2, 9, dtype=torch.bool), None)
 
 
