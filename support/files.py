@@ -138,7 +138,7 @@ def created(file: Path) -> Iterator[None]:
             file.unlink(missing_ok=True)
             raise
     finally:
-        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGTERM, usual or signal.SIG_DFL)
 
 
 def take(file: Path) -> None:
