@@ -158,7 +158,7 @@ def parse() -> argparse.Namespace:
         help="with --recall: lines `@ name name = word` (default), or sentences as RULER's needles")
     args = parser.parse_args()
     parser.refuse_counts(args)
-    args.asked = args.runs
+    args.asked = args.runs  # those that the user names
     if not args.runs and not args.method and args.model.resolve() == TINY:
         args.runs = [TINY]
     return args
@@ -171,7 +171,7 @@ def parts_to_score(args: argparse.Namespace, adapters: list[Adapter]) -> list[st
     left_out = []
     for run, adapter in zip(args.asked, adapters):
         if "held-out" in adapter.parts:
-            sentence = "it held out none of its texts, so score others than these"
+            sentence = "it held out none of its texts; score texts that it has not read"
             print(f"{run}: {sentence}", file=sys.stderr)
         else:
             left_out.append(run)

@@ -381,10 +381,13 @@ class Memory(KVCache):
     def arrange(self, layer: int) -> Tensor:
         """The places of all entries in the cache, (B, G, S), in the order
         [front | rest | recent]. Each part is in the order of the cache."""
-        s, chosen = self.layer_settings[layer], self.choose(layer)
+        s = self.layer_settings[layer]
+        chosen = self.choose(layer)
         B, G, S = chosen.shape
-        assert (chosen.sum(dim=2) == s.front).all(), f"choose: {s.front} entries in each head"
-        assert not chosen[:, :, S - s.recent :].any(), "choose: none of the last entries"
+        enough = chosen.sum(dim=2) == s.front
+        assert enough.all(), f"Memory.choose must take {s.front} entries in each head"
+        last = chosen[:, :, S - s.recent :]
+        assert not last.any(), "Memory.choose must take none of the last entries"
         places = torch.arange(S, device=chosen.device).expand_as(chosen)
         front = places[chosen].view(B, G, -1)
         others = places[~chosen].view(B, G, -1)

@@ -668,7 +668,9 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
     sizes = {part: size_of(ids, tokenizer) for part, ids in streams.items()}
     part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
     ids, held_out = streams[part], streams["held-out"]
-    parts = [part] if len(ids) < sum(map(len, streams.values())) else [*streams]
+    parts = [part]
+    if len(ids) == sum(map(len, streams.values())):  # all texts train
+        parts = [*streams]
     summary = f"text: {sizes[part]} to train on"
     if part != "training":
         summary += f" (no name falls into the training part, so that the {part} part trains)"
@@ -699,11 +701,12 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
 
 def refuse_overlap(config: TrainConfig) -> None:
     """Raises UserError if a text of --held-out would train."""
-    of_data, held_out = (
-        {file.resolve() for file in find_files([Path(name) for name in names], say=False)}
-        for names in (config.data, config.held_out)
-    )
-    for file in sorted(of_data & held_out):
+
+    def files_of(names: list[str]) -> set[Path]:
+        files = find_files([Path(name) for name in names], say=False)
+        return {file.resolve() for file in files}
+
+    for file in sorted(files_of(config.data) & files_of(config.held_out)):
         both = "it is among the texts that train, too (--data, or without it Python's library)"
         raise UserError(f"--held-out {os.path.relpath(file)}: {both}")
 

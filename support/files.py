@@ -142,6 +142,7 @@ def created(file: Path) -> Iterator[None]:
 
 
 def take(file: Path) -> None:
+    """Make an empty file. Raises UserError if there is one of this name."""
     try:
         file.open("x").close()
     except FileExistsError:

@@ -170,6 +170,13 @@ def test_a_text_is_scored_whole_if_a_run_held_nothing_out(run, words, parts):
     assert ": 20 of 64 tokens" in run(eval_ppl, "--data own.jsonl --lengths 64 --documents 99")[1]
 
 
+def test_texts_that_are_too_short_to_score_are_counted(run):
+    rows = [json.dumps({"text": f"{n} {'some words ' * 60 * (n != 1)}"}) for n in range(3)]
+    Path("own.jsonl").write_text("\n".join(rows))
+    words = f"{LINES[train]} --score-tokens 960 --steps 1 --held-out own.jsonl"
+    assert "2 documents to score, and 1 with fewer than --seq 96 tokens\n" in run(train, words)[1]
+
+
 def test_a_text_that_would_train_is_not_held_out(run):
     words = f"{LINES[train]} --held-out text/1.py"
     code, _, err = run(train, words)
