@@ -280,8 +280,8 @@ def test_a_table_has_one_set_of_documents(run, monkeypatch):
         patch.delitem(COMPRESSORS, "facts")
         code, _, err = run(train, "--resume run")
         assert code == 2 and "run: its compressor 'facts' is unknown" in err
-    again = cells(run(train, "--resume run --score-tokens 200 --facts 0")[1])
-    assert again["2 held-out documents"] == ["perplexity"] and len(again[H2O_ROW]) == 1
+    again = cells(run(train, "--resume run --facts 0")[1])  # the documents of the state
+    assert again["1 held-out document"] == ["perplexity"] and len(again[H2O_ROW]) == 1
     other = run(train, f"{LINES[train]} --score-tokens 200".replace("run", "other"))[1]
     for name in (WINDOW_ROW, H2O_ROW):
         assert cells(other)[name] == cells(out)[name]
