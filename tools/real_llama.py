@@ -117,6 +117,9 @@ ROWS = {
     "ours untrained soft": Row("ours before training, mixtures", f"{SOFT} --conv-lr 0", steps=1),
     "ours untrained": Row("ours before training", f"{RECIPE} --conv-lr 0", steps=1),
     "ours, paper's compressor": Row("ours with the paper's compressor instead", f"{SOFT} {PAPER}"),
+    "ours, softmax": Row(
+        "ours with a softmax alone instead, mixtures", f"{SOFT} --compressor softmax"
+    ),
     "ours soft": Row("ours with mixtures: logits as trained", SOFT),
     "ours": Row("**ours**, `lococo+h2o+recent`: 3M/8 heavy, M/4 merged, 3M/8 last", RECIPE),
     "ours budgets soft": Row(
@@ -128,6 +131,9 @@ ROWS = {
         steps=200,
     ),
     "ours budgets": Row("**ours with budgets of layers**", f"{RECIPE} --budgets {{budgets}}"),
+    "ours budgets 200": Row(
+        "the same, trained longer", f"{RECIPE} --budgets {{budgets}}", steps=200
+    ),
     # With LoRA, embeddings and norms as in the paper's context extension.
     "full lora": Row("full attention, tuned", f"--method full {LORA}"),
     "window lora": Row("window, tuned", f"--method streaming {LORA}"),
