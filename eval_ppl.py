@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from generate import warn_if_too_long
 from lococo import METHODS, Adapter, AdaptedLlama, Settings, load_adapter, read_adapter
 from lococo import segment_losses, untrained
 from model import Llama, Tokenizer, load_base
@@ -165,9 +166,10 @@ def parse() -> argparse.Namespace:
 
 
 def parts_to_score(args: argparse.Namespace, adapters: list[Adapter]) -> list[str]:
-    """The part that --part names. Otherwise the part that train.py holds out, if a RUN that
-    is asked for has left it out. A run that has held nothing out, by --held-out or because
-    it had one document, is for other texts. All of these are scored, as without a RUN."""
+    """The part that --part names. Without --part: the part that train.py holds out, if a
+    RUN has left it out or the texts are Python's library; otherwise all parts of --data.
+    Such a run has trained on all of its texts, by --held-out or because it had one
+    document, and is for other texts."""
     left_out = []
     for run, adapter in zip(args.asked, adapters):
         if "held-out" in adapter.parts:
@@ -263,6 +265,7 @@ def score(
 ) -> tuple[dict, Tensor]:  # fmt: skip
     """Print the row of a model. Returns its cells, and the nats at the last length,
     (N, L - 1)."""
+    warn_if_too_long(adapted.settings, max(documents))
     by_length = {}
     for length, rows in documents.items():
         nats, _, held = token_losses(adapted, rows, machine, micro_batch)
@@ -309,8 +312,9 @@ def main() -> None:
     args = parse()
     machine = prepare(args.device, args.dtype, args.seed)
     tokenizer = Tokenizer(args.model)
-    # A bad adapter is refused here, before anything is scored.
     adapters = [read_adapter(run) for run in args.runs]
+    for run in args.runs:  # one of another base is refused now, before anything is scored
+        load_adapter(run, load_base(args.model, machine)[0])
     parts = parts_to_score(args, adapters)
     sizes = memory_sizes(adapters)
     if args.method or not args.recall:

@@ -30,7 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, identity, load_adapter
-from lococo import read_adapter, untrained
+from lococo import untrained
 from model import Entries, KVCache, Llama, Tokenizer, load_base
 from support.command_line import TINY, Machine, Parser, at_least, method_flags, output_file
 from support.command_line import prepare, run_program
@@ -107,7 +107,7 @@ class TracedMemory(Memory):
         """`args` as those of Memory."""
         super().__init__(*args)
         self.seen_at = []  # tokens that had entered at each compression
-        # For each layer: how much of each token that has entered each slot has,
+        # For each layer: the share that each token which was read has in each slot,
         # (G, M, tokens).
         self.shares = {layer: torch.zeros(self.config.n_kv_heads, 0, 0) for layer in layers}
         # For each layer, after each compression: the three largest shares of each slot and
@@ -194,6 +194,8 @@ MOST_MEMORIES = 3  # on a page
 
 def read_prompt(name: str) -> str:
     """The text of a file; of standard input if the name is -."""
+    if Path(name).is_dir():
+        raise UserError(f"--prompt {name}: this is a folder; name a file")
     data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     try:
         text = data.decode(UTF8)
@@ -216,17 +218,24 @@ def warn_if_too_long(settings: Settings, tokens: int) -> None:
     """Positions in the text end at `tokens`, those in the cache at M + T."""
     by_slot = settings.positions == "slots" and settings.mem
     positions = min(tokens, settings.room) if by_slot else tokens
-    if positions > settings.length:
-        reached = f"positions may reach {positions:,}, and the memory is for {settings.length:,}"
-        remedy = "--positions slots keeps them small"
-        if settings.merged:
-            remedy = "train with a larger --seq, or with --positions slots"
-        print(f"warning: {reached}; {remedy}", file=sys.stderr)
+    if positions <= settings.length:
+        return
+    if settings.merged or settings.lora_rank:
+        remedy = "train with a larger --seq"
+        if settings.mem and not by_slot:
+            remedy += ", or with --positions slots"
+    elif by_slot:
+        remedy = "take a smaller --mem or --segment"
+    else:
+        remedy = "--positions slots keeps them small, with a method that has slots, such as h2o"
+    reached = f"positions may reach {positions:,}, and the memory is for {settings.length:,}"
+    print(f"warning: {settings.method}: {reached}; {remedy}", file=sys.stderr)
 
 
 def refuse_without_slots(settings: Settings) -> None:
     if not settings.mem:
-        raise UserError(f"--method {settings.method}: it keeps everything and has no slots")
+        remedy = "take --method h2o --mem 512, or --adapter RUN after train.py"
+        raise UserError(f"{settings.method}: it keeps everything and has no slots; {remedy}")
 
 
 def refuse_for_page(settings: Settings) -> None:
@@ -330,16 +339,16 @@ def empty_cache(args: argparse.Namespace, adapted: AdaptedLlama) -> KVCache:
 
 def figures(cache: KVCache, settings: Settings) -> str:
     """How much is held, and what the full cache would hold."""
-    mean = sum(keys.size for keys in cache.keys) // len(cache.keys)  # over the layers
+    held = sum(keys.size for keys in cache.keys) // len(cache.keys)  # mean over the layers
+    slots = f"{settings.mem} slots" if settings.mem else "all entries"
     full = f"the full cache would hold {cache.full_nbytes:,}"
     lines = [
-        f"memory           {settings.mem} slots; {mean:,} entries held of {cache.seen:,}",
+        f"memory           {slots}; {held:,} entries held of {cache.seen:,}",
         f"key/value cache  {cache.nbytes:,} bytes; {full}",
     ]
     if settings.budgets:
         least, most = min(settings.budgets), max(settings.budgets)
-        mean = f"{mean:,} are a mean; layers have {least} to {most} slots"
-        lines.append(f"entries held     {mean}")
+        lines.append(f"entries held     {held:,} on average; layers have {least} to {most} slots")
     elif settings.mem and cache.compressed:
         waiting = f"{cache.size - settings.mem} tokens since the last compression"
         most = f"at most T = {settings.segment}"
@@ -354,8 +363,8 @@ def memories_of_page(
     args: argparse.Namespace, machine: Machine
 ) -> Iterator[tuple[str, AdaptedLlama]]:
     """Names and models: each --method, then the adapter. The methods share a base and have
-    the adapter's M and T, unless --mem says otherwise. A wrong one is refused before any
-    reads. Delete a model before asking for the next: a GPU may hold just one."""
+    the adapter's M and T, unless --mem says otherwise. Delete a model before asking for the
+    next: a GPU may hold just one."""
     run = args.adapter
     if not run and not args.method:
         run = TINY
@@ -364,7 +373,8 @@ def memories_of_page(
             raise UserError(f"--show-memory {args.page}: this base has no adapter; {remedy}")
     mem, segment = args.mem or 512, args.segment
     if run:
-        settings = read_adapter(run).settings
+        # It reads last, but one of another base is refused now.
+        settings = load_adapter(run, load_base(args.model, machine)[0]).settings
         refuse_for_page(settings)
         if not args.mem:
             mem, segment = settings.mem, args.segment or settings.segment

@@ -30,13 +30,13 @@ KINDS = ("sinks", "heavy", "merged", "recent")  # in this order
 # A method is a function of M. It gives the fields of Settings (below) that it sets. Another
 # rule of which entries are kept goes into `Memory.choose`.
 METHODS = {
-    # What the paper compares with. The paper's StreamingLLM keeps 8 sinks alone; this one
-    # is the window of equal memory. The paper does not say how H2O divides its slots; H2O's
-    # authors do it so.
+    # What the paper compares with.
     "full": lambda M: {},
     # Keeps all, too; other attention in training: train.ShiftedGroups.
     "longlora": lambda M: {},
+    # StreamingLLM as the window of equal memory. The paper's keeps 8 sinks alone.
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
+    # The paper does not say how H2O divides its slots; H2O's authors do it so.
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
     # The paper: alone, with StreamingLLM's sinks, and with H2O (sections 3.2.3 and 5.2).
     # Half of M for heavy slots is the official code's.
@@ -74,8 +74,9 @@ class Settings:
     lora_rank: int = 8
     lora_alpha: int = 16  # the official code's; the paper names none
     # Ours:
-    # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets nothing;
-    # 0 forgets all before the last segment.
+    # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets nothing.
+    # 0 counts only the queries that entered last: those of a segment, or of one decoded
+    # token.
     forget: float = 1.0
     # Slots of each layer; none: M in every one.
     budgets: list[int] = field(default_factory=list)
@@ -121,7 +122,13 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     fits = 0 < total <= mem if row else total == 0
     nothing_merged = "merged" in row and counts["merged"] == 0
     if not fits or nothing_merged or min(counts.values()) < 0:
-        raise UserError(f"--method {method} --mem {mem}: {counts} slots do not fit")
+        listed = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        rule = f"together they must be from 1 to {mem}, and none negative"
+        if nothing_merged:
+            rule = "this method needs merged slots; leave room for them"
+        if not row:
+            rule = "this method keeps everything and has no slots"
+        raise UserError(f"--method {method} --mem {mem}: {listed} slots do not fit; {rule}")
     settings = Settings(method, segment, length, **chosen | counts)
     check_budgets(settings)
     return settings
@@ -145,8 +152,8 @@ class Compressor(nn.Module):
         self.slots = slots
         # g of (6)
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
-        # As the official code starts. (7) divides the scale out. A softmax does not: its
-        # rows would be nearly one-hot at the start and would learn little.
+        # As the official code starts. (7) divides the scale out. A softmax does not: with
+        # 21 taps its rows would be nearly one-hot at the start and would learn little.
         nn.init.normal_(self.conv.weight)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
@@ -192,9 +199,9 @@ class Compressor(nn.Module):
 
     @torch.no_grad()
     def sharpen(self, factor: float) -> None:
-        """Multiply the logits by `factor`. In this file they are proportional to the
-        parameters; override this where they are not. The paper's (7) divides the factor out
-        again."""
+        """Multiply by `factor` what the filters give: the logits of (6), or our relevance.
+        In this file these are proportional to the parameters; override this where they are
+        not. The paper's (7) divides the factor out again."""
         for p in self.parameters():
             p *= factor
 
@@ -222,7 +229,8 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
 
 def in_order(entries: Tensor, order: Tensor) -> Tensor:
-    """Entries (B, G, S, D) in the order (B, G, S) of each head."""
+    """Entries (B, G, S, D) in the order (B, G, S) of each head. torch.take_along_dim does
+    the same, but keeps a copy of the order for each channel until the backward pass."""
     return entries.gather(2, order[..., None].expand_as(entries))
 
 
@@ -231,7 +239,7 @@ class Memory(KVCache):
 
     When the next segment does not fit, the mixing matrix turns S entries into M slots. Each
     method is a choice of this matrix. For M = 4 and T = 3, with one sink, two merged slots
-    and one recent token:
+    and one recent slot (the paper's methods have none of these):
 
                      memory     segment
         sink       1  .  .  .   .  .  .     kept: a one-hot row
@@ -274,7 +282,8 @@ class Memory(KVCache):
         are compressed as in algorithm 2. Only decoding differs: the paper compresses at
         each token, we do so once a segment.
         """
-        assert T <= self.settings.segment
+        most = self.settings.segment
+        assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
         for layer, capacity in enumerate(self.capacity):
             if self.keys[layer].size + T > capacity:
                 self.compress(layer)
@@ -285,9 +294,9 @@ class Memory(KVCache):
         """Attend as a KVCache does, and count the attention that each entry receives.
 
         Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most: the
-        sum over all queries so far, the mean over the query heads of a key/value head. What
-        was received earlier is first multiplied by `forget` ** (T / segment). So 64 decoded
-        tokens forget as much as a segment of 64 tokens.
+        sum over all queries so far, the mean over the query heads of a key/value head.
+        Ours: what was received earlier is first multiplied by `forget` ** (T / segment), so
+        that 64 decoded tokens forget as much as a segment of 64 tokens.
         """
         if not self.scoring:
             return super().attend(layer, q, k, v)
@@ -329,8 +338,8 @@ class Memory(KVCache):
 
         # If compressed before, the cache was [front | merged | recent slots | segment].
         compressed_before = self.keys[layer].size < self.seen
-        from_slot = (order < s.front + s.merged) & compressed_before
-        _, from_slot, _ = from_slot.split(sizes, dim=2)
+        _, rest, _ = order.split(sizes, dim=2)
+        from_slot = (rest < s.front + s.merged) & compressed_before
         scores = (None, None, None)
         if self.scoring:
             scores = self.scores[layer].gather(2, order).split(sizes, dim=2)
@@ -383,15 +392,12 @@ class Memory(KVCache):
         [front | rest | recent]. Each part is in the order of the cache."""
         s = self.layer_settings[layer]
         chosen = self.choose(layer)
-        B, G, S = chosen.shape
         enough = chosen.sum(dim=2) == s.front
         assert enough.all(), f"Memory.choose must take {s.front} entries in each head"
-        last = chosen[:, :, S - s.recent :]
+        last = chosen[:, :, chosen.shape[2] - s.recent :]
         assert not last.any(), "Memory.choose must take none of the last entries"
-        places = torch.arange(S, device=chosen.device).expand_as(chosen)
-        front = places[chosen].view(B, G, -1)
-        others = places[~chosen].view(B, G, -1)
-        return torch.cat((front, others), dim=2)
+        # What is chosen comes first. A stable sort keeps the order within both parts.
+        return (~chosen).int().argsort(dim=2, stable=True)
 
     def choose(self, layer: int) -> Tensor:
         """Which entries the front keeps, a mask (B, G, S): the first ones in sinks, those
@@ -410,9 +416,13 @@ class Memory(KVCache):
             chosen.scatter_(2, heaviest, True)
         return chosen
 
+    def move(self, k: Tensor, by: Tensor) -> Tensor:
+        """Rotate keys (B, G, S, D) forward by `by` positions, (S,) or (B, G, S)."""
+        return rotate(k, *rope(by / self.rope_scale, self.config))
+
     def mixing_matrix(self, layer: int, order: Tensor, w: Tensor) -> Tensor:
-        """For pictures: a layer's mixing matrix (B, G, M, S), as drawn above, from what
-        `compress` returns."""
+        """A layer's mixing matrix (B, G, M, S), as drawn above, from what `compress`
+        returns. Only pictures and --show-memory need it."""
         s = self.layer_settings[layer]
         S = order.shape[2]
         merged = slice(s.front, s.front + s.merged)
@@ -423,10 +433,6 @@ class Memory(KVCache):
         # Columns back in the order of the cache.
         columns = order[:, :, None].expand_as(matrix)
         return torch.zeros_like(matrix).scatter(3, columns, matrix)
-
-    def move(self, k: Tensor, by: Tensor) -> Tensor:
-        """Rotate keys (B, G, S, D) forward by `by` positions, (S,) or (B, G, S)."""
-        return rotate(k, *rope(by / self.rope_scale, self.config))
 
 
 # --- Segment loop (algorithm 2) ---------------------------------------------------------
@@ -525,7 +531,7 @@ def check_budgets(settings: Settings) -> None:
         raise UserError(f"--budgets: {needed}")
     if sum(budgets) != len(budgets) * settings.mem:
         mean = f"their mean is {sum(budgets) / len(budgets):g}"
-        raise UserError(f"--budgets: {mean}, but it must be --mem {settings.mem}")
+        raise UserError(f"--budgets: {mean}, but it must be {settings.mem}, as without them")
     layers = [in_layer(settings, layer) for layer in range(len(budgets))]
     if min(budgets) < 4 or (settings.merged and min(s.merged for s in layers) == 0):
         few = f"{min(budgets)} slots are too few for {settings.method}"
@@ -637,7 +643,8 @@ COMPRESSORS = {"paper": Compressor, "facts": FactCompressor, "scored": ScoredCom
 
 class AdaptedLlama(nn.Module):
     """A base with all that trains. It changes the base in place. Run it as
-    `adapted.model(tokens, cache)` with a `cache` of `adapted.cache()`.
+    `adapted.model(tokens, cache)` with a `cache` of `adapted.cache()`; without a cache the
+    model has full attention and knows nothing of the settings.
 
     Section 4.1 trains the compressors, embeddings, norms and LoRA (here on q, k, v and o,
     as in LongLoRA and the official code); with rank 0, the inference mode, the compressors
@@ -695,7 +702,8 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> Ada
     length = int(model.config.context * model.config.rope_scale)
     settings = settings_for(method, mem, segment, length, **changes)
     if settings.merged:
-        missing = "its convolution must be trained first, by train.py"
+        command = f"python train.py --method {method} --out RUN"
+        missing = f"its convolution must be trained first: {command}, then take RUN"
         raise UserError(f"--method {method}: {missing}")
     return AdaptedLlama(model, settings)
 
@@ -721,9 +729,11 @@ class Adapter(NamedTuple):
 
 def read_adapter(run: Path) -> Adapter:
     """Raises UserError."""
-    if not (run / "adapter.safetensors").exists() and (run / "state.safetensors").exists():
-        remedy = f"to go on: python train.py --resume {run}"
-        raise UserError(f"{run}: this run has not ended; {remedy}")
+    if not (run / "adapter.safetensors").exists():
+        sentence = "there is no adapter.safetensors in it; name a folder that train.py has made"
+        if (run / "state.safetensors").exists():
+            sentence = f"this run has not ended; to go on: python train.py --resume {run}"
+        raise UserError(f"{run}: {sentence}")
     tensors, about = read_file(run / "adapter.safetensors")
     try:
         settings = Settings(**about["settings"])
@@ -745,7 +755,8 @@ def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
     """Put the adapter of a run directory of train.py onto its base model. Raises
     UserError."""
     settings, tensors, base, _ = read_adapter(run)
-    other = f"{run}: its adapter is for another base (--model), or by another version"
+    remedy = "give --model as in its training, if it is not by another version"
+    other = f"{run}: its adapter is for another base; {remedy}"
     if settings.budgets and len(settings.budgets) != model.config.n_layers:
         raise UserError(other)
     adapted = AdaptedLlama(model, settings)

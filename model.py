@@ -63,6 +63,8 @@ class Llama3Rope:
         return kept * frequency + (1 - kept) * frequency / self.factor
 
 
+# The repr of this class is a part of the checksum by which an adapter knows its base
+# (lococo.identity). A new field needs `repr=False`, or no stored adapter loads any more.
 @dataclass
 class LlamaConfig:
     dim: int
@@ -72,16 +74,14 @@ class LlamaConfig:
     ffn_dim: int
     vocab_size: int = 32000
     norm_eps: float = 1e-5
-    # Pretrained length, in tokens, before `rope_scale` divides positions.
+    # Pretrained length, in tokens. A base with a `rope_scale` reads context * rope_scale.
     context: int = 4096
     rope_theta: float = 10000.0
     rope_scale: float = 1.0  # positions are divided by this (position interpolation)
     tied: bool = False  # the embeddings are the output matrix, too
     qkv_bias: bool = False  # True for ChatGLM3 (tools/chatglm3.py)
-    # The share of a head's channels that `rotate` turns; ChatGLM3: a half.
+    # The share of a head's channels that are rotated, from the first on; ChatGLM3: 0.5.
     turned: float = 1.0
-    # Not in the repr, which is a part of the checksum by which an adapter knows its base.
-    # So adapters from before this field was added still fit (lococo.identity).
     llama3_rope: Llama3Rope | None = field(default=None, repr=False)
 
     def __post_init__(self):
@@ -385,7 +385,7 @@ class Llama(nn.Module):
 # --- Official weights -------------------------------------------------------------------
 
 
-# What reading a configuration raises that is not a Llama-2's.
+# What is raised where the config.json or params.json of another kind of model is read.
 FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 
 

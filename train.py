@@ -44,7 +44,7 @@ from support.command_line import HERE, TINY, Machine, Parser, at_least, counted
 from support.command_line import method_flags, prepare, run_program, text_path
 from support.facts import FORMS, tell, tell_all
 from support.files import DAMAGED, UserError, checksum, read_file, write_file
-from support.text import find_files, long_documents, sequence, token_streams
+from support.text import PARTS, find_files, long_documents, sequence, token_streams
 
 # --- Recipes ----------------------------------------------------------------------------
 
@@ -279,6 +279,8 @@ def noted_signals() -> Iterator[list[int]]:
     def note(number: int, frame) -> None:
         noted.append(number)
         signal.signal(number, signal.SIG_DFL)
+        if RANK == 0:  # a handler may interrupt `print`, and must not call it
+            os.write(2, b"\nthis step is finished first; once more ends at once\n")
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     usual = {number: signal.signal(number, note) for number in numbers}
@@ -639,14 +641,16 @@ def refuse_idle(config: TrainConfig, settings: Settings) -> None:
     if settings.merged and config.seq - 1 <= least + config.segment:
         sizes = f"a memory of {least} slots and a segment of {config.segment} tokens"
         nothing = f"it fits into {sizes}, so that nothing is compressed"
-        raise UserError(f"--seq {config.seq}: {nothing}")
+        remedy = "take a larger --seq, or a smaller --mem and --segment"
+        raise UserError(f"--seq {config.seq}: {nothing}; {remedy}")
     if not settings.merged and not config.lora_rank:
         chosen = f"--lora-rank 0 --method {config.method}"
-        raise UserError(f"{chosen}: there is nothing to train")
+        remedy = "take --lora-rank 8, or a method with merged slots"
+        raise UserError(f"{chosen}: there is nothing to train; {remedy}")
 
 
-# Of the parts that do not train, see support.text.PARTS. The last is for choosing between
-# forms of a method.
+# How a summary names the parts that do not train (support.text.PARTS). The last is for
+# choosing between forms of a method.
 PURPOSES = {"held-out": "held out", "choosing": "for choosing"}
 
 
@@ -660,34 +664,9 @@ class Texts(NamedTuple):
 
 
 def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
-    """Read the texts of --data and --held-out. If no document falls into the training part,
-    another part is trained on. If all are held out, these train, and nothing is scored."""
-    if config.held_out:
-        refuse_overlap(config)
-    streams = token_streams([Path(name) for name in config.data], tokenizer)
-    sizes = {part: size_of(ids, tokenizer) for part, ids in streams.items()}
-    part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
-    ids, held_out = streams[part], streams["held-out"]
-    parts = [part]
-    if len(ids) == sum(map(len, streams.values())):  # all texts train
-        parts = [*streams]
-    summary = f"text: {sizes[part]} to train on"
-    if part != "training":
-        summary += f" (no name falls into the training part, so that the {part} part trains)"
-    for other in ("held-out", "choosing"):
-        if other != part:
-            summary += f", {sizes[other]} {PURPOSES[other]}"
-    reason = f"no document that is held out has --seq {config.seq} tokens"
-    if config.held_out:
-        others = token_streams([Path(name) for name in config.held_out], tokenizer)
-        ids, held_out = (np.concatenate([*some.values()]) for some in (streams, others))
-        parts = [*streams]
-        summary = f"text: {size_of(ids, tokenizer)} to train on, "
-        summary += f"{size_of(held_out, tokenizer)} held out"
-    elif part == "held-out":
-        held_out = held_out[:0]
-        reason = "the documents that are held out train"
-
+    """Read the texts of --data and --held-out. Raises UserError."""
+    split = split_by_flag if config.held_out else split_by_name
+    ids, parts, held_out, summary = split(config, tokenizer)
     most = max(1, config.score_tokens // config.seq) if config.score_tokens else 0
     documents = long_documents(held_out, tokenizer.bos, config.seq, most)
     summary += f"\n{counted(len(documents), 'document')} to score"
@@ -695,8 +674,53 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
     if 0 < len(documents) < most and short:
         summary += f", and {short} with fewer than --seq {config.seq} tokens"
     if most and not len(documents):
+        reason = f"no document that is held out has --seq {config.seq} tokens"
+        if config.held_out:
+            remedy = "give longer ones, a smaller --seq, or --score-tokens 0"
+            raise UserError(f"--held-out {' '.join(config.held_out)}: {reason}; {remedy}")
+        if parts == [*PARTS]:
+            reason = "all documents train"
         summary += f": {reason}; others can be named by --held-out"
     return Texts(ids, parts, documents, summary)
+
+
+# What to train on, the parts that it comes from, what to score, and a summary.
+Split = tuple[np.ndarray, list[str], np.ndarray, str]
+
+
+def split_by_flag(config: TrainConfig, tokenizer: Tokenizer) -> Split:
+    """All of --data trains, and --held-out is scored."""
+    refuse_overlap(config)
+    both = []
+    for names in (config.data, config.held_out):
+        streams = token_streams([Path(name) for name in names], tokenizer)
+        both.append(np.concatenate([*streams.values()]))
+    ids, held_out = both
+    summary = f"text: {size_of(ids, tokenizer)} to train on, "
+    summary += f"{size_of(held_out, tokenizer)} held out"
+    return ids, [*PARTS], held_out, summary
+
+
+def split_by_name(config: TrainConfig, tokenizer: Tokenizer) -> Split:
+    """The checksum of a document's name chooses its part. If no document falls into the
+    training part, another part is trained on; if this is the part that is held out, nothing
+    is scored."""
+    streams = token_streams([Path(name) for name in config.data], tokenizer)
+    sizes = {part: size_of(ids, tokenizer) for part, ids in streams.items()}
+    part = next(part for part in ("training", "choosing", "held-out") if len(streams[part]))
+    ids, held_out = streams[part], streams["held-out"]
+    parts = [part]
+    if len(ids) == sum(map(len, streams.values())):  # there is no other part
+        parts = [*PARTS]
+    if part == "held-out":
+        held_out = held_out[:0]
+    summary = f"text: {sizes[part]} to train on"
+    if part != "training":
+        summary += f" (no name falls into the training part, so that the {part} part trains)"
+    for other in ("held-out", "choosing"):
+        if other != part:
+            summary += f", {sizes[other]} {PURPOSES[other]}"
+    return ids, parts, held_out, summary
 
 
 def refuse_overlap(config: TrainConfig) -> None:
@@ -749,10 +773,15 @@ def start_or_resume(adapted: AdaptedLlama, config: TrainConfig, ids: np.ndarray,
     optimizer = make_optimizer(adapted, config)
     if state:
         restore_state(adapted, optimizer, state)
-        steps = record["config"]["steps"]
-        if config.steps != steps:
-            print(f"--steps {config.steps} instead of {steps}: "
+        before = record["config"]
+        if config.steps != before["steps"]:
+            print(f"--steps {config.steps} instead of {before['steps']}: "
                   f"from here on the rates fall to 0 at step {config.steps}")  # fmt: skip
+        for name in ("batch", "seed"):
+            new = getattr(config, name)
+            if new != before[name]:
+                print(f"--{name} {new} instead of {before[name]}: sequences are dealt out "
+                      "otherwise from here on, so that some are read again")  # fmt: skip
         if record["step"] == config.steps:
             print("all steps are done; the adapter is written and scored again")
     record["config"] = asdict(config)
@@ -815,7 +844,7 @@ BEFORE = "stopped before the first step: nothing is lost; give the same command 
 
 
 def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> None:
-    """Refuse what cannot work, then claim the folder of the run."""
+    """Refuse what cannot work, claim the folder of the run, then train and score."""
     settings = settings_of(config)
     refuse_idle(config, settings)
     machine = prepare(config.device, config.dtype, config.seed)
@@ -840,18 +869,9 @@ def train_and_score(
     model, tokenizer = base
     out = Path(config.out)
     draw = partial(draw_sequence, text.ids, tokenizer, config)
+    add_score = partial(score_into, record, text.documents, tokenizer, config, machine)
     with explained(BEFORE):
-
-        def add_score(name: str, adapted: AdaptedLlama) -> None:
-            if RANK == 0 and len(text.documents):
-                row = score(adapted, text.documents, tokenizer, config, machine)
-                record["scores"][name] = row
-
-        how = f"{config.facts > 0} {config.fact_form} {machine.dtype}"
-        scored = checksum({"documents": text.documents}, how)
-        # A start, or a run that is resumed and scores otherwise.
-        if record.get("documents") != scored:
-            record["documents"], record["scores"] = scored, {}
+        if forget_other_scores(record, text.documents, config, machine):
             # A window and H2O are scored first, as the base is changed then.
             for other in baselines(model, settings.mem or config.mem, config.segment):
                 add_score(name_of(other.settings), other)
@@ -869,23 +889,50 @@ def train_and_score(
         raise SystemExit(128 + stopped)
     if RANK == 0:
         with explained(f"stopped after the last step; to score: {again}"):
+            sharpen(adapted, config)
             write_adapter(adapted, config, text.parts)
             add_score(f"{config.method}, after training", adapted)
         print_scores(record["scores"], len(text.documents))
         print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
 
 
-def write_adapter(adapted: AdaptedLlama, config: TrainConfig, parts: list[str]) -> None:
-    """`parts` are those of the texts that it was trained on. The usual one is not
-    written."""
+def score_into(
+    record: dict, documents: Tensor, tokenizer: Tokenizer, config: TrainConfig,
+    machine: Machine, name: str, adapted: AdaptedLlama,
+) -> None:  # fmt: skip
+    """Add a row to the run's scores. One process scores, if there is anything to score."""
+    if RANK == 0 and len(documents):
+        record["scores"][name] = score(adapted, documents, tokenizer, config, machine)
+
+
+def forget_other_scores(
+    record: dict, documents: Tensor, config: TrainConfig, machine: Machine
+) -> bool:
+    """Empty the scores, and return True, at a start and where a run that is resumed scores
+    other documents, facts or numbers than before."""
+    how = f"{config.facts > 0} {config.fact_form} {machine.dtype}"
+    scored = checksum({"documents": documents}, how)
+    if record.get("documents") == scored:
+        return False
+    record["documents"], record["scores"] = scored, {}
+    return True
+
+
+def sharpen(adapted: AdaptedLlama, config: TrainConfig) -> None:
+    """The model that is written and scored is the trained one with sharper choices."""
     for compressor in adapted.compressors:
         compressor.sharpen(config.sharper)
-    file = Path(config.out, "adapter.safetensors")
-    unusual = {} if parts == ["training"] else {"parts": parts}
-    write_file(file, adapted.trained(), **identity(adapted), **unusual)
     if config.sharper != 1 and len(adapted.compressors) and config.compressor != "paper":
         print(f"the convolutions' logits are multiplied by {config.sharper:g} now "
               "(--sharper); the losses in log.jsonl are those of the model before")  # fmt: skip
+
+
+def write_adapter(adapted: AdaptedLlama, config: TrainConfig, parts: list[str]) -> None:
+    """`parts` are those of the texts that it was trained on. The usual one is not
+    written."""
+    file = Path(config.out, "adapter.safetensors")
+    unusual = {} if parts == ["training"] else {"parts": parts}
+    write_file(file, adapted.trained(), **identity(adapted), **unusual)
 
 
 def main(line: list[str] | None = None) -> None:
@@ -896,10 +943,13 @@ def main(line: list[str] | None = None) -> None:
     try:
         run(*parse(line))
         if WORLD > 1:
-            sys.stdout.flush()
             # Process 0 still scores, and torchrun ends it when another one dies.
             wait_for_all()
-            dist.destroy_process_group()  # or gloo may abort a process while it ends
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # At once, as gloo's threads may abort a process that ends in the usual way
+            # (PyTorch issue 190489).
+            os._exit(0)
     except BaseException:
         if RANK > 0:
             # Process 0 prints the error first: torchrun ends all when one has ended.

@@ -19,13 +19,12 @@ POSITIONS = ("interpolated", "original", "slots")  # see lococo.interpolation
 
 
 def at_least(least: float, kind: type = int, most: float = HUGE) -> Callable[[str], float]:
-    """An argparse type: a number from `least` on, up to `most`."""
-    end = "on, and not huge" if most == HUGE else f"to {most}"
+    """An argparse type: a number from `least` to `most`."""
 
     def convert(text: str) -> float:
         number = kind(text)
         if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text}: it must be from {least} {end}")
+            raise argparse.ArgumentTypeError(f"{text}: it must be from {least} to {most}")
         return number
 
     convert.__name__ = kind.__name__  # for argparse's own sentence: invalid int value

@@ -165,7 +165,8 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
 def sequence(ids: np.ndarray, L: int, seed: int, i: int) -> Tensor:
     """Training sequence i, (L,): the stream is cut into pieces, shuffled anew for each pass."""
     if len(ids) < L:
-        raise UserError(f"--seq {L}: the text to train on has only {counted(len(ids), 'token')}")
+        only = f"the text to train on has only {counted(len(ids), 'token')}"
+        raise UserError(f"--seq {L}: {only}; give more text, or a smaller --seq")
     epoch, i = divmod(i, len(ids) // L)
     place = np.random.default_rng((seed, epoch)).permutation(len(ids) // L)[i]
     return torch.from_numpy(ids[place * L : (place + 1) * L].astype(np.int64))

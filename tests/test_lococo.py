@@ -165,7 +165,7 @@ def test_equal_budgets_change_nothing(model, method):
 
 
 @pytest.mark.parametrize("method, slots, words", [
-    ("h2o", [8, 9], "their mean is 8.5, but it must be --mem 8"),
+    ("h2o", [8, 9], "their mean is 8.5, but it must be 8"),
     ("h2o", [6, 8, 10], "there are 3 numbers for 2 layers"),
     ("h2o", [2, 14], "2 slots are too few"),
     ("lococo+h2o+recent", [3, 13], "3 slots are too few"),

@@ -334,8 +334,10 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
         code, _, err = trained("--resume run")
         file.write_bytes(before)
         assert (code, err.count("\n")) == (2, 1) and sentence in err, err
-    code, out, _ = trained("--resume run --micro-batch 2 --recompute --data text --steps 3")
+    words = "--micro-batch 2 --recompute --data text --steps 3 --seed 5"
+    code, out, _ = trained(f"--resume run {words}")
     assert code == 0 and "--steps 3 instead of 4: from here on the rates fall to 0 at step 3" in out
+    assert "--seed 5 instead of 0: sequences are dealt out otherwise" in out
     about = read_file(STATE)[1]
     assert about["step"] == about["config"]["steps"] == 3 and about["config"]["micro_batch"] == 2
 

@@ -89,12 +89,12 @@ ROWS = {
         trained=False,
     ),
     "h2o 5/8 forget": Row(
-        "ours without trained slots: 5M/8 heavy, 3M/8 last, forgetting",
+        "ours without merged slots: 5M/8 heavy, 3M/8 last, forgetting",
         "--method h2o --heavy {heavy} --forget 0.75",
         trained=False,
     ),
     "h2o 5/8 forget budgets": Row(
-        "ours without trained slots, with budgets of layers",
+        "ours without merged slots, with budgets of layers",
         "--method h2o --heavy {heavy} --forget 0.75 --budgets {budgets}",
         trained=False,
     ),
@@ -139,7 +139,7 @@ ROWS = {
     "window lora": Row("window, tuned", f"--method streaming {LORA}"),
     "h2o lora": Row("H2O, positions of the slots, tuned", f"--method h2o --positions slots {LORA}"),
     "h2o 5/8 forget lora": Row(
-        "ours without trained slots, tuned", f"--method h2o --heavy {{heavy}} --forget 0.75 {LORA}"
+        "ours without merged slots, tuned", f"--method h2o --heavy {{heavy}} --forget 0.75 {LORA}"
     ),
     "ours lora": Row("**ours**, tuned", f"{RECIPE} {LORA}"),
 }
@@ -191,8 +191,8 @@ ABLATIONS = (
 )
 
 # In README.md.
-SHORT = ("full", "window", "h2o", "h2o 5/8 forget", "h2o 5/8 forget budgets", "ours",
-         "ours budgets")  # fmt: skip
+SHORT = ("full", "window", "h2o", "official code", "h2o 5/8 forget", "h2o 5/8 forget budgets",
+         "ours", "ours budgets")  # fmt: skip
 TUNED = ("full lora", "window lora", "h2o lora", "h2o 5/8 forget lora", "ours lora")
 PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
 
