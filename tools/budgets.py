@@ -1,6 +1,8 @@
 """Which layers of a model need more slots? Measures it, and prints a line of --budgets.
 
     python tools/budgets.py --model SmolLM2-135M --dtype bfloat16 --data texts.jsonl --mem 64
+    python tools/budgets.py --model SmolLM2-135M --dtype bfloat16 --data texts.jsonl --mem 128 \
+        --recall --fact-form sentence
 
 Layers differ in how much of a long text they read, so that equal budgets waste slots (PyramidKV,
 arXiv 2406.02069, gives lower layers more; here it is measured). For each layer in turn, that layer
@@ -8,15 +10,22 @@ alone keeps all entries while every other layer has M slots; nothing is trained.
 by it is the layer's need. Every layer gets LEAST of M slots, 4 or more, and the needs share the
 others.
 
-The gains are measured on texts that may be trained on; what is scored must not be among them.
+With --recall facts are written into the texts, and the loss is that of answers whose facts were
+last told more than M + T tokens ago. Several layers work together where a fact is recalled, so that
+a single one gains nothing alone. So it is the other way round: for each layer in turn, all others
+keep everything while it has LEAST of M slots, and its need is what the loss rises by.
+
+The needs are measured on texts that may be trained on; what is scored must not be among them.
 """
 
 import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,8 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import token_losses  # noqa: E402
 from lococo import METHODS, AdaptedLlama, Settings, settings_for  # noqa: E402
 from model import Llama, load_base  # noqa: E402
-from support.command_line import Machine, Parser, at_least, method_flags, prepare  # noqa: E402
-from support.command_line import run_program, text_path  # noqa: E402
+from support.command_line import Machine, Parser, at_least, counted, method_flags  # noqa: E402
+from support.command_line import prepare, run_program, text_path  # noqa: E402
+from support.facts import FORMS, tell_all  # noqa: E402
 from support.files import UserError  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 
@@ -36,30 +46,45 @@ POWER = 0.7
 STEP = 4  # budgets are multiples of this
 
 
-def loss(model: Llama, settings: Settings, documents: Tensor, machine: Machine) -> float:
-    """Nats per token."""
-    nats, _, _ = token_losses(AdaptedLlama(model, settings), documents, machine, 4)
-    return nats.double().mean().item()
+class Scored(NamedTuple):
+    """What is scored: tokens (N, L), and which of them count, (N, L - 1)."""
+
+    documents: Tensor
+    mask: Tensor
+
+
+def loss(model: Llama, settings: Settings, scored: Scored, machine: Machine) -> float:
+    """Nats per token that counts."""
+    nats, _, _ = token_losses(AdaptedLlama(model, settings), scored.documents, machine, 4)
+    return nats[scored.mask].double().mean().item()
 
 
 def measure_needs(
-    model: Llama, settings: Settings, documents: Tensor, machine: Machine
+    model: Llama, settings: Settings, scored: Scored, machine: Machine, recall: bool
 ) -> np.ndarray:
-    """For each layer the nats per token that are gained if it alone keeps all entries."""
-    layers = model.config.n_layers
-    usual = loss(model, settings, documents, machine)
+    """For each layer the nats per token that are gained if it alone keeps all entries; with
+    `recall` those that are lost if it alone does not."""
+    layers, whole = model.config.n_layers, scored.documents.shape[1]
+    others, alone = (whole, least_of(settings.mem)) if recall else (settings.mem, whole)
+    usual = loss(model, replace(settings, budgets=[others] * layers), scored, machine)
     found = []
     for layer in tqdm(range(layers), desc="layers"):
-        budgets = [settings.mem] * layers
-        budgets[layer] = documents.shape[1]
-        found.append(usual - loss(model, replace(settings, budgets=budgets), documents, machine))
+        budgets = [others] * layers
+        budgets[layer] = alone
+        changed = loss(model, replace(settings, budgets=budgets), scored, machine)
+        found.append(changed - usual if recall else usual - changed)
     return np.array(found)
+
+
+def least_of(mem: int) -> int:
+    """Slots of a layer that needs no more."""
+    return int(max(STEP, LEAST * mem))
 
 
 def shared_out(needs: np.ndarray, mem: int) -> list[int]:
     """Slots of each layer, `mem` on average. What is negative is noise, and no need."""
     weights = needs.clip(min=0) ** POWER
-    least = max(STEP, LEAST * mem)
+    least = least_of(mem)
     slots = least + (mem - least) * len(needs) * weights / weights.sum()
     budgets = (slots // STEP * STEP).astype(int)
     left = len(needs) * mem - budgets.sum()
@@ -79,6 +104,9 @@ def parse() -> argparse.Namespace:
     add("--length", type=at_least(2), default=1024, metavar="L",
         help="tokens of a document that are read (default: 1024)")
     add("--documents", type=at_least(1), default=16, metavar="N", help="at most (default: 16)")
+    add("--recall", action="store_true", help="what recalling facts needs, as said above")
+    add("--fact-form", choices=FORMS, default="line",
+        help="with --recall: lines `@ name name = word` (default), or sentences as RULER's needles")
     args = parser.parse_args()
     if args.budgets:
         parser.error("--budgets are what this program finds; leave the flag out")
@@ -101,9 +129,19 @@ def main() -> None:
     documents = long_documents(ids, tokenizer.bos, args.length, args.documents)
     if not len(documents):
         raise UserError(f"--data: no document has --length {args.length} tokens")
-    found = measure_needs(model, settings, documents, machine)
+    scored = Scored(documents, torch.ones_like(documents[:, 1:], dtype=torch.bool))
+    what = "nats per token if it alone keeps all"
+    if args.recall:
+        # The names of facts are those for training.
+        told, ago = tell_all(documents, "training", tokenizer, args.fact_form)
+        scored = Scored(told, ago > settings.room)
+        what = f"nats per answer if it alone has {least_of(mem)} slots"
+        print(f"{counted(int(scored.mask.sum()), 'answer')}")
+    if not scored.mask.any():
+        raise UserError(f"--recall: no fact is told again more than {settings.room} tokens later")
+    found = measure_needs(model, settings, scored, machine, args.recall)
     for layer, nats in enumerate(found):
-        print(f"layer {layer:>2}  {nats:+.4f} nats per token if it keeps all")
+        print(f"layer {layer:>2}  {nats:+.4f} {what}")
     if found.max() <= 0:
         raise UserError("no layer gains by more slots; take more --documents")
     print("--budgets", *shared_out(found, settings.mem))
