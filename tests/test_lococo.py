@@ -17,6 +17,7 @@ from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, interpolation
 from lococo import COMPRESSORS, in_layer, settings_for, untrained
 from model import Entries, KVCache, Llama, load_base
 from support.command_line import TINY, Machine
+from support.facts import tell_all
 from support.files import UserError
 
 TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -201,6 +202,35 @@ def test_which_layers_need_more_slots(run):
 
     gain = loss([16] * 4) - loss([16, 16, 96, 16])
     assert needs[2] == pytest.approx(gain, abs=1e-4)
+
+
+def test_which_layers_recalling_facts_needs(run):
+    """A need is what the answers lose if one layer has few slots while all others keep everything.
+    Only answers whose facts were told more than M + T = 32 tokens ago count."""
+    text = "".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(60))
+    Path("text.txt").write_text(text)
+    words = "--data text.txt --mem 16 --length 256 --positions original --recall"
+    code, out, _ = run(budgets, words)
+    lines = out.splitlines()
+    needs = [float(line.split()[2]) for line in lines[1:-1]]
+    assert code == 0 and len(needs) == 4 and "if it alone has 6 slots" in lines[1]
+
+    tiny, tokenizer = load_base(TINY, Machine("cpu", torch.float32))
+    ids = torch.tensor([tokenizer.encode(text)[:256]])
+    told, ago = tell_all(ids, "training", tokenizer)
+    assert lines[0] == f"{(ago > 32).sum()} answers" and (ago > 32).sum() > 1
+
+    def loss(counts):
+        s = settings("h2o", 16, 16, 256, positions="original")
+        cache = AdaptedLlama(tiny, replace(s, budgets=counts)).cache()
+        with torch.no_grad():
+            logits = logits_of(tiny, cache, told[:, :-1], 16)
+        nats = torch.nn.functional.cross_entropy(logits[0], told[0, 1:], reduction="none")
+        return nats[ago[0] > 32].mean().item()
+
+    assert needs[1] == pytest.approx(loss([256, 6, 256, 256]) - loss([256] * 4), abs=1e-4)
+    code, _, err = run(budgets, words.replace("256", "33"))
+    assert code == 2 and "no fact is told again more than 32 tokens later" in err
 
 
 def test_needs_become_budgets():
