@@ -168,8 +168,8 @@ def parse() -> argparse.Namespace:
 def parts_to_score(args: argparse.Namespace, adapters: list[Adapter]) -> list[str]:
     """The part that --part names. Without --part: the part that train.py holds out, if a
     RUN has left it out or the texts are Python's library; otherwise all parts of --data.
-    Such a run has trained on all of its texts, by --held-out or because it had one
-    document, and is for other texts."""
+    A RUN that has left out no part, by --held-out or because it had one document, has
+    trained on all of its texts and is for other ones."""
     left_out = []
     for run, adapter in zip(args.asked, adapters):
         if "held-out" in adapter.parts:
@@ -265,7 +265,8 @@ def score(
 ) -> tuple[dict, Tensor]:  # fmt: skip
     """Print the row of a model. Returns its cells, and the nats at the last length,
     (N, L - 1)."""
-    warn_if_too_long(adapted.settings, max(documents))
+    if adapted.settings.method != "full":  # this row is always there, to compare with
+        warn_if_too_long(adapted.settings, max(documents))
     by_length = {}
     for length, rows in documents.items():
         nats, _, held = token_losses(adapted, rows, machine, micro_batch)

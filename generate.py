@@ -30,7 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, identity, load_adapter
-from lococo import untrained
+from lococo import read_adapter, untrained
 from model import Entries, KVCache, Llama, Tokenizer, load_base
 from support.command_line import TINY, Machine, Parser, at_least, method_flags, output_file
 from support.command_line import prepare, run_program
@@ -222,8 +222,10 @@ def warn_if_too_long(settings: Settings, tokens: int) -> None:
         return
     if settings.merged or settings.lora_rank:
         remedy = "train with a larger --seq"
-        if settings.mem and not by_slot:
+        if settings.mem and not by_slot and not settings.budgets:
             remedy += ", or with --positions slots"
+    elif settings.budgets:
+        remedy = "take --positions slots instead of --budgets"
     elif by_slot:
         remedy = "take a smaller --mem or --segment"
     else:
@@ -373,9 +375,10 @@ def memories_of_page(
             raise UserError(f"--show-memory {args.page}: this base has no adapter; {remedy}")
     mem, segment = args.mem or 512, args.segment
     if run:
-        # It reads last, but one of another base is refused now.
-        settings = load_adapter(run, load_base(args.model, machine)[0]).settings
+        settings = read_adapter(run).settings
         refuse_for_page(settings)
+        if args.method:  # the adapter reads last, but one of another base is refused now
+            load_adapter(run, load_base(args.model, machine)[0])
         if not args.mem:
             mem, segment = settings.mem, args.segment or settings.segment
     if args.method:

@@ -702,7 +702,7 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> Ada
     length = int(model.config.context * model.config.rope_scale)
     settings = settings_for(method, mem, segment, length, **changes)
     if settings.merged:
-        command = f"python train.py --method {method} --out RUN"
+        command = f"python train.py --model MODEL --method {method} --out RUN"
         missing = f"its convolution must be trained first: {command}, then take RUN"
         raise UserError(f"--method {method}: {missing}")
     return AdaptedLlama(model, settings)

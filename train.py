@@ -20,7 +20,7 @@ import shlex
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -280,7 +280,8 @@ def noted_signals() -> Iterator[list[int]]:
         noted.append(number)
         signal.signal(number, signal.SIG_DFL)
         if RANK == 0:  # a handler may interrupt `print`, and must not call it
-            os.write(2, b"\nthis step is finished first; once more ends at once\n")
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, b"\nthis step is finished first; a second signal ends at once\n")
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     usual = {number: signal.signal(number, note) for number in numbers}
@@ -781,7 +782,7 @@ def start_or_resume(adapted: AdaptedLlama, config: TrainConfig, ids: np.ndarray,
             new = getattr(config, name)
             if new != before[name]:
                 print(f"--{name} {new} instead of {before[name]}: sequences are dealt out "
-                      "otherwise from here on, so that some are read again")  # fmt: skip
+                      "otherwise from here on; some are left out or read again")  # fmt: skip
         if record["step"] == config.steps:
             print("all steps are done; the adapter is written and scored again")
     record["config"] = asdict(config)

@@ -334,6 +334,7 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     ("--method streaming --mem 1024", "take a smaller --mem"),
     ("--method full", "--positions slots keeps them small, with a method that has slots"),
     ("--method h2o --mem 128", "--positions slots keeps them small"),
+    ("--method h2o --mem 128 --budgets 64 192 64 192", "take --positions slots instead"),
     ("--method h2o --mem 128 --positions slots", ""),
 ])  # fmt: skip
 def test_a_warning_if_positions_pass_the_context(run, flags, remedy):

@@ -1,7 +1,7 @@
 """Which layers of a model need more slots? Measures it, and prints a line of --budgets.
 
     python tools/budgets.py --model SmolLM2-135M --dtype bfloat16 --data texts.jsonl --mem 64
-    python tools/budgets.py --model SmolLM2-135M --dtype bfloat16 --data texts.jsonl --mem 128 \
+    python tools/budgets.py --model SmolLM2-135M --dtype bfloat16 --data texts.jsonl --mem 128 \\
         --recall --fact-form sentence
 
 Layers differ in how much of a long text they read, so that equal budgets waste slots (PyramidKV,
@@ -136,9 +136,10 @@ def main() -> None:
         told, ago = tell_all(documents, "training", tokenizer, args.fact_form)
         scored = Scored(told, ago > settings.room)
         what = f"nats per answer if it alone has {least_of(mem)} slots"
-        print(f"{counted(int(scored.mask.sum()), 'answer')}")
-    if not scored.mask.any():
-        raise UserError(f"--recall: no fact is told again more than {settings.room} tokens later")
+        print(counted(int(scored.mask.sum()), "answer"))
+        if not scored.mask.any():
+            none = f"no fact is told again more than {settings.room} tokens later"
+            raise UserError(f"--recall: {none}; take a larger --length, or more --documents")
     found = measure_needs(model, settings, scored, machine, args.recall)
     for layer, nats in enumerate(found):
         print(f"layer {layer:>2}  {nats:+.4f} {what}")

@@ -108,7 +108,7 @@ ROWS = {
         "the paper's `lococo+h2o`: M/2 heavy, M/2 merged", f"--method lococo+h2o {PAPER}"
     ),
     "official code": Row(
-        "the official code: M/2 heavy, M/2 mixed with the next heavy ones",
+        "the official code's LoCoCo: M/2 heavy, M/2 blended with the next heaviest",
         f"--method lococo+h2o {PAPER} --compressor official --forget 0",
     ),
     "window merged": Row(
