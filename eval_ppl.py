@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from generate import warn_if_too_long
 from lococo import METHODS, Adapter, AdaptedLlama, Settings, load_adapter, read_adapter
-from lococo import segment_losses, untrained
+from lococo import segment_losses, untrained, warn_if_too_long
 from model import Llama, Tokenizer, load_base
 from support.command_line import TINY, Machine, Parser, at_least, counted, method_flags
 from support.command_line import output_file, prepare, run_program, text_path

@@ -30,7 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, identity, load_adapter
-from lococo import read_adapter, untrained
+from lococo import read_adapter, untrained, warn_if_too_long
 from model import Entries, KVCache, Llama, Tokenizer, load_base
 from support.command_line import TINY, Machine, Parser, at_least, method_flags, output_file
 from support.command_line import prepare, run_program
@@ -212,26 +212,6 @@ def encode_prompt(args: argparse.Namespace, text: str, tokenizer: Tokenizer) -> 
         sentence = "the tokenizer has no token for its text; write more"
         raise UserError(f"--prompt {args.prompt}: {sentence}")
     return ids
-
-
-def warn_if_too_long(settings: Settings, tokens: int) -> None:
-    """Positions in the text end at `tokens`, those in the cache at M + T."""
-    by_slot = settings.positions == "slots" and settings.mem
-    positions = min(tokens, settings.room) if by_slot else tokens
-    if positions <= settings.length:
-        return
-    if settings.merged or settings.lora_rank:
-        remedy = "train with a larger --seq"
-        if settings.mem and not by_slot and not settings.budgets:
-            remedy += ", or with --positions slots"
-    elif settings.budgets:
-        remedy = "take --positions slots instead of --budgets"
-    elif by_slot:
-        remedy = "take a smaller --mem or --segment"
-    else:
-        remedy = "--positions slots keeps them small, with a method that has slots, such as h2o"
-    reached = f"positions may reach {positions:,}, and the memory is for {settings.length:,}"
-    print(f"warning: {settings.method}: {reached}; {remedy}", file=sys.stderr)
 
 
 def refuse_without_slots(settings: Settings) -> None:

@@ -9,6 +9,7 @@ similar names:
     mixing matrix   ours: the rows of w, and one-hot rows that copy what is kept
 """
 
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
@@ -480,6 +481,27 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     if settings.positions == "slots" and settings.mem:
         highest = min(settings.room, settings.length)
     return max(config.rope_scale, highest / config.context)
+
+
+def warn_if_too_long(settings: Settings, tokens: int) -> None:
+    """Print a warning if positions pass those that a memory is for. Positions in the text
+    end at `tokens`, those in the cache at M + T."""
+    by_slot = settings.positions == "slots" and settings.mem
+    positions = min(tokens, settings.room) if by_slot else tokens
+    if positions <= settings.length:
+        return
+    if settings.merged or settings.lora_rank:
+        remedy = "train with a larger --seq"
+        if settings.mem and not by_slot and not settings.budgets:
+            remedy += ", or with --positions slots"
+    elif settings.budgets:
+        remedy = "take --positions slots instead of --budgets"
+    elif by_slot:
+        remedy = "take a smaller --mem or --segment"
+    else:
+        remedy = "--positions slots keeps them small, with a method that has slots, such as h2o"
+    reached = f"positions may reach {positions:,}, and the memory is for {settings.length:,}"
+    print(f"warning: {settings.method}: {reached}; {remedy}", file=sys.stderr)
 
 
 # --- LoRA (arXiv 2106.09685) ------------------------------------------------------------
