@@ -240,7 +240,7 @@ class Memory(KVCache):
 
     When the next segment does not fit, the mixing matrix turns S entries into M slots. Each
     method is a choice of this matrix. For M = 4 and T = 3, with one sink, two merged slots
-    and one recent slot (the paper's methods have none of these):
+    and one recent slot (the paper's own methods have no recent slots):
 
                      memory     segment
         sink       1  .  .  .   .  .  .     kept: a one-hot row
