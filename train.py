@@ -685,8 +685,13 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
     return Texts(ids, parts, documents, summary)
 
 
-# What to train on, the parts that it comes from, what to score, and a summary.
-Split = tuple[np.ndarray, list[str], np.ndarray, str]
+class Split(NamedTuple):
+    """How texts are divided."""
+
+    ids: np.ndarray  # tokens to train on
+    parts: list[str]  # the parts of --data that they come from
+    held_out: np.ndarray  # tokens to score
+    summary: str  # for the user
 
 
 def split_by_flag(config: TrainConfig, tokenizer: Tokenizer) -> Split:
@@ -699,7 +704,7 @@ def split_by_flag(config: TrainConfig, tokenizer: Tokenizer) -> Split:
     ids, held_out = both
     summary = f"text: {size_of(ids, tokenizer)} to train on, "
     summary += f"{size_of(held_out, tokenizer)} held out"
-    return ids, [*PARTS], held_out, summary
+    return Split(ids, [*PARTS], held_out, summary)
 
 
 def split_by_name(config: TrainConfig, tokenizer: Tokenizer) -> Split:
@@ -721,7 +726,7 @@ def split_by_name(config: TrainConfig, tokenizer: Tokenizer) -> Split:
     for other in ("held-out", "choosing"):
         if other != part:
             summary += f", {sizes[other]} {PURPOSES[other]}"
-    return ids, parts, held_out, summary
+    return Split(ids, parts, held_out, summary)
 
 
 def refuse_overlap(config: TrainConfig) -> None:

@@ -344,6 +344,14 @@ def test_a_warning_if_positions_pass_the_context(run, flags, remedy):
     assert not remedy or f"and the memory is for 1,024; {remedy}" in err
 
 
+def test_a_score_beyond_the_context_has_a_warning(run):
+    """H2O has the positions of the text here. Full attention, which is always there, has none."""
+    words = f"--method h2o --mem 128 --data {HERE}/assets/prompt.txt --lengths 2048"
+    code, _, err = run(eval_ppl, words)
+    assert code == 0 and err.count("warning") == 1
+    assert "warning: h2o: positions may reach 2,048, and the memory is for 1,024" in err
+
+
 def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, monkeypatch):
     """What is kept for the backward pass of a whole sequence, with its compressions."""
     found = []

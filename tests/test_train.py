@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess, Popen
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -249,9 +250,15 @@ def before_step(patch, n, then):
 
 @pytest.mark.parametrize("step, number", [(1, signal.SIGINT), (4, signal.SIGTERM)])
 def test_a_signal_lets_the_step_end(trained, ends_well, monkeypatch, step, number):
+    """What it says at once may have nowhere to go, as the terminal is gone."""
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     before_step(monkeypatch, step, lambda: os.kill(os.getpid(), number))
-    code, out, err = trained(f"{RUN} 9")
+    said = Mock(side_effect=OSError(5, "Input/output error"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", said)
+        code, out, err = trained(f"{RUN} 9")
+    sentence = b"\nthis step is finished first; a second signal ends at once\n"
+    said.assert_called_once_with(2, sentence)
     assert code == 128 + number and "python train.py --resume run\n" in out, err
     assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     assert read_file(STATE)[1]["step"] == step == len(open("run/log.jsonl").readlines())
