@@ -8,29 +8,22 @@
     torchrun --nproc_per_node=4 train.py ...   # 4 GPUs share the sequences of a step
 
 For the method read TrainConfig, `gradients`, `backward_by_pieces` and `train`. The rest is
-the state of a run, many processes, and the program.
+the state of a run and the program.
 """
 
 import argparse
-import fcntl
 import json
 import math
 import os
 import shlex
 import signal
-import sys
-import time
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import timedelta
 from functools import partial
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple, TextIO
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
@@ -43,7 +36,10 @@ from model import KVCache, Llama, Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, counted
 from support.command_line import method_flags, prepare, run_program, text_path
 from support.facts import FORMS, tell, tell_all
-from support.files import DAMAGED, UserError, checksum, read_file, write_file
+from support.files import UserError, checksum, read_file, write_file
+from support.processes import RANK, WORLD, add_up, explained, join, many_processes
+from support.processes import noted_signals, start_alike, wait_for_all
+from support.run_folder import claim, is_used, never_began
 from support.text import PARTS, find_files, long_documents, sequence, token_streams
 
 # --- Recipes ----------------------------------------------------------------------------
@@ -190,7 +186,7 @@ def gradients(
 
     draw(i) is sequence i, as support.facts.tell returns it: its tokens, and how long ago
     the fact of each answer was told, both (L,). The processes share the sequences of a
-    step: this one is number RANK of WORLD, see below. done(n) is called when n tokens more
+    step: this one is number RANK of WORLD. done(n) is called when n tokens more
     have had their backward pass.
     """
     total = 0.0
@@ -270,28 +266,6 @@ def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
     return AdamW([group for group in groups if group["params"]], weight_decay=0.0)
 
 
-@contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM add their number to the list. A second one ends the process at
-    once."""
-    noted = []
-
-    def note(number: int, frame) -> None:
-        noted.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        if RANK == 0:  # a handler may interrupt `print`, and must not call it
-            with suppress(OSError):  # the terminal may be gone
-                os.write(2, b"\nthis step is finished first; a second signal ends at once\n")
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    usual = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield noted
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-
-
 def train(
     adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
     log: TextIO, optimizer: AdamW, begin: int, save: Callable[[int], None],
@@ -356,74 +330,6 @@ def restore_state(
             if f"{key} {name}" in tensors:  # not before the first step
                 device = "cpu" if key == "step" else p.device
                 optimizer.state[p][key] = tensors[f"{key} {name}"].to(device, copy=True)
-
-
-# --- Many processes (torchrun) ----------------------------------------------------------
-
-
-def number_of(variable: str, usual: int) -> int:
-    """The number that torchrun has put into a variable. Without a number there it is
-    `usual`, and `check_environment` says what is wrong."""
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else usual
-
-
-RANK = number_of("RANK", 0)  # of this process; 0 alone prints, scores and writes
-WORLD = number_of("WORLD_SIZE", 1)  # processes
-# torchrun sets these.
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def check_environment() -> None:
-    """Raises UserError where a job has left behind a part of torchrun's variables, or other
-    text in them."""
-    many = RANK > 0 or WORLD != 1
-    numbers = ["RANK", "WORLD_SIZE"]
-    if many:  # one process does not read these
-        numbers += ["LOCAL_RANK", "MASTER_PORT"]
-    for name in numbers:
-        text = os.environ.get(name) or "0"
-        if not text.isdecimal():
-            sentence = "not a number; start many processes by torchrun, or unset it for one"
-            raise UserError(f"{name} is {text!r} in the environment, {sentence}")
-    found = f"RANK is {RANK} and WORLD_SIZE is {WORLD}"
-    remedy = "start many processes by torchrun, or unset both for one"
-    missing = [name for name in TORCHRUN if not os.environ.get(name)]
-    if missing and many:
-        raise UserError(f"{found}, but {', '.join(missing)} is not set; {remedy}")
-    if RANK >= WORLD:
-        raise UserError(f"{found}, which leaves no place for this process; {remedy}")
-
-
-def join() -> None:
-    """Meet the other processes. Returns when all are here."""
-    if torch.cuda.is_available():  # choose the one that "cuda" means
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    try:
-        dist.init_process_group(timeout=timedelta(days=1))
-    except (ValueError, RuntimeError) as error:
-        place = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
-        raise UserError(f"the processes do not meet at {place}: {error}"[:250]) from None
-
-
-def add_up(t: Tensor) -> Tensor:
-    """The sum of t over all processes, in its place."""
-    if WORLD > 1:
-        dist.all_reduce(t)
-    return t
-
-
-def start_alike(adapted: AdaptedLlama) -> None:
-    """All processes start from the parameters of process 0. Their own may differ where
-    their random numbers do, on another kind of machine for instance."""
-    if WORLD > 1:
-        for p in adapted.trained().values():
-            dist.broadcast(p.data, src=0)
-
-
-def wait_for_all() -> None:
-    """Return when all processes are here."""
-    add_up(torch.zeros(1))  # on the CPU, whatever device trains
 
 
 # --- The program ------------------------------------------------------------------------
@@ -564,70 +470,6 @@ def state_of_run(flags: argparse.Namespace, parser: Parser) -> tuple[dict, dict]
         parser.error(f"--resume {flags.resume}: {other}")
     check_compressor(flags.resume, record["config"]["compressor"])
     return tensors, record
-
-
-def is_used(out: Path) -> bool:
-    """Whether a folder has files. The empty log of a run that never began does not
-    count."""
-    return any(f.name != "log.jsonl" or f.stat().st_size for f in out.glob("*"))
-
-
-def never_began(out: Path) -> bool:
-    return (out / "log.jsonl").is_file() and not is_used(out)
-
-
-def new_directories(config: TrainConfig) -> Iterator[Path]:
-    """Those of runs/NAME, runs/NAME-2, runs/NAME-3 ... that are not used."""
-    name = f"{config.method}-mem{config.mem}-seq{config.seq}"
-    for number in count(1):
-        out = HERE / "runs" / (name if number == 1 else f"{name}-{number}")
-        if not is_used(out):
-            yield out
-
-
-def claim(config: TrainConfig, begun: int | None) -> tuple[TrainConfig, TextIO]:
-    """The configuration with the folder of the run, and its log, which is locked, so that
-    no other process writes there. `begun`: steps of a run to resume. Raises UserError."""
-    if RANK > 0:
-        return config, open(os.devnull, "a")
-    for out in [Path(config.out)] if config.out else new_directories(config):
-        log = lock_log(out)
-        if log and begun is not None:
-            forget_crash(out, log, begun)
-        if log and (begun is not None or not is_used(out)):
-            return replace(config, out=str(out)), log
-    sentence = "another process trains in this folder; wait until it ends, or name a new --out"
-    raise UserError(f"{os.path.relpath(config.out)}: {sentence}")
-
-
-def lock_log(out: Path) -> TextIO | None:
-    """The log in a run's folder, locked until it is closed. None if another process has
-    it."""
-    out.mkdir(parents=True, exist_ok=True)
-    log = open(out / "log.jsonl", "a+", encoding="utf-8", newline="\n")
-    try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
-    return log
-
-
-def forget_crash(out: Path, log: TextIO, step: int) -> None:
-    """Remove what a crash left: half a file, half a line, lines of steps that are taken
-    again."""
-    for part in out.glob("*.part"):
-        part.unlink()
-    log.seek(0)
-
-    def is_kept(line: str) -> bool:
-        return line[-1] == "\n" and json.loads(line)["step"] <= step
-
-    kept = takewhile(is_kept, log)
-    try:
-        log.truncate(sum(len(line) for line in kept))  # each character is a byte
-    except DAMAGED as error:
-        sentence = f"damaged ({error!r}); move it elsewhere to go on"
-        raise UserError(f"{os.path.relpath(log.name)}: {sentence}") from None
 
 
 def settings_of(config: TrainConfig) -> Settings:
@@ -792,21 +634,10 @@ def start_or_resume(adapted: AdaptedLlama, config: TrainConfig, ids: np.ndarray,
             print("all steps are done; the adapter is written and scored again")
     record["config"] = asdict(config)
     print(f"{sum(p.numel() for p in adapted.trained().values()):,} parameters train")
-    start_alike(adapted)
+    start_alike(adapted.trained().values())
     if config.recompute:
         adapted.recompute_in_backward()
     return optimizer
-
-
-@contextmanager
-def explained(sentence: str) -> Iterator[None]:
-    """If Ctrl-C ends what is done here, say so in a sentence."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print(sentence, file=sys.stderr)
-        raise
 
 
 def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
@@ -858,7 +689,9 @@ def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> None:
         model, tokenizer = load_base(Path(config.model), machine)
         text = texts(config, tokenizer)
         draw_sequence(text.ids, tokenizer, config, 0)  # refuses a text that is too short
-        config, log = claim(config, record["step"] if state else None)
+        folder = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
+        out, log = claim(config.out, folder, record["step"] if state else None)
+        config = replace(config, out=str(out))
     with log:
         if WORLD > 1 and RANK == 0:
             join()
@@ -942,25 +775,8 @@ def write_adapter(adapted: AdaptedLlama, config: TrainConfig, parts: list[str]) 
 
 
 def main(line: list[str] | None = None) -> None:
-    check_environment()
-    if RANK > 0:
-        sys.stdout = open(os.devnull, "w")
-        join()  # process 0 refuses flags and texts, and tokenizes, before it comes
-    try:
+    with many_processes():
         run(*parse(line))
-        if WORLD > 1:
-            # Process 0 still scores, and torchrun ends it when another one dies.
-            wait_for_all()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            # At once, as gloo's threads may abort a process that ends in the usual way
-            # (PyTorch issue 190489).
-            os._exit(0)
-    except BaseException:
-        if RANK > 0:
-            # Process 0 prints the error first: torchrun ends all when one has ended.
-            time.sleep(3)
-        raise
 
 
 if __name__ == "__main__":

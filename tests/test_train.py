@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess, Popen
@@ -18,11 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+import support.processes as processes
 import support.text
 import train
 from lococo import AdaptedLlama, segment_losses, settings_for
 from support.command_line import HERE, TINY, Machine
 from support.files import UserError, read_file
+from support.run_folder import claim
 from support.text import token_streams
 
 SMALL = "--data text --mem 16 --batch 2 --micro-batch 1 --device cpu"
@@ -142,29 +143,27 @@ def ends_well(trained):
     return check
 
 
-def test_a_folder_has_one_run(own_folders, monkeypatch):
+def test_a_folder_has_one_run(own_folders):
     """Each run without --out gets a folder of its own, which a lock takes. That of a run which
     never began is taken again. With --out, or --resume, the second one is refused."""
-    monkeypatch.setattr(train, "HERE", Path.cwd())
-    config, held = train.parse([])[0], []
-    for end in ("", "-2", "-3"):
-        own, log = train.claim(config, None)
+    usual, held = Path("runs/usual"), []
+    for name in ("usual", "usual-2", "usual-3"):
+        folder, log = claim("", usual, None)
         held.append(log)
-        assert Path(own.out).name == f"lococo+window-mem128-seq2048{end}"
+        assert folder == Path("runs", name)
     held[1].close()
-    assert train.claim(config, None)[0].out.endswith("-2")
+    assert claim("", usual, None)[0] == Path("runs/usual-2")
     held[0].write("a step\n")
     held[0].close()
-    assert train.claim(config, None)[0].out.endswith("-2")
-    own = replace(config, out="run")
-    with train.claim(own, None)[1]:
+    assert claim("", usual, None)[0] == Path("runs/usual-2")
+    with claim("run", usual, None)[1]:
         for begun in (None, 3):
             with pytest.raises(UserError, match="run: another process trains in this folder; wait"):
-                train.claim(own, begun)
+                claim("run", usual, begun)
     STATE.touch()
     with pytest.raises(UserError, match="run: another process"):  # it began and ended meanwhile
-        train.claim(own, None)
-    train.claim(own, 3)[1].close()
+        claim("run", usual, None)
+    claim("run", usual, 3)[1].close()
 
 
 def test_after_a_crash_the_log_has_each_step_once(trained, ends_well):
@@ -212,8 +211,10 @@ OTHERS = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 ])  # fmt: skip
 def test_what_a_job_leaves_in_the_environment(variables, sentence, monkeypatch, capsys):
     """All of torchrun's variables, or none that says that there are many processes."""
-    for name in train.TORCHRUN:
+    for name in processes.TORCHRUN:
         monkeypatch.delenv(name, raising=False)
+    for module in ("support.processes", "support.run_folder"):  # they are read once
+        monkeypatch.delitem(sys.modules, module)
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
     monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
@@ -395,15 +396,17 @@ def torchrun(*lines, **environment):
 
 def test_what_process_0_has_to_do_is_done_when_another_dies_at_its_end(own_folders):
     """The other one aborts while it ends; torchrun ends all then. Process 0 scores slowly after
-    training."""
-    dying = "import time\nif rank == '1': os._exit = lambda code: os.abort()\n"
+    training. Without --out both know the folder of the run."""
+    dying = "from pathlib import Path\ntrain.HERE = Path.cwd()\n"
+    dying += "import time\nif rank == '1': os._exit = lambda code: os.abort()\n"
     dying += "usual_score = train.score\n"
     dying += "train.score = lambda *args: time.sleep(2 * len(steps)) or usual_score(*args)\n"
     start, end = PROCESS.split("train.run_program")
     Path("process.py").write_text(f"{start}{dying}train.run_program{end}")
-    (done,) = torchrun(f"{THREE} run --steps 1")
+    (done,) = torchrun(THREE.removesuffix("--out") + "--steps 1")
     assert done.returncode and done.stdout.count(", after training") == 1, done.stderr
-    assert "adapter: run" in done.stdout and Path("run/adapter.safetensors").exists()
+    adapter = "runs/lococo+window-mem16-seq192/adapter.safetensors"
+    assert f"adapter: {adapter}" in done.stdout and Path(adapter).exists()
 
 
 def test_two_processes_train_as_one(trained, monkeypatch):

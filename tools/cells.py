@@ -30,7 +30,8 @@ from support.text import read_rows  # noqa: E402
 # What computes a figure, whichever program asks for it. Beside them is the program itself; this
 # file only names and keeps what they compute.
 SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "support/command_line.py",
-           "support/facts.py", "support/files.py", "support/text.py",
+           "support/facts.py", "support/files.py", "support/processes.py",
+           "support/run_folder.py", "support/text.py",
            "tools/official_code.py", "tools/variants.py")  # fmt: skip
 
 # --- The name of a cell -----------------------------------------------------------------

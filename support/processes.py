@@ -1,0 +1,145 @@
+"""Signals to a process, and the work of many processes that torchrun starts."""
+
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support.files import UserError
+
+
+def number_of(variable: str, usual: int) -> int:
+    """The number that torchrun has put into a variable. Without a number there it is `usual`, and
+    `check_environment` says what is wrong."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else usual
+
+
+RANK = number_of("RANK", 0)  # of this process; 0 alone prints, scores and writes
+WORLD = number_of("WORLD_SIZE", 1)  # processes
+# torchrun sets these.
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+# --- Start and end ----------------------------------------------------------------------
+
+
+@contextmanager
+def many_processes() -> Iterator[None]:
+    """A program of many processes, or of one. Process 0 calls `join` inside, when it knows that the
+    work can begin: until then it refuses flags and texts, and tokenizes. All end together."""
+    check_environment()
+    if RANK > 0:
+        sys.stdout = open(os.devnull, "w")
+        join()
+    try:
+        yield
+        if WORLD > 1:
+            # Process 0 still scores, and torchrun ends it when another one dies.
+            wait_for_all()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # At once, as gloo's threads may abort a process that ends in the usual way (PyTorch
+            # issue 190489).
+            os._exit(0)
+    except BaseException:
+        if RANK > 0:
+            # Process 0 prints the error first: torchrun ends all when one has ended.
+            time.sleep(3)
+        raise
+
+
+def check_environment() -> None:
+    """Raises UserError where a job has left behind a part of torchrun's variables, or other text in
+    them."""
+    many = RANK > 0 or WORLD != 1
+    numbers = ["RANK", "WORLD_SIZE"]
+    if many:  # one process does not read these
+        numbers += ["LOCAL_RANK", "MASTER_PORT"]
+    for name in numbers:
+        text = os.environ.get(name) or "0"
+        if not text.isdecimal():
+            sentence = "not a number; start many processes by torchrun, or unset it for one"
+            raise UserError(f"{name} is {text!r} in the environment, {sentence}")
+    found = f"RANK is {RANK} and WORLD_SIZE is {WORLD}"
+    remedy = "start many processes by torchrun, or unset both for one"
+    missing = [name for name in TORCHRUN if not os.environ.get(name)]
+    if missing and many:
+        raise UserError(f"{found}, but {', '.join(missing)} is not set; {remedy}")
+    if RANK >= WORLD:
+        raise UserError(f"{found}, which leaves no place for this process; {remedy}")
+
+
+def join() -> None:
+    """Meet the other processes. Returns when all are here."""
+    if torch.cuda.is_available():  # choose the one that "cuda" means
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    try:
+        dist.init_process_group(timeout=timedelta(days=1))
+    except (ValueError, RuntimeError) as error:
+        place = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
+        raise UserError(f"the processes do not meet at {place}: {error}"[:250]) from None
+
+
+# --- Work -------------------------------------------------------------------------------
+
+
+def add_up(t: Tensor) -> Tensor:
+    """The sum of t over all processes, in its place."""
+    if WORLD > 1:
+        dist.all_reduce(t)
+    return t
+
+
+def start_alike(parameters: Iterable[Tensor]) -> None:
+    """All processes start from the parameters of process 0. Their own may differ where their random
+    numbers do, on another kind of machine for instance."""
+    if WORLD > 1:
+        for p in parameters:
+            dist.broadcast(p.data, src=0)
+
+
+def wait_for_all() -> None:
+    """Return when all processes are here."""
+    add_up(torch.zeros(1))  # on the CPU, whatever device trains
+
+
+# --- Signals ----------------------------------------------------------------------------
+
+
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM add their number to the list. A second one ends the process at once."""
+    noted = []
+
+    def note(number: int, frame) -> None:
+        noted.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        if RANK == 0:  # a handler may interrupt `print`, and must not call it
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, b"\nthis step is finished first; a second signal ends at once\n")
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    usual = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield noted
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def explained(sentence: str) -> Iterator[None]:
+    """If Ctrl-C ends what is done here, say so in a sentence."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if RANK == 0:
+            print(sentence, file=sys.stderr)
+        raise

@@ -1,0 +1,74 @@
+"""The folder of a run: one process writes there, and what a crash left behind is removed."""
+
+import fcntl
+import json
+import os
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Iterator, TextIO
+
+from support.files import DAMAGED, UserError
+from support.processes import RANK
+
+
+def is_used(out: Path) -> bool:
+    """Whether a folder has files. The empty log of a run that never began does not count."""
+    return any(f.name != "log.jsonl" or f.stat().st_size for f in out.glob("*"))
+
+
+def never_began(out: Path) -> bool:
+    return (out / "log.jsonl").is_file() and not is_used(out)
+
+
+def claim(out: str, usual: Path, begun: int | None) -> tuple[Path, TextIO]:
+    """The folder of a run and its log, which is locked, so that no other process writes there.
+
+    Without `out` it is `usual`, usual-2, usual-3 ..., the first that is not used. `begun`: steps of
+    a run to resume. Processes other than the first get a folder and a log that they do not write.
+    Raises UserError.
+    """
+    if RANK > 0:
+        return Path(out or usual), open(os.devnull, "a")
+    for folder in [Path(out)] if out else new_folders(usual):
+        log = lock_log(folder)
+        if log and begun is not None:
+            forget_crash(folder, log, begun)
+        if log and (begun is not None or not is_used(folder)):
+            return folder, log
+    sentence = "another process trains in this folder; wait until it ends, or name a new --out"
+    raise UserError(f"{os.path.relpath(out)}: {sentence}")
+
+
+def new_folders(usual: Path) -> Iterator[Path]:
+    for number in count(1):
+        folder = usual if number == 1 else usual.with_name(f"{usual.name}-{number}")
+        if not is_used(folder):
+            yield folder
+
+
+def lock_log(out: Path) -> TextIO | None:
+    """The log in a run's folder, locked until it is closed. None if another process has it."""
+    out.mkdir(parents=True, exist_ok=True)
+    log = open(out / "log.jsonl", "a+", encoding="utf-8", newline="\n")
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    return log
+
+
+def forget_crash(out: Path, log: TextIO, step: int) -> None:
+    """Remove what a crash left: half a file, half a line, lines of steps that are taken again."""
+    for part in out.glob("*.part"):
+        part.unlink()
+    log.seek(0)
+
+    def is_kept(line: str) -> bool:
+        return line[-1] == "\n" and json.loads(line)["step"] <= step
+
+    kept = takewhile(is_kept, log)
+    try:
+        log.truncate(sum(len(line) for line in kept))  # each character is a byte
+    except DAMAGED as error:
+        sentence = f"damaged ({error!r}); move it elsewhere to go on"
+        raise UserError(f"{os.path.relpath(log.name)}: {sentence}") from None
