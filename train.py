@@ -8,7 +8,7 @@
     torchrun --nproc_per_node=4 train.py ...   # 4 GPUs share the sequences of a step
 
 For the method read TrainConfig, `gradients`, `backward_by_pieces` and `train`. The rest is
-the state of a run and the program.
+the state of a run, the command line, texts, and a run from start to end.
 """
 
 import argparse
@@ -332,7 +332,7 @@ def restore_state(
                 optimizer.state[p][key] = tensors[f"{key} {name}"].to(device, copy=True)
 
 
-# --- The program ------------------------------------------------------------------------
+# --- The command line -------------------------------------------------------------------
 
 
 def odd(text: str) -> int:
@@ -472,25 +472,7 @@ def state_of_run(flags: argparse.Namespace, parser: Parser) -> tuple[dict, dict]
     return tensors, record
 
 
-def settings_of(config: TrainConfig) -> Settings:
-    """Raises UserError if the slots do not fit."""
-    flags = method_flags(asdict(config))
-    return settings_for(config.method, config.mem, config.segment, config.seq, **flags)
-
-
-def refuse_idle(config: TrainConfig, settings: Settings) -> None:
-    """Raises UserError if nothing would train."""
-    least = min(settings.budgets, default=settings.mem)  # slots of the smallest layer
-    if settings.merged and config.seq - 1 <= least + config.segment:
-        sizes = f"a memory of {least} slots and a segment of {config.segment} tokens"
-        nothing = f"it fits into {sizes}, so that nothing is compressed"
-        remedy = "take a larger --seq, or a smaller --mem and --segment"
-        raise UserError(f"--seq {config.seq}: {nothing}; {remedy}")
-    if not settings.merged and not config.lora_rank:
-        chosen = f"--lora-rank 0 --method {config.method}"
-        remedy = "take --lora-rank 8, or a method with merged slots"
-        raise UserError(f"{chosen}: there is nothing to train; {remedy}")
-
+# --- Texts ------------------------------------------------------------------------------
 
 # How a summary names the parts that do not train (support.text.PARTS). The last is for
 # choosing between forms of a method.
@@ -594,6 +576,29 @@ def draw_sequence(ids: np.ndarray, tokenizer: Tokenizer, config: TrainConfig,
     tokens = sequence(ids, config.seq, config.seed, i)
     form = config.fact_form
     return tell(tokens, config.facts, "training", config.seed, i, tokenizer, form)
+
+
+# --- A run ------------------------------------------------------------------------------
+
+
+def settings_of(config: TrainConfig) -> Settings:
+    """Raises UserError if the slots do not fit."""
+    flags = method_flags(asdict(config))
+    return settings_for(config.method, config.mem, config.segment, config.seq, **flags)
+
+
+def refuse_idle(config: TrainConfig, settings: Settings) -> None:
+    """Raises UserError if nothing would train."""
+    least = min(settings.budgets, default=settings.mem)  # slots of the smallest layer
+    if settings.merged and config.seq - 1 <= least + config.segment:
+        sizes = f"a memory of {least} slots and a segment of {config.segment} tokens"
+        nothing = f"it fits into {sizes}, so that nothing is compressed"
+        remedy = "take a larger --seq, or a smaller --mem and --segment"
+        raise UserError(f"--seq {config.seq}: {nothing}; {remedy}")
+    if not settings.merged and not config.lora_rank:
+        chosen = f"--lora-rank 0 --method {config.method}"
+        remedy = "take --lora-rank 8, or a method with merged slots"
+        raise UserError(f"{chosen}: there is nothing to train; {remedy}")
 
 
 def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
