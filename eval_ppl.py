@@ -27,7 +27,7 @@ from lococo import METHODS, Adapter, AdaptedLlama, Settings, load_adapter, read_
 from lococo import segment_losses, untrained, warn_if_too_long
 from model import Llama, Tokenizer, load_base
 from support.command_line import TINY, Machine, Parser, at_least, counted, method_flags
-from support.command_line import output_file, prepare, run_program, text_path
+from support.command_line import output_file, prepare, run_program, named_path
 from support.facts import FORMS, fact_tokens, tell_all
 from support.files import UserError, write_json
 from support.text import PARTS, long_documents, token_streams
@@ -142,7 +142,7 @@ def parse() -> argparse.Namespace:
     add = add_shared_flags(parser).add_argument
     add("--lengths", type=at_least(2), nargs="+", default=[2048, 4096, 8192], metavar="L",
         help="tokens of a document (default: 2048 4096 8192)")
-    add("--data", type=text_path, nargs="+", default=[], metavar="PATH",
+    add("--data", type=named_path, nargs="+", default=[], metavar="PATH",
         help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
     add("--part", choices=(*PARTS, "all"),
         help="which of the texts, by the checksum of their names (default: held-out, which "

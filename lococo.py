@@ -9,6 +9,7 @@ similar names:
     mixing matrix   ours: the rows of w, and one-hot rows that copy what is kept
 """
 
+import shlex
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -754,7 +755,8 @@ def read_adapter(run: Path) -> Adapter:
     if not (run / "adapter.safetensors").exists():
         sentence = "there is no adapter.safetensors in it; name a folder that train.py has made"
         if (run / "state.safetensors").exists():
-            sentence = f"this run has not ended; to go on: python train.py --resume {run}"
+            command = f"python train.py --resume {shlex.quote(str(run))}"
+            sentence = f"this run has not ended; to go on: {command}"
         raise UserError(f"{run}: {sentence}")
     tensors, about = read_file(run / "adapter.safetensors")
     try:

@@ -34,7 +34,7 @@ from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, check_co
 from lococo import identity, segment_losses, settings_for
 from model import KVCache, Llama, Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, counted
-from support.command_line import method_flags, prepare, run_program, text_path
+from support.command_line import method_flags, prepare, run_program, named_path
 from support.facts import FORMS, tell, tell_all
 from support.files import UserError, checksum, read_file, write_file
 from support.processes import RANK, WORLD, add_up, explained, join, many_processes
@@ -366,9 +366,9 @@ def add_memory_flags(parser: Parser) -> None:
 def add_text_flags(parser: Parser) -> None:
     whole = at_least(0)
     add = parser.add_argument_group("text").add_argument
-    add("--data", type=text_path, nargs="+", metavar="PATH",
+    add("--data", type=named_path, nargs="+", metavar="PATH",
         help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
-    add("--held-out", type=text_path, nargs="+", metavar="PATH",
+    add("--held-out", type=named_path, nargs="+", metavar="PATH",
         help="texts to score; all of --data trains then (default: a tenth of --data is scored)")
     add("--seq", type=at_least(2), metavar="L", help="trained length, in tokens")
     add("--facts", type=whole, metavar="N", help="facts to write into each sequence")
@@ -401,9 +401,9 @@ def add_output_flags(parser: Parser) -> None:
     add = parser.add_argument_group("scoring and output").add_argument
     add("--score-tokens", type=at_least(0), metavar="N",
         help="tokens of held-out documents to score; 0: none")
-    add("--out", type=Path, metavar="RUN", help="new directory of the run (default: in runs/)")
+    add("--out", type=named_path, metavar="RUN", help="new directory of the run (default: in runs/)")
     add("--save-every", type=at_least(1), metavar="STEPS", help="between two saved states")
-    add("--resume", type=Path, metavar="RUN", help="go on with a run; other flags win over its own")
+    add("--resume", type=named_path, metavar="RUN", help="go on with a run; other flags win over its own")
 
 
 def with_absolute_paths(value):
@@ -441,7 +441,8 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
         batch=config.batch or sequences_of(config.seq),
     )
     if record["step"] > config.steps:
-        parser.error(f"--steps {config.steps}: this run is at step {record['step']}")
+        at = f"this run is at step {record['step']}"
+        parser.error(f"--steps {config.steps}: {at}; it cannot have fewer")
     return config, tensors, record
 
 
@@ -455,19 +456,25 @@ def recipe_for(flags: argparse.Namespace, parser: Parser) -> dict:
     return RECIPES[name] | {"recipe": name}
 
 
+# What a resumed run cannot change. Its model and its text may have moved; checksums compare them.
+KEPT = ("recipe", "out", "method", "mem", "segment", "seq", "compressor", "kernel", "sinks", "heavy",
+        "recent", "positions", "forget", "budgets", "lora_rank")  # fmt: skip
+
+
 def state_of_run(flags: argparse.Namespace, parser: Parser) -> tuple[dict, dict]:
     """Tensors and record of the run to resume."""
     if never_began(flags.resume):
         sentence = "this run has not begun; give its command again, without --resume"
         parser.error(f"--resume {flags.resume}: {sentence}")
     tensors, record = read_file(flags.resume / "state.safetensors")
-    for flag in ("recipe", "out"):
-        value = getattr(flags, flag)
-        if value is not None:
-            parser.error(f"--{flag} {value}: a run that is resumed keeps its own")
     if record.get("config", {}).keys() != {f.name for f in fields(TrainConfig)}:
         other = "made by another version of this program"
         parser.error(f"--resume {flags.resume}: {other}")
+    for name in KEPT:
+        value = with_absolute_paths(getattr(flags, name))
+        if value is not None and value != record["config"][name]:
+            kept = "a run that is resumed keeps its own; start a new run for another"
+            parser.error(f"--{name.replace('_', '-')} {value}: {kept}")
     check_compressor(flags.resume, record["config"]["compressor"])
     return tensors, record
 
@@ -620,9 +627,13 @@ def start_or_resume(adapted: AdaptedLlama, config: TrainConfig, ids: np.ndarray,
                     state: dict[str, Tensor], record: dict) -> AdamW:  # fmt: skip
     """Make everything as it is at the start, or as it was in the run to resume."""
     owner = identity(adapted) | {"text": checksum({"ids": torch.from_numpy(ids)}, "")}
-    if record.setdefault("owner", owner) != owner:
+    began = record.setdefault("owner", owner)
+    if began != owner:
+        names = {"base": "model", "text": "text", "settings": "method"}
+        changed = [names[key] for key in names if began.get(key) != owner[key]]
+        since = f"its {' and '.join(changed)} changed since it began"
         run = os.path.relpath(config.out)
-        raise UserError(f"--resume {run}: its model, text, method or version differs")
+        raise UserError(f"--resume {run}: {since}; give what it had, or start a new run")
     optimizer = make_optimizer(adapted, config)
     if state:
         restore_state(adapted, optimizer, state)

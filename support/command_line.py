@@ -31,9 +31,9 @@ def at_least(least: float, kind: type = int, most: float = HUGE) -> Callable[[st
     return convert
 
 
-def text_path(text: str) -> Path:
-    """An argparse type: a file or folder of texts. An empty name, as an unset variable of the shell
-    gives, would be the current folder."""
+def named_path(text: str) -> Path:
+    """An argparse type: a file or a folder. An empty name, as an unset variable of the shell gives,
+    would be the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("'': this name is empty; give a file or a folder")
     return Path(text)
@@ -146,8 +146,13 @@ def run_program(main: Callable[[], None]) -> None:
     except UserError as error:
         end_with(str(error))
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        reason = "there is no such file" if missing else error.strerror
+        reasons = {
+            FileNotFoundError: "there is no such file",
+            IsADirectoryError: "this is a folder; name a file",
+            FileExistsError: "this is a file; name a folder",
+            NotADirectoryError: "a part of this name is a file; name a folder",
+        }
+        reason = reasons.get(type(error), error.strerror)
         end_with(f"{error.filename}: {reason}" if error.filename else str(error))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

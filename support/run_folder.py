@@ -35,7 +35,9 @@ def claim(out: str, usual: Path, begun: int | None) -> tuple[Path, TextIO]:
             forget_crash(folder, log, begun)
         if log and (begun is not None or not is_used(folder)):
             return folder, log
-    sentence = "another process trains in this folder; wait until it ends, or name a new --out"
+    sentence = "another process trains in this folder; wait until it ends"
+    if begun is None:
+        sentence += ", or name a new --out"
     raise UserError(f"{os.path.relpath(out)}: {sentence}")
 
 

@@ -29,7 +29,7 @@ from support.text import token_streams
 SMALL = "--data text --mem 16 --batch 2 --micro-batch 1 --device cpu"
 RUN = f"{SMALL} --recipe embedded --seq 64 --score-tokens 1 --steps 4 --out run --save-every"
 STATE = Path("run/state.safetensors")
-CHANGED = "--resume run: its model, text, method or version differs"
+CHANGED = "--resume run: its {} changed since it began; give what it had, or start a new run"
 
 
 @pytest.mark.parametrize("weight, told, bptt", [(7.5, 1, 2), (7.5, 1, 1), (1.0, 1, 2), (7.5, 0, 2)])
@@ -157,8 +157,9 @@ def test_a_folder_has_one_run(own_folders):
     held[0].close()
     assert claim("", usual, None)[0] == Path("runs/usual-2")
     with claim("run", usual, None)[1]:
-        for begun in (None, 3):
-            with pytest.raises(UserError, match="run: another process trains in this folder; wait"):
+        for begun, more in ((None, ", or name a new --out$"), (3, "$")):  # a resumed run keeps it
+            sentence = f"^run: another process trains in this folder; wait until it ends{more}"
+            with pytest.raises(UserError, match=sentence):
                 claim("run", usual, begun)
     STATE.touch()
     with pytest.raises(UserError, match="run: another process"):  # it began and ended meanwhile
@@ -323,18 +324,20 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
     shutil.copytree(TINY, "base", ignore=shutil.ignore_patterns("adapter*"))
     before_step(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
     assert trained(f"{RUN} 9 --model base")[0] == 130
-    for words, sentence in (("--save-every 0", "--save-every 0: "), ("--mem 32", CHANGED),
-                            ("--steps 1", "--steps 1: this run is at step 2"),
-                            ("--method h2o", CHANGED), ("--lora-rank 0", CHANGED),
-                            ("--recipe paper", "--recipe paper: a run that is resumed keeps"),
-                            ("--out other", "--out other: a run that is resumed keeps")):
+    for words, sentence in (("--save-every 0", "--save-every 0: "),
+                            ("--steps 1", "--steps 1: this run is at step 2")):
         code, _, err = trained(f"--resume run {words}")
         assert code == 2 and err.startswith(f"train.py: {sentence}"), err
+    for words in ("--mem 32", "--seq 128", "--method h2o", "--lora-rank 0", "--recipe paper",
+                  "--out other", "--budgets 16 16"):
+        code, _, err = trained(f"--resume run {words}")
+        assert code == 2 and err.startswith(f"train.py: {words.split()[0]} "), err
+        assert err.endswith(": a run that is resumed keeps its own; start a new run for another\n")
     base, text, state = Path("base/model.safetensors"), Path("text/0.py"), STATE.read_bytes()
     other_base = save({name: w * 1.1 for name, w in load_file(base).items()}, {"format": "pt"})
     other_text = text.read_bytes().replace(b"+ 7", b"+ 8")  # as many tokens
     for file, content, sentence in (
-        (base, other_base, CHANGED), (text, other_text, CHANGED),
+        (base, other_base, CHANGED.format("model")), (text, other_text, CHANGED.format("text")),
         (STATE, state[:-5] + b"\x77" + state[-4:], "run/state.safetensors: damaged"),
     ):
         before = file.read_bytes()
@@ -342,7 +345,7 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
         code, _, err = trained("--resume run")
         file.write_bytes(before)
         assert (code, err.count("\n")) == (2, 1) and sentence in err, err
-    words = "--micro-batch 2 --recompute --data text --steps 3 --seed 5"
+    words = "--micro-batch 2 --recompute --data text --steps 3 --seed 5 --mem 16 --recipe embedded"
     code, out, _ = trained(f"--resume run {words}")
     assert code == 0 and "--steps 3 instead of 4: from here on the rates fall to 0 at step 3" in out
     assert "--seed 5 instead of 0: sequences are dealt out otherwise from here on" in out
@@ -441,7 +444,7 @@ def test_two_processes_train_as_one(trained, monkeypatch):
     scores = [read_file(Path(n, "state.safetensors"))[1]["scores"] for n in ("one", "two")]
     assert scores[0] and scores[0] == scores[1]
     mistakes = {f"{THREE} two": "--out two: it is there",
-                "--resume two --mem 32": "its model, text, method"}  # fmt: skip
+                "--resume two --mem 32": "--mem 32: a run that is resumed keeps its own"}  # fmt: skip
     for wrong, sentence in zip(torchrun(*mistakes), mistakes.values()):
         said = [line for line in wrong.stderr.splitlines() if "process.py: " in line]
         assert wrong.returncode and len(said) == 1 and sentence in said[0], wrong.stderr

@@ -34,7 +34,7 @@ from eval_ppl import token_losses  # noqa: E402
 from lococo import METHODS, AdaptedLlama, Settings, settings_for  # noqa: E402
 from model import Llama, load_base  # noqa: E402
 from support.command_line import Machine, Parser, at_least, counted, method_flags  # noqa: E402
-from support.command_line import prepare, run_program, text_path  # noqa: E402
+from support.command_line import prepare, run_program, named_path  # noqa: E402
 from support.facts import FORMS, tell_all  # noqa: E402
 from support.files import UserError  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
@@ -99,7 +99,7 @@ def parse() -> argparse.Namespace:
     add = parser.memory.add_argument
     add("--method", choices=METHODS, default="h2o", help="one without merged slots (default: h2o)")
     add = parser.add_argument_group("text").add_argument
-    add("--data", type=text_path, nargs="+", metavar="PATH", required=True,
+    add("--data", type=named_path, nargs="+", metavar="PATH", required=True,
         help="files and folders")
     add("--length", type=at_least(2), default=1024, metavar="L",
         help="tokens of a document that are read (default: 1024)")

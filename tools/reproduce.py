@@ -35,7 +35,7 @@ import cells  # noqa: E402
 from eval_ppl import perplexity, token_losses  # noqa: E402
 from lococo import load_adapter  # noqa: E402
 from model import load_base  # noqa: E402
-from support.command_line import HERE, TINY, Machine, prepare, run_program, text_path  # noqa: E402
+from support.command_line import HERE, TINY, Machine, prepare, run_program, named_path  # noqa: E402
 from support.facts import tell_all  # noqa: E402
 from support.text import PARTS, find_files, long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
@@ -296,7 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
     add("--model", type=Path, default=TINY, help="with --data")
-    add("--data", type=text_path, help="plain text without facts, for the other rows")
+    add("--data", type=named_path, help="plain text without facts, for the other rows")
     add("--only", nargs="+", choices=ROWS | PLAIN, default=[], help="rows")
     add("--seeds", nargs="+", type=int, default=[0])
     add("--mem", type=int, default=128)
