@@ -153,11 +153,16 @@ def parse() -> argparse.Namespace:
         help="documents in memory at once (default: 4)")
     add("--by-position", action="store_true", help="also where the loss is, at the last length")
     add("--recall", action="store_true",
-        help="also what is remembered; adds a window and H2O to each RUN")
-    add("--fact-form", choices=FORMS, default="line",
+        help="also what is remembered; without --method a window and H2O stand beside each RUN")
+    add("--fact-form", choices=FORMS,
         help="with --recall: lines `@ name name = word` (default), or sentences as RULER's needles")
     args = parser.parse_args()
     parser.refuse_counts(args)
+    if args.fact_form and not args.recall:
+        parser.error(f"--fact-form {args.fact_form}: it goes with --recall")
+    args.fact_form = args.fact_form or "line"
+    by_folder = {run.resolve(): run for run in reversed(args.runs)}  # the first name of each
+    args.runs = list(by_folder.values())[::-1]
     args.asked = args.runs  # those that the user names
     if not args.runs and not args.method and args.model.resolve() == TINY:
         args.runs = [TINY]
@@ -222,7 +227,7 @@ def print_left_out(streams: dict[str, np.ndarray], parts: list[str], bos: int) -
     left_out = [ids for part, ids in streams.items() if part not in parts]
     others = sum(int((ids == bos).sum()) for ids in left_out)
     if others:
-        sentence = f"{counted(others, 'document')} of the other parts are left out"
+        sentence = f"left out: {counted(others, 'document')} of the other parts"
         remedy = "--part all scores these, too, if none of them was trained on"
         print(f"{sentence}; {remedy}", file=sys.stderr)
 
@@ -235,7 +240,11 @@ def why_none(streams: dict[str, np.ndarray], parts: list[str], bos: int, L: int)
             sentence = f"no document of the {parts[0]} part is so long, but one of the {part} part"
             remedy = "--part all scores every document, if none was trained on"
             return f"{sentence} (the checksum of a name chooses the part); {remedy}"
-    return "no document is so long; name a smaller one, or longer texts by --data"
+    starts = (np.flatnonzero(ids == bos) for ids in streams.values())
+    lengths = (np.diff(s, append=len(ids)) for s, ids in zip(starts, streams.values()))
+    longest = counted(max(int(n.max(initial=0)) for n in lengths), "token")
+    remedy = "name smaller --lengths, or longer texts by --data"
+    return f"the longest document has {longest}; {remedy}"
 
 
 def print_work(
@@ -290,7 +299,8 @@ def score_all(
     documents: dict[int, Tensor], told: Tensor | None,
 ) -> Scores:  # fmt: skip
     """Score `documents` and, if there are any, the texts with facts (N, L)."""
-    number = 1 + len(args.method) + 2 * len(sizes) + len(args.runs)  # of models
+    methods = {*args.method} - {"full"}  # the full cache is always scored
+    number = 1 + len(methods) + 2 * len(sizes) + len(args.runs)  # of models
     scores = Scores({}, {}, {}, [])
     for name, adapted in compared(args, machine, sizes):
         if not scores.methods:

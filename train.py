@@ -401,9 +401,11 @@ def add_output_flags(parser: Parser) -> None:
     add = parser.add_argument_group("scoring and output").add_argument
     add("--score-tokens", type=at_least(0), metavar="N",
         help="tokens of held-out documents to score; 0: none")
-    add("--out", type=named_path, metavar="RUN", help="new directory of the run (default: in runs/)")
+    add("--out", type=named_path, metavar="RUN",
+        help="new directory of the run (default: in runs/)")
     add("--save-every", type=at_least(1), metavar="STEPS", help="between two saved states")
-    add("--resume", type=named_path, metavar="RUN", help="go on with a run; other flags win over its own")
+    add("--resume", type=named_path, metavar="RUN",
+        help="go on with a run; other flags win over its own, but for those of the memory")
 
 
 def with_absolute_paths(value):
@@ -448,6 +450,8 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
 
 def recipe_for(flags: argparse.Namespace, parser: Parser) -> dict:
     """What the recipe of a new run sets."""
+    if flags.out and flags.out.is_file():
+        parser.error(f"--out {flags.out}: this is a file; name a folder")
     if RANK == 0 and flags.out and is_used(flags.out):
         remedy = "give a new directory, or go on with it by --resume"
         parser.error(f"--out {flags.out}: it is there already; {remedy}")
@@ -456,9 +460,11 @@ def recipe_for(flags: argparse.Namespace, parser: Parser) -> dict:
     return RECIPES[name] | {"recipe": name}
 
 
-# What a resumed run cannot change. Its model and its text may have moved; checksums compare them.
-KEPT = ("recipe", "out", "method", "mem", "segment", "seq", "compressor", "kernel", "sinks", "heavy",
-        "recent", "positions", "forget", "budgets", "lora_rank")  # fmt: skip
+# What a resumed run cannot change. Its model and text may have moved: see `start_or_resume`.
+KEPT = (
+    "recipe", "out", "method", "mem", "segment", "seq", "compressor", "kernel", "lora_rank",
+    "sinks", "heavy", "recent", "positions", "forget", "budgets",
+)  # fmt: skip
 
 
 def state_of_run(flags: argparse.Namespace, parser: Parser) -> tuple[dict, dict]:

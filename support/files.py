@@ -153,6 +153,8 @@ def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
     """The tensors of a file of `write_file` by name, mapped into memory, and its JSON object."""
     if not file.exists():
         raise UserError(f"{file}: there is no such file")
+    if file.is_dir():
+        raise UserError(f"{file}: this is a folder; name a file")
     try:
         with safe_open(file, framework="pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}

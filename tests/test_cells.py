@@ -60,6 +60,7 @@ def make_quickly(own_folders, monkeypatch):
         made.append(out)
 
     monkeypatch.setattr(cells.train, "main", train)
+    monkeypatch.setattr(reproduce, "texts_to_score", lambda args, tokenizer: None)
     monkeypatch.setattr(reproduce, "score_cell", lambda run, args, machine: {
         "perplexity": 9.0, "512-2,048": 0.5})  # fmt: skip
     monkeypatch.setattr(reproduce, "RESULTS", Path("docs/cells.jsonl").resolve())
@@ -85,6 +86,29 @@ def test_a_stored_cell_is_not_made_again(make_quickly, monkeypatch, capsys):
     monkeypatch.setattr(cells, "SOURCES", cells.SOURCES[:-1])  # as if code had changed
     assert len(make_quickly("--only ours")[0]) == 6 and len(set(made)) == 5
     assert capsys.readouterr().out.count("| 9.00, 9.00 | 50, 50 |") == 4  # one for a seed
+
+
+def test_texts_that_cannot_be_scored_are_refused_before_training(make):
+    """One document is one part, the training part."""
+    Path("one.txt").write_text("a cat and a dog went to the park " * 60)
+    with pytest.raises(UserError, match=r"--seq 64: the documents that do not train .* 0 tokens"):
+        make("--only window", data="one.txt")
+    assert not Path("runs").exists()
+
+
+def test_a_base_of_ones_own_has_a_text_of_ones_own(make_quickly, capsys):
+    with pytest.raises(SystemExit):
+        make_quickly("--model mine --only window")
+    assert "mine: name the text, too, by --data" in capsys.readouterr().err
+
+
+def test_a_table_of_facts_without_answers(make_quickly, monkeypatch):
+    """In a short text no fact is told again so late. The cell is stored, and its table printed."""
+    none = {"perplexity": 9.0, "512-2,048": None}
+    monkeypatch.setattr(reproduce, "score_cell", lambda *args: none)
+    stored, _ = make_quickly("--only ours --seq 50")
+    about = {"mem": 128, "seq": 50, "steps": 400, "part": "held-out"}
+    assert reproduce.facts_table(stored, **about).endswith("**ours** | 9.00 | - |\n")
 
 
 def test_programs_that_add_cells_at_once_lose_none(tmp_path):

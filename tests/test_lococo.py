@@ -184,6 +184,8 @@ def test_which_layers_need_more_slots(run):
     words = "--data text.txt --mem 16 --length 96 --positions original"
     code, _, err = run(budgets, words.replace("original", "slots"))
     assert code == 2 and "budgets cannot have positions by slot" in err
+    code, _, err = run(budgets, words.replace("96", "32"))
+    assert code == 2 and "tokens hold it, so that nothing is compressed; take a larger" in err
     code, out, _ = run(budgets, words)
     needs = [float(line.split()[2]) for line in out.splitlines()[:-1]]
     found = [int(word) for word in out.splitlines()[-1].split()[1:]]

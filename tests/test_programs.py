@@ -300,9 +300,9 @@ def test_help_says_what_a_recipe_sets(run):
 
 def test_the_table_and_the_loss_by_position(run, tokenizer):
     """The counts that are given are those of the methods: they do not concern the full cache. A
-    length is scored once."""
-    words = "--method streaming h2o --mem 16 --sinks 4 --data text --part training --documents 3"
-    words += " --lengths 64 300 64 --by-position --json figures.json"
+    length is scored once, and so are a method and a run, however they are named."""
+    words = f"{Path('adapter').resolve()} --method streaming h2o h2o --mem 16 --sinks 4"
+    words += " --data text --part training --documents 3 --lengths 64 300 64 --by-position --json figures.json"
     code, out, err = run(eval_ppl, f"adapter {words}")
     figures = json.loads(Path("figures.json").read_text())
     assert code == 0 and "documents (training): 3 of 64 tokens, 3 of 300 tokens" in out, err
@@ -543,6 +543,10 @@ def test_a_book_of_ones_own_that_fell_into_another_part(run):
     for part in ("training", "all"):
         code, out, _ = run(eval_ppl, f"{words} --part {part}")
         assert code == 0 and "1 of 64 tokens" in out
+    Path("3.txt").touch()
+    for file, tokens in (("2.txt", r"[\d,]+ tokens"), ("3.txt", "1 token")):  # one is its BOS
+        code, _, err = run(eval_ppl, f"adapter --data {file} --lengths 9000")
+        assert code == 2 and re.search(f"longest document has {tokens}; name smaller --lengths", err)
 
 
 def test_documents_of_other_parts_are_counted(run, tokenizer):
@@ -554,7 +558,7 @@ def test_documents_of_other_parts_are_counted(run, tokenizer):
     words = "adapter --data own.jsonl --lengths 64 --documents 99"
     _, out, err = run(eval_ppl, words)
     assert 0 < held_out < 40 and f"documents (held-out): {held_out} of 64 tokens" in out
-    assert f"{40 - held_out} documents of the other parts are left out; --part all" in err
+    assert f"left out: {40 - held_out} documents of the other parts; --part all" in err
     _, out, err = run(eval_ppl, f"{words} --part all")
     assert ": 40 of 64 tokens" in out and "left out" not in err
 
@@ -598,7 +602,7 @@ FOLLOWING = {
         ("--adapter adapter", "adapter, h2o: one at a time"), ("--save-memory no/m", "no/m: there"),
         ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
         ("--load-memory adapter/adapter.safetensors", "of another model"),
-        ("--load-memory nowhere", "nowhere"),
+        ("--load-memory nowhere", "nowhere"), ("--load-memory text", "text: this is a folder"),
         ("--method h2o streaming", "h2o, streaming: one at a time, or --show-memory page.html"),
         ("--method h2o streaming --show-memory 0 0", "h2o, streaming: one at a time"),
         ("--show-memory 1", "--show-memory 1: name a layer and a head, such as 1 0, or one file"),
@@ -618,6 +622,7 @@ FOLLOWING = {
     eval_ppl: [
         ("--lengths 99999", "--lengths 99999"), ("-- nowhere", "nowhere: there is no adapter"),
         ("--json no/x", "no/x"), ("--json text", "text: this is"),
+        ("--fact-form line", "--fact-form line: it goes with --recall"),
     ],
     train: [
         ("--conv-lr inf", "--conv-lr inf"), ("--kernel 4", "--kernel 4: it must be odd"),
@@ -628,7 +633,9 @@ FOLLOWING = {
         ("--model missing", "missing: there is no such folder of a model"),
         ("--method lococo+sinks --sinks 16", "not fit"), ("--device meta", "--device meta"),
         ("--method h2o --lora-rank 0", "nothing to train"), ("--data text nowhere", "nowhere"),
-        ("--out text", "text: it is there"), ("--out latin/run", "latin"),
+        ("--out text", "text: it is there"), 
+        ("--out latin/run", "latin/run: a part of this name is a file; name a folder"),
+        ("--out latin", "--out latin: this is a file; name a folder"), ("--out ''", "is empty"),
         ("--resume nowhere", "nowhere/state"), ("--data ''", "--data '': this name is empty"),
     ],
 }  # fmt: skip

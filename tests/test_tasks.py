@@ -131,6 +131,12 @@ def test_means_and_standard_errors(run, tokenizer, monkeypatch):
     # The geometric mean of 2 / 3, 1 / 3, 5 / 12 is 0.452; the mean of 1, 0, 0 would be 0.333.
     expected = [third, both, both, third, "0.417 ±0.300", "0.452"]
     assert [line[3:] for line in lines] == [expected] * 2
+    # Of a single row there is no error.
+    Path("row").write_text(json.dumps({"prompt": "Q:", "answers": answers[0]}))
+    assert re.search("base, h2o M=512 +0.000 .* 1.000 +1.000", run(tasks, "score row --method h2o")[1])
+    for flag in ("--shots 3", "--out x"):
+        code, _, err = run(tasks, f"score row {flag}")
+        assert code == 2 and f"{flag}: this is for writing rows; score --json FILE writes" in err
 
 
 def test_the_table_of_choices(run, tokenizer):
@@ -278,6 +284,8 @@ def test_recall(run, tokenizer, monkeypatch):
         assert all(zlib.crc32(f[1:].replace(" ", "▁").encode()) % 20 < 2 for f in facts)
         assert 1900 < len(tokenizer.encode(row["prompt"])) <= 2048
     assert convert(run, "recall --shots 3 --seed 1") != rows
+    assert "--shots 8: a text has 8 facts, so that at most 7 are" in convert(run, "recall --shots 8")
+    assert "text: recall makes its own texts" in convert(run, "recall text")
 
 
 def test_row_numbers_are_those_of_the_file(tmp_path):

@@ -9,7 +9,7 @@
 The model has random weights, or those of --model. Methods take turns, for several rounds. The table
 has the medians and, behind each, how many times the window's that is.
 
-    train    an optimizer step on --batch sequences, as train.py takes it, the mean of three: with
+    train    an optimizer step on one sequence, as train.py takes it, the mean of three: with
              our compressor there are --facts in a text, and a third of its pieces has a second
              backward pass. The gradient reaches back over --bptt segments; that of `full`, which
              has no segments, over the whole sequence

@@ -96,6 +96,8 @@ def shared_out(needs: np.ndarray, mem: int) -> list[int]:
 
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
+    parser.set_defaults(mem=64)
+    parser.epilog = "Here --mem is 64 if it is not given."
     add = parser.memory.add_argument
     add("--method", choices=METHODS, default="h2o", help="one without merged slots (default: h2o)")
     add = parser.add_argument_group("text").add_argument
@@ -117,7 +119,7 @@ def main() -> None:
     args = parse()
     machine = prepare(args.device, args.dtype, args.seed)
     model, tokenizer = load_base(args.model, machine)
-    mem = args.mem or 64
+    mem = args.mem
     flags = method_flags(vars(args)) | {"lora_rank": 0}
     settings = settings_for(args.method, mem, args.segment or mem, args.length, **flags)
     if settings.merged or not settings.mem:
@@ -126,6 +128,10 @@ def main() -> None:
         remedy = "take --positions interpolated"
         raise UserError(f"--method {args.method}: budgets cannot have positions by slot; {remedy}")
     ids = np.concatenate([*token_streams(args.data, tokenizer).values()])
+    if args.length <= settings.room:
+        sizes = f"a memory of {mem} slots and a segment of {settings.segment} tokens hold it"
+        remedy = "so that nothing is compressed; take a larger --length, or a smaller --mem"
+        raise UserError(f"--length {args.length}: {sizes}, {remedy}")
     documents = long_documents(ids, tokenizer.bos, args.length, args.documents)
     if not len(documents):
         raise UserError(f"--data: no document has --length {args.length} tokens")

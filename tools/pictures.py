@@ -173,6 +173,10 @@ def main() -> None:
     ids = tokenizer.encode(read_text(HERE / "assets" / "prompt.txt"))
     at = tokenizer.encode("x\n@")[-1]
     word = next(n for n, token in enumerate(ids) if token == at) + 4
+    if word >= s.room:
+        few = f"its {s.mem} slots and segment of {s.segment} tokens do not hold token {word}"
+        remedy = "take an adapter with a larger memory"
+        raise UserError(f"--adapter {args.adapter}: {few}, whose way is drawn; {remedy}")
     path, layer, head = follow(adapted, ids, word)
 
     full = Settings("full", segment=512, length=0, positions="original", lora_rank=0)

@@ -8,7 +8,7 @@
     python tools/reproduce.py --write                            # all tables into the files
 
 A cell is one run of train.py: the embedded recipe and the row's flags. With facts (the embedded
-model, T = 128) it is scored on 64 held-out documents of 2,048 tokens, or on all of --part choosing.
+model, T = 128) it is scored on 64 held-out documents of --seq tokens, or on all of --part choosing.
 On plain text (--data, or --facts 0 for Python's library; T = M) it is scored on 64 documents that
 do not train; where none is so long as --seq, on so many tokens of consecutive ones.
 
@@ -34,9 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import cells  # noqa: E402
 from eval_ppl import perplexity, token_losses  # noqa: E402
 from lococo import load_adapter  # noqa: E402
-from model import load_base  # noqa: E402
-from support.command_line import HERE, TINY, Machine, prepare, run_program, named_path  # noqa: E402
+from model import Tokenizer, load_base  # noqa: E402
+from support.command_line import HERE, TINY, Machine, named_path  # noqa: E402
+from support.command_line import prepare, run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
+from support.files import UserError  # noqa: E402
 from support.text import PARTS, find_files, long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
 import variants  # noqa: E402, F401, it adds compressors
@@ -158,17 +160,26 @@ def train_cell(row: str, name: dict, args: argparse.Namespace) -> Path:
     return out
 
 
-def score_cell(run: Path, args: argparse.Namespace, machine: Machine) -> dict:
-    """Perplexity of documents of --seq tokens; with facts the share of those told in them that is
-    recalled, with the number of answers; of plain text the nats of each document."""
-    model, tokenizer = load_base(args.model, machine)
-    adapted = load_adapter(run, model)
+def texts_to_score(args: argparse.Namespace, tokenizer: Tokenizer) -> torch.Tensor:
+    """Documents (N, L) of --part. Raises UserError if it has fewer than L tokens."""
     streams = token_streams([args.data] if args.data else [], tokenizer)
     ids = np.concatenate([streams[part] for part in args.part.split("+")])
     texts = long_documents(ids, tokenizer.bos, args.seq, 64)
     if not len(texts):
         texts = torch.from_numpy(ids[: len(ids) // args.seq * args.seq].astype(np.int64))
         texts = texts.view(-1, args.seq)
+    if not len(texts):
+        few = f"the documents that do not train ({args.part}) have {len(ids):,} tokens"
+        raise UserError(f"--seq {args.seq}: {few}; give more documents, or a smaller --seq")
+    return texts
+
+
+def score_cell(run: Path, args: argparse.Namespace, machine: Machine) -> dict:
+    """Perplexity of documents of --seq tokens; with facts the share of those told in them that is
+    recalled, with the number of answers; of plain text the nats of each document."""
+    model, tokenizer = load_base(args.model, machine)
+    adapted = load_adapter(run, model)
+    texts = texts_to_score(args, tokenizer)
     nats, _, _ = token_losses(adapted, texts, machine, 8)
     cell = {"documents": len(texts), "perplexity": perplexity(nats)}
     if not args.facts:
@@ -190,7 +201,8 @@ def facts_table(stored: list[dict], mem: int, seq: int, steps: int, part: str) -
         found = [c for c in found if not c.get("extra")]
         seeds = sorted(cells.latest(found, "seed"), key=lambda c: c["seed"])
         perplexity = ", ".join(f"{c['perplexity']:.2f}" for c in seeds)
-        recalled = ", ".join(f"{100 * c['512-2,048']:.0f}" for c in seeds)
+        shares = [c["512-2,048"] for c in seeds]  # None: no fact was told so long ago
+        recalled = ", ".join("-" if s is None else f"{100 * s:.0f}" for s in shares)
         if seeds:
             lines.append(f"| {label} | {perplexity} | {recalled} |")
     return "\n".join(lines) + "\n"
@@ -275,6 +287,7 @@ def tables(stored: list[dict]) -> dict[str, str]:
 def make_cells(rows: Iterable[str], args: argparse.Namespace) -> None:
     """Make and store the cells that are asked for, but for those that are stored already."""
     machine = prepare("cpu", "float32")
+    texts_to_score(args, Tokenizer(args.model))  # refuses too few before anything is trained
     # Once, now: what has been imported computes all cells, even if a file is edited meanwhile.
     files, origin = checksums(args), cells.origin()
     for seed in args.seeds:
@@ -312,6 +325,8 @@ def main() -> None:
     args.model = args.model.resolve()
     if args.data:
         args.facts = 0
+    elif args.model != TINY.resolve():
+        parser.error(f"--model {args.model}: name the text, too, by --data")
     rows = ROWS if args.facts else PLAIN
     if not rows.keys() >= set(args.only):
         parser.error(f"--only: with or without facts there are other rows: {', '.join(rows)}")

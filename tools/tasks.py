@@ -186,8 +186,10 @@ def answered(row: dict) -> str:
 
 def recall(shots: int, seed: int) -> Iterator[dict]:
     """32 held-out texts of 2,048 tokens with 8 facts (support.facts.tell), each told once in the
-    first half of the lines; at the end some of the others are asked and answered, then one is
+    first half of the lines; at the end `shots` of the others are asked and answered, then one is
     asked."""
+    if shots > 7:
+        raise UserError(f"--shots {shots}: a text has 8 facts, so that at most 7 are answered")
     tokenizer = Tokenizer(TINY)
     words = [tokenizer.piece(i)[1:] for i in fact_tokens(tokenizer).words]
     length = 2048 - 6 * 8 - 6 * (shots + 1) - 16
@@ -203,7 +205,7 @@ def recall(shots: int, seed: int) -> Iterator[dict]:
         told = [f"{question} {value}" for question, value in facts.items()]
         for line in told:
             lines.insert(int(rng.integers(1, len(lines) // 2)), line)
-        prompt = "\n".join([*lines, *told[:7][:shots], [*facts][-1]])
+        prompt = "\n".join([*lines, *told[:shots], [*facts][-1]])
         yield {"prompt": prompt, "choices": values, "answer": 7}
 
 
@@ -344,12 +346,14 @@ def score_rows(
 
 
 def summary(columns: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Of each column the mean and its standard error. The mean of three ROUGEs is the geometric
-    mean of their means, as SCROLLS has it, and has no error."""
+    """Of each column the mean and, of more than one row, its standard error. The mean of three
+    ROUGEs is the geometric mean of their means, as SCROLLS has it, and has no error."""
     cells = {}
     for column, values in columns.items():
-        error = np.std(values) / max(len(values) - 1, 1) ** 0.5
-        cells[column] = {"mean": np.mean(values).item(), "error": error.item()}
+        cells[column] = {"mean": np.mean(values).item()}
+        if len(values) > 1:
+            error = np.std(values) / (len(values) - 1) ** 0.5
+            cells[column]["error"] = error.item()
     if "rougeL" in columns:
         three = [cells[column]["mean"] for column in ("rouge1", "rouge2", "rougeL")]
         cells["rouge"] = {"mean": np.cbrt(np.prod(three)).item()}
@@ -414,9 +418,14 @@ def main() -> None:
     if args.data != "score":
         if not args.out:
             parser.error("--out: name the file to write to")
-        if len(args.files) > 1:
-            parser.error(f"{args.files[1]}: one folder at a time")
+        most = 0 if args.data == "recall" else 1
+        if len(args.files) > most:
+            takes = "one folder at a time" if most else "recall makes its own texts"
+            parser.error(f"{args.files[most]}: {takes}")
         return write_rows(args)
+    if args.out or args.shots:
+        flag = f"--out {args.out}" if args.out else f"--shots {args.shots}"
+        parser.error(f"{flag}: this is for writing rows; score --json FILE writes the tables")
     if not args.files:
         parser.error("score: name files of rows")
     if not args.runs and not args.method and args.model.resolve() == TINY:

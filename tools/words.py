@@ -24,7 +24,7 @@ from eval_ppl import token_losses  # noqa: E402
 from lococo import load_adapter, read_adapter  # noqa: E402
 from model import Tokenizer, load_base  # noqa: E402
 from support.command_line import HERE, output_file, prepare, run_program  # noqa: E402
-from support.files import write_whole  # noqa: E402
+from support.files import UserError, write_whole  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 
 
@@ -79,6 +79,9 @@ def score(args: argparse.Namespace, length: int) -> tuple[list, dict[str, Tensor
             streams = token_streams([args.data], tokenizer)
             ids = np.concatenate([streams["held-out"], streams["choosing"]])
             texts = long_documents(ids, tokenizer.bos, length, 64)
+            if not len(texts):
+                held_out = "no document that train.py holds out or leaves for choosing"
+                raise UserError(f"--data {args.data}: {held_out} has {length} tokens; name others")
             found = token_losses(load_adapter(run, model), texts, machine, 8)[0].double()
             nats[group] = nats.get(group, 0) + found / len(vars(args)[group])
     return [list(words(ids, tokenizer)) for ids in texts.tolist()], nats
