@@ -27,7 +27,7 @@ from lococo import METHODS, Adapter, AdaptedLlama, Settings, load_adapter, read_
 from lococo import segment_losses, untrained, warn_if_too_long
 from model import Llama, Tokenizer, load_base
 from support.command_line import TINY, Machine, Parser, at_least, counted, method_flags
-from support.command_line import output_file, prepare, run_program, named_path
+from support.command_line import named_path, output_file, prepare, run_program
 from support.facts import FORMS, fact_tokens, tell_all
 from support.files import UserError, write_json
 from support.text import PARTS, long_documents, token_streams
@@ -161,8 +161,10 @@ def parse() -> argparse.Namespace:
     if args.fact_form and not args.recall:
         parser.error(f"--fact-form {args.fact_form}: it goes with --recall")
     args.fact_form = args.fact_form or "line"
-    by_folder = {run.resolve(): run for run in reversed(args.runs)}  # the first name of each
-    args.runs = list(by_folder.values())[::-1]
+    names = {}
+    for run in args.runs:
+        names.setdefault(run.resolve(), run)  # a run that is named twice is scored once
+    args.runs = list(names.values())
     args.asked = args.runs  # those that the user names
     if not args.runs and not args.method and args.model.resolve() == TINY:
         args.runs = [TINY]

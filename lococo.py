@@ -9,7 +9,6 @@ similar names:
     mixing matrix   ours: the rows of w, and one-hot rows that copy what is kept
 """
 
-import shlex
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model import Entries, KVCache, Llama, LlamaConfig, RMSNorm, causal_mask, rope, rotate
+from support.command_line import resume_command
 from support.files import UserError, checksum, read_file
 
 # --- Methods: what a memory of M slots holds --------------------------------------------
@@ -755,8 +755,7 @@ def read_adapter(run: Path) -> Adapter:
     if not (run / "adapter.safetensors").exists():
         sentence = "there is no adapter.safetensors in it; name a folder that train.py has made"
         if (run / "state.safetensors").exists():
-            command = f"python train.py --resume {shlex.quote(str(run))}"
-            sentence = f"this run has not ended; to go on: {command}"
+            sentence = f"this run has not ended; to go on: {resume_command(run)}"
         raise UserError(f"{run}: {sentence}")
     tensors, about = read_file(run / "adapter.safetensors")
     try:

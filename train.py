@@ -8,14 +8,14 @@
     torchrun --nproc_per_node=4 train.py ...   # 4 GPUs share the sequences of a step
 
 For the method read TrainConfig, `gradients`, `backward_by_pieces` and `train`. The rest is
-the state of a run, the command line, texts, and a run from start to end.
+the state of a run, the command line, texts, and a run from start to end. For many
+processes see support/processes.py, for the folder of a run support/run_folder.py.
 """
 
 import argparse
 import json
 import math
 import os
-import shlex
 import signal
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -34,7 +34,7 @@ from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, check_co
 from lococo import identity, segment_losses, settings_for
 from model import KVCache, Llama, Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, counted
-from support.command_line import method_flags, prepare, run_program, named_path
+from support.command_line import method_flags, named_path, prepare, resume_command, run_program
 from support.facts import FORMS, tell, tell_all
 from support.files import UserError, checksum, read_file, write_file
 from support.processes import RANK, WORLD, add_up, explained, join, many_processes
@@ -186,8 +186,8 @@ def gradients(
 
     draw(i) is sequence i, as support.facts.tell returns it: its tokens, and how long ago
     the fact of each answer was told, both (L,). The processes share the sequences of a
-    step: this one is number RANK of WORLD. done(n) is called when n tokens more
-    have had their backward pass.
+    step: this one is number RANK of WORLD (support/processes.py). done(n) is called when n
+    tokens more have had their backward pass.
     """
     total = 0.0
     own = range(step * config.batch + RANK, (step + 1) * config.batch, WORLD)
@@ -274,8 +274,8 @@ def train(
     signal to any process ends all after the step that is under way. Returns its number, or
     0."""
     # The tokens of a step that this process has.
-    tokens = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
-    bar = tqdm(desc="training", total=config.steps * tokens, initial=begin * tokens,
+    own = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
+    bar = tqdm(desc="training", total=config.steps * own, initial=begin * own,
                unit=" tokens", unit_scale=True, mininterval=1, disable=RANK > 0)  # fmt: skip
     with noted_signals() as noted, bar:
         for step in range(begin, config.steps):
@@ -405,7 +405,7 @@ def add_output_flags(parser: Parser) -> None:
         help="new directory of the run (default: in runs/)")
     add("--save-every", type=at_least(1), metavar="STEPS", help="between two saved states")
     add("--resume", type=named_path, metavar="RUN",
-        help="go on with a run; other flags win over its own, but for those of the memory")
+        help="go on with a run; docs/training.md says which of its flags may change")
 
 
 def with_absolute_paths(value):
@@ -443,8 +443,8 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
         batch=config.batch or sequences_of(config.seq),
     )
     if record["step"] > config.steps:
-        at = f"this run is at step {record['step']}"
-        parser.error(f"--steps {config.steps}: {at}; it cannot have fewer")
+        done = f"this run is at step {record['step']}"
+        parser.error(f"--steps {config.steps}: {done}; it cannot have fewer")
     return config, tensors, record
 
 
@@ -453,16 +453,18 @@ def recipe_for(flags: argparse.Namespace, parser: Parser) -> dict:
     if flags.out and flags.out.is_file():
         parser.error(f"--out {flags.out}: this is a file; name a folder")
     if RANK == 0 and flags.out and is_used(flags.out):
-        remedy = "give a new directory, or go on with it by --resume"
+        remedy = "give a new directory"
+        if (flags.out / "state.safetensors").exists():
+            remedy += ", or go on with it by --resume"
         parser.error(f"--out {flags.out}: it is there already; {remedy}")
     model = (flags.model or TINY).resolve()
     name = flags.recipe or ("embedded" if model == TINY else "paper")
     return RECIPES[name] | {"recipe": name}
 
 
-# What a resumed run cannot change. Its model and text may have moved: see `start_or_resume`.
-KEPT = (
-    "recipe", "out", "method", "mem", "segment", "seq", "compressor", "kernel", "lora_rank",
+# What a resumed run cannot change. Its model and its text may have moved, see `refuse_others`.
+FIXED = (
+    "recipe", "method", "mem", "segment", "seq", "compressor", "kernel", "lora_rank",
     "sinks", "heavy", "recent", "positions", "forget", "budgets",
 )  # fmt: skip
 
@@ -474,13 +476,9 @@ def state_of_run(flags: argparse.Namespace, parser: Parser) -> tuple[dict, dict]
         parser.error(f"--resume {flags.resume}: {sentence}")
     tensors, record = read_file(flags.resume / "state.safetensors")
     if record.get("config", {}).keys() != {f.name for f in fields(TrainConfig)}:
-        other = "made by another version of this program"
+        other = "made by another version of this program; start a new run"
         parser.error(f"--resume {flags.resume}: {other}")
-    for name in KEPT:
-        value = with_absolute_paths(getattr(flags, name))
-        if value is not None and value != record["config"][name]:
-            kept = "a run that is resumed keeps its own; start a new run for another"
-            parser.error(f"--{name.replace('_', '-')} {value}: {kept}")
+    refuse_changes(flags, record, parser)
     check_compressor(flags.resume, record["config"]["compressor"])
     return tensors, record
 
@@ -575,6 +573,7 @@ def refuse_overlap(config: TrainConfig) -> None:
 
     for file in sorted(files_of(config.data) & files_of(config.held_out)):
         both = "it is among the texts that train, too (--data, or without it Python's library)"
+        both += "; take it out of one of them"
         raise UserError(f"--held-out {os.path.relpath(file)}: {both}")
 
 
@@ -592,6 +591,23 @@ def draw_sequence(ids: np.ndarray, tokenizer: Tokenizer, config: TrainConfig,
 
 
 # --- A run ------------------------------------------------------------------------------
+
+
+def refuse_changes(flags: argparse.Namespace, record: dict, parser: Parser) -> None:
+    """Refuse flags that a resumed run cannot take."""
+    if flags.out:
+        parser.error(f"--out {flags.out}: a run that is resumed keeps its folder")
+    if flags.held_out and not record["config"]["held_out"]:
+        held = "this run began without it, and holds out a part of --data; start a new run"
+        parser.error(f"--held-out {flags.held_out[0]}: {held}")
+    own = {name: value for name, value in record["config"].items() if value is not None}
+    own = record["owner"]["settings"] | own  # what the method has set, and what the user has
+    for name in FIXED:
+        value = getattr(flags, name)
+        if value is not None and value != own[name]:
+            words = " ".join(map(str, value)) if isinstance(value, list) else value
+            kept = "a run that is resumed keeps its own; start a new run for another"
+            parser.error(f"--{name.replace('_', '-')} {words}: {kept}")
 
 
 def settings_of(config: TrainConfig) -> Settings:
@@ -629,31 +645,47 @@ def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
     return row
 
 
+def checksum_of_text(ids: np.ndarray) -> str:
+    return checksum({"ids": torch.from_numpy(ids)}, "")
+
+
+def refuse_others(record: dict, owner: dict, config: TrainConfig) -> None:
+    """Raises UserError if a resumed run would get another model, text or method than it had.
+    `owner` has some of their checksums."""
+    before = record.get("owner", owner)  # at a start it is not there yet
+    names = {"base": "model", "text": "text", "settings": "row of lococo.METHODS"}
+    changed = [names[key] for key in owner if owner[key] != before[key]]
+    if changed:
+        since = f"its {' and '.join(changed)} changed since it began"
+        remedy = "give what it had, or start a new run"
+        raise UserError(f"--resume {os.path.relpath(config.out)}: {since}; {remedy}")
+
+
+def print_changes(config: TrainConfig, record: dict) -> None:
+    """Say what other flags change in the run to resume."""
+    before = record["config"]
+    if config.steps != before["steps"]:
+        print(f"--steps {config.steps} instead of {before['steps']}: "
+              f"from here on the rates fall to 0 at step {config.steps}")  # fmt: skip
+    for name in ("batch", "seed"):
+        new = getattr(config, name)
+        if new != before[name]:
+            print(f"--{name} {new} instead of {before[name]}: sequences are dealt out "
+                  "otherwise from here on; some are left out or read again")  # fmt: skip
+    if record["step"] == config.steps:
+        print("all steps are done; the adapter is written and scored again")
+
+
 def start_or_resume(adapted: AdaptedLlama, config: TrainConfig, ids: np.ndarray,
                     state: dict[str, Tensor], record: dict) -> AdamW:  # fmt: skip
     """Make everything as it is at the start, or as it was in the run to resume."""
-    owner = identity(adapted) | {"text": checksum({"ids": torch.from_numpy(ids)}, "")}
-    began = record.setdefault("owner", owner)
-    if began != owner:
-        names = {"base": "model", "text": "text", "settings": "method"}
-        changed = [names[key] for key in names if began.get(key) != owner[key]]
-        since = f"its {' and '.join(changed)} changed since it began"
-        run = os.path.relpath(config.out)
-        raise UserError(f"--resume {run}: {since}; give what it had, or start a new run")
+    owner = identity(adapted) | {"text": checksum_of_text(ids)}
+    refuse_others(record, owner, config)
+    record["owner"] = owner
     optimizer = make_optimizer(adapted, config)
     if state:
         restore_state(adapted, optimizer, state)
-        before = record["config"]
-        if config.steps != before["steps"]:
-            print(f"--steps {config.steps} instead of {before['steps']}: "
-                  f"from here on the rates fall to 0 at step {config.steps}")  # fmt: skip
-        for name in ("batch", "seed"):
-            new = getattr(config, name)
-            if new != before[name]:
-                print(f"--{name} {new} instead of {before[name]}: sequences are dealt out "
-                      "otherwise from here on; some are left out or read again")  # fmt: skip
-        if record["step"] == config.steps:
-            print("all steps are done; the adapter is written and scored again")
+        print_changes(config, record)
     record["config"] = asdict(config)
     print(f"{sum(p.numel() for p in adapted.trained().values()):,} parameters train")
     start_alike(adapted.trained().values())
@@ -666,7 +698,7 @@ def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
     """A row for each scored memory."""
     if not scores:
         return
-    columns = next(iter(scores.values()), [])
+    columns = next(iter(scores.values()))
     print(f"{counted(documents, 'held-out document'):40}", *columns, sep="  ")
     for name, row in scores.items():
         line = f"{name:40}"
@@ -699,7 +731,7 @@ def print_start(
         print("nothing is merged: this method uses no compressor")
 
 
-BEFORE = "stopped before the first step: nothing is lost; give the same command again"
+BEFORE = "stopped before training began or went on: give the same command again"
 
 
 def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> None:
@@ -711,12 +743,14 @@ def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> None:
         model, tokenizer = load_base(Path(config.model), machine)
         text = texts(config, tokenizer)
         draw_sequence(text.ids, tokenizer, config, 0)  # refuses a text that is too short
-        folder = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
-        out, log = claim(config.out, folder, record["step"] if state else None)
+        if state:
+            refuse_others(record, {"text": checksum_of_text(text.ids)}, config)
+        usual = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
+        out, log = claim(config.out, usual, record["step"] if state else None)
         config = replace(config, out=str(out))
     with log:
         if WORLD > 1 and RANK == 0:
-            join()
+            join()  # the others wait in many_processes
         print_start(config, settings, machine, text)
         base = (model, tokenizer)
         train_and_score(base, settings, text, config, machine, state, record, log)
@@ -744,7 +778,7 @@ def train_and_score(
             save(0)
 
     stopped = train(adapted, draw, config, machine, log, optimizer, record["step"], save)
-    again = f"python train.py --resume {shlex.quote(os.path.relpath(out))}"
+    again = resume_command(out) + (" (by torchrun, as before)" if WORLD > 1 else "")
     if stopped:
         print(f"stopped; to go on: {again}")
         raise SystemExit(128 + stopped)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,12 @@ def output_file(text: str) -> Path:
     if not os.access(file if is_stream(file) else file.resolve().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text}: nothing can be written there; name another file")
     return file
+
+
+def resume_command(run: Path) -> str:
+    """How to go on with a run, as a shell takes it in the folder where the user is."""
+    program = "train.py" if Path.cwd() == HERE else str(HERE / "train.py")
+    return shlex.join(["python", program, "--resume", os.path.relpath(run)])
 
 
 def counted(number: int, thing: str) -> str:
@@ -150,7 +157,7 @@ def run_program(main: Callable[[], None]) -> None:
             FileNotFoundError: "there is no such file",
             IsADirectoryError: "this is a folder; name a file",
             FileExistsError: "this is a file; name a folder",
-            NotADirectoryError: "a part of this name is a file; name a folder",
+            NotADirectoryError: "a part of this name is a file; name another place",
         }
         reason = reasons.get(type(error), error.strerror)
         end_with(f"{error.filename}: {reason}" if error.filename else str(error))

@@ -84,7 +84,9 @@ def join() -> None:
         dist.init_process_group(timeout=timedelta(days=1))
     except (ValueError, RuntimeError) as error:
         place = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
-        raise UserError(f"the processes do not meet at {place}: {error}"[:250]) from None
+        remedy = "start them by torchrun, or take another MASTER_PORT"
+        sentence = f"the processes do not meet at {place}; {remedy}"
+        raise UserError(f"{sentence} ({str(error).splitlines()[0]})") from None
 
 
 # --- Work -------------------------------------------------------------------------------

@@ -11,33 +11,40 @@ from support.files import DAMAGED, UserError
 from support.processes import RANK
 
 
+HALF = "state.safetensors.*.part"  # what a power cut leaves of a state
+
+
 def is_used(out: Path) -> bool:
-    """Whether a folder has files. The empty log of a run that never began does not count."""
-    return any(f.name != "log.jsonl" or f.stat().st_size for f in out.glob("*"))
+    """Whether a folder has files. Those of a run that never began do not count: an empty log, and
+    half of a first state."""
+    files = set(out.glob("*")) - set(out.glob(HALF))
+    return any(f.name != "log.jsonl" or f.stat().st_size for f in files)
 
 
 def never_began(out: Path) -> bool:
     return (out / "log.jsonl").is_file() and not is_used(out)
 
 
-def claim(out: str, usual: Path, begun: int | None) -> tuple[Path, TextIO]:
+def claim(out: str, usual: Path, steps: int | None) -> tuple[Path, TextIO]:
     """The folder of a run and its log, which is locked, so that no other process writes there.
 
-    Without `out` it is `usual`, usual-2, usual-3 ..., the first that is not used. `begun`: steps of
-    a run to resume. Processes other than the first get a folder and a log that they do not write.
-    Raises UserError.
+    Without `out` it is `usual`, usual-2, usual-3 ..., the first that is not used. `steps`: those of
+    a run to resume, or None. Processes other than the first get the usual folder, and a log that
+    nobody keeps. Raises UserError.
     """
     if RANK > 0:
         return Path(out or usual), open(os.devnull, "a")
     for folder in [Path(out)] if out else new_folders(usual):
         log = lock_log(folder)
-        if log and begun is not None:
-            forget_crash(folder, log, begun)
-        if log and (begun is not None or not is_used(folder)):
+        if log and (steps is not None or not is_used(folder)):
+            forget_crash(folder, log, steps or 0)
             return folder, log
-    sentence = "another process trains in this folder; wait until it ends"
-    if begun is None:
-        sentence += ", or name a new --out"
+    if log:
+        sentence = "another process has trained in this folder meanwhile; name a new --out"
+    elif steps is None:
+        sentence = "another process trains in this folder; name a new --out"
+    else:
+        sentence = "another process trains in this folder; wait until it ends"
     raise UserError(f"{os.path.relpath(out)}: {sentence}")
 
 
@@ -61,8 +68,9 @@ def lock_log(out: Path) -> TextIO | None:
 
 def forget_crash(out: Path, log: TextIO, step: int) -> None:
     """Remove what a crash left: half a file, half a line, lines of steps that are taken again."""
-    for part in out.glob("*.part"):
-        part.unlink()
+    for name in (HALF, "adapter.safetensors.*.part"):
+        for part in out.glob(name):
+            part.unlink()
     log.seek(0)
 
     def is_kept(line: str) -> bool:

@@ -579,7 +579,7 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     write_file(tmp_path / "other" / "adapter.safetensors", adapted.trained(), **about)
     refusal(tmp_path / "other", "for another base", call=load_adapter, args=(base,))
     (tmp_path / "other" / "adapter.safetensors").rename(tmp_path / "other" / "state.safetensors")
-    refusal(tmp_path / "other", "has not ended; to go on: python train.py --resume",
+    refusal(tmp_path / "other", "this run has not ended; to go on: python train.py --resume",
             call=load_adapter, args=(base,))  # fmt: skip
     loaded = load_adapter(tmp_path, base)
     assert loaded.settings == adapted.settings

@@ -133,10 +133,11 @@ def test_means_and_standard_errors(run, tokenizer, monkeypatch):
     assert [line[3:] for line in lines] == [expected] * 2
     # Of a single row there is no error.
     Path("row").write_text(json.dumps({"prompt": "Q:", "answers": answers[0]}))
-    assert re.search("base, h2o M=512 +0.000 .* 1.000 +1.000", run(tasks, "score row --method h2o")[1])
+    _, out, _ = run(tasks, "score row --method h2o")
+    assert re.search("base, h2o M=512 +0.000 .* 1.000 +1.000", out)
     for flag in ("--shots 3", "--out x"):
         code, _, err = run(tasks, f"score row {flag}")
-        assert code == 2 and f"{flag}: this is for writing rows; score --json FILE writes" in err
+        assert code == 2 and f"{flag}: score takes rows as they are; --json FILE writes" in err
 
 
 def test_the_table_of_choices(run, tokenizer):
@@ -284,7 +285,8 @@ def test_recall(run, tokenizer, monkeypatch):
         assert all(zlib.crc32(f[1:].replace(" ", "▁").encode()) % 20 < 2 for f in facts)
         assert 1900 < len(tokenizer.encode(row["prompt"])) <= 2048
     assert convert(run, "recall --shots 3 --seed 1") != rows
-    assert "--shots 8: a text has 8 facts, so that at most 7 are" in convert(run, "recall --shots 8")
+    few = "--shots 8: a text has 8 facts, so that at most 7 are"
+    assert few in convert(run, "recall --shots 8")
     assert "text: recall makes its own texts" in convert(run, "recall text")
 
 

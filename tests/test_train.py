@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-import support.processes as processes
+import support.processes
 import support.text
 import train
 from lococo import AdaptedLlama, segment_losses, settings_for
@@ -157,12 +157,12 @@ def test_a_folder_has_one_run(own_folders):
     held[0].close()
     assert claim("", usual, None)[0] == Path("runs/usual-2")
     with claim("run", usual, None)[1]:
-        for begun, more in ((None, ", or name a new --out$"), (3, "$")):  # a resumed run keeps it
-            sentence = f"^run: another process trains in this folder; wait until it ends{more}"
+        for steps, remedy in ((None, "name a new --out"), (3, "wait until it ends")):
+            sentence = f"^run: another process trains in this folder; {remedy}$"
             with pytest.raises(UserError, match=sentence):
-                claim("run", usual, begun)
+                claim("run", usual, steps)
     STATE.touch()
-    with pytest.raises(UserError, match="run: another process"):  # it began and ended meanwhile
+    with pytest.raises(UserError, match="has trained in this folder meanwhile; name a new --out"):
         claim("run", usual, None)
     claim("run", usual, 3)[1].close()
 
@@ -212,10 +212,11 @@ OTHERS = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 ])  # fmt: skip
 def test_what_a_job_leaves_in_the_environment(variables, sentence, monkeypatch, capsys):
     """All of torchrun's variables, or none that says that there are many processes."""
-    for name in processes.TORCHRUN:
+    for name in support.processes.TORCHRUN:
         monkeypatch.delenv(name, raising=False)
-    for module in ("support.processes", "support.run_folder"):  # they are read once
-        monkeypatch.delitem(sys.modules, module)
+    for name in ("processes", "run_folder"):  # they read the variables once
+        monkeypatch.delitem(sys.modules, f"support.{name}")
+        monkeypatch.setattr(support, name, getattr(support, name))  # as it is after this test
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
     monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
@@ -261,7 +262,7 @@ def test_a_signal_lets_the_step_end(trained, ends_well, monkeypatch, step, numbe
         code, out, err = trained(f"{RUN} 9")
     sentence = b"\nthis step is finished first; a second signal ends at once\n"
     said.assert_called_once_with(2, sentence)
-    assert code == 128 + number and "python train.py --resume run\n" in out, err
+    assert code == 128 + number and f"python {train.__file__} --resume run\n" in out, err
     assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     assert read_file(STATE)[1]["step"] == step == len(open("run/log.jsonl").readlines())
     assert not Path("run/adapter.safetensors").exists()
@@ -329,10 +330,14 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
         code, _, err = trained(f"--resume run {words}")
         assert code == 2 and err.startswith(f"train.py: {sentence}"), err
     for words in ("--mem 32", "--seq 128", "--method h2o", "--lora-rank 0", "--recipe paper",
-                  "--out other", "--budgets 16 16"):
+                  "--budgets 16 16"):
         code, _, err = trained(f"--resume run {words}")
-        assert code == 2 and err.startswith(f"train.py: {words.split()[0]} "), err
-        assert err.endswith(": a run that is resumed keeps its own; start a new run for another\n")
+        kept = "a run that is resumed keeps its own; start a new run for another"
+        assert (code, err) == (2, f"train.py: {words}: {kept}\n")
+    for words, sentence in (("--out other", "a run that is resumed keeps its folder"),
+                            ("--held-out text", "this run began without it, and holds out")):
+        code, _, err = trained(f"--resume run {words}")
+        assert code == 2 and err.startswith(f"train.py: {words}: {sentence}"), err
     base, text, state = Path("base/model.safetensors"), Path("text/0.py"), STATE.read_bytes()
     other_base = save({name: w * 1.1 for name, w in load_file(base).items()}, {"format": "pt"})
     other_text = text.read_bytes().replace(b"+ 7", b"+ 8")  # as many tokens
@@ -342,10 +347,13 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
     ):
         before = file.read_bytes()
         file.write_bytes(content)
-        code, _, err = trained("--resume run")
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "score", None)  # it is refused before anything is scored
+            code, _, err = trained("--resume run")
         file.write_bytes(before)
         assert (code, err.count("\n")) == (2, 1) and sentence in err, err
-    words = "--micro-batch 2 --recompute --data text --steps 3 --seed 5 --mem 16 --recipe embedded"
+    words = "--micro-batch 2 --recompute --data text --steps 3 --seed 5"
+    words += " --mem 16 --recent 8 --positions slots --recipe embedded"  # these are its own
     code, out, _ = trained(f"--resume run {words}")
     assert code == 0 and "--steps 3 instead of 4: from here on the rates fall to 0 at step 3" in out
     assert "--seed 5 instead of 0: sequences are dealt out otherwise from here on" in out
@@ -427,7 +435,8 @@ def test_two_processes_train_as_one(trained, monkeypatch):
         assert trained(f"{THREE} one")[0] == 0
     Path("process.py").write_text(PROCESS)
     (stopped,) = torchrun(f"{THREE} two", STOP="1")
-    assert stopped.stdout.count("python train.py --resume two\n") == 1, stopped.stderr
+    again = "train.py --resume two (by torchrun, as before)\n"
+    assert stopped.stdout.count(again) == 1, stopped.stderr
     assert read_file(Path("two/state.safetensors"))[1]["step"] == 2
     for rank in range(2):
         gradients = torch.load(f"gradients-{rank}.pt")

@@ -34,7 +34,7 @@ from eval_ppl import token_losses  # noqa: E402
 from lococo import METHODS, AdaptedLlama, Settings, settings_for  # noqa: E402
 from model import Llama, load_base  # noqa: E402
 from support.command_line import Machine, Parser, at_least, counted, method_flags  # noqa: E402
-from support.command_line import prepare, run_program, named_path  # noqa: E402
+from support.command_line import named_path, prepare, run_program  # noqa: E402
 from support.facts import FORMS, tell_all  # noqa: E402
 from support.files import UserError  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402

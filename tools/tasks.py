@@ -425,7 +425,7 @@ def main() -> None:
         return write_rows(args)
     if args.out or args.shots:
         flag = f"--out {args.out}" if args.out else f"--shots {args.shots}"
-        parser.error(f"{flag}: this is for writing rows; score --json FILE writes the tables")
+        parser.error(f"{flag}: score takes rows as they are; --json FILE writes the tables")
     if not args.files:
         parser.error("score: name files of rows")
     if not args.runs and not args.method and args.model.resolve() == TINY:
