@@ -164,7 +164,7 @@ def test_commands_are_understood(command, monkeypatch):
     assert program.is_file()
     monkeypatch.setattr(sys, "argv", ["train.py"])
     config, _, about = train.parse()
-    stored = about | {"config": asdict(config)}
+    stored = about | {"config": asdict(config), "owner": {"settings": {}}}
     monkeypatch.setattr(train, "read_file", lambda file: ({}, stored))  # for --resume
     monkeypatch.setattr(sys, "argv", words)
     module = import_module(program.stem)
