@@ -10,7 +10,6 @@ from typing import Iterator, TextIO
 from support.files import DAMAGED, UserError
 from support.processes import RANK
 
-
 HALF = "state.safetensors.*.part"  # what a power cut leaves of a state
 
 
