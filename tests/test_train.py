@@ -235,7 +235,7 @@ def test_a_port_that_does_not_exist(own_folders):
     line = [sys.executable, train.__file__, *f"{SMALL} --seq 64 --score-tokens 0 --steps 1".split()]
     environment = os.environ | OTHERS | variables | {"LOCOCO_CACHE": support.text.CACHE}
     done = subprocess.run(line, capture_output=True, text=True, env=environment)
-    sentence = "train.py: the processes do not meet at MASTER_ADDR=localhost MASTER_PORT=99999999: "
+    sentence = "train.py: the processes do not meet at MASTER_ADDR=localhost MASTER_PORT=99999999; start"
     assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
 
 
