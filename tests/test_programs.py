@@ -303,7 +303,8 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     """The counts that are given are those of the methods: they do not concern the full cache. A
     length is scored once, and so are a method and a run, however they are named."""
     words = f"{Path('adapter').resolve()} --method streaming h2o h2o --mem 16 --sinks 4"
-    words += " --data text --part training --documents 3 --lengths 64 300 64 --by-position --json figures.json"
+    words += " --data text --part training --documents 3 --lengths 64 300 64"
+    words += " --by-position --json figures.json"
     code, out, err = run(eval_ppl, f"adapter {words}")
     figures = json.loads(Path("figures.json").read_text())
     assert code == 0 and "documents (training): 3 of 64 tokens, 3 of 300 tokens" in out, err
@@ -599,7 +600,8 @@ FOLLOWING = {
         ("--forget 1.5", "--forget 1.5: it must be from 0 to 1"), ("--forget nan", "--forget nan"),
         ("--device hpu", "--device hpu: this torch has no"),
         ("--show-memory 0 2", "--show-memory 0 2"), ("--method lococo", "--method lococo"),
-        ("--prompt -", "--prompt -"), ("--prompt latin/x", "latin/x: a part of this name is a file"), ("--prompt allocate", "allocate: there is no such file"),
+        ("--prompt -", "--prompt -"), ("--prompt allocate", "allocate: there is no such file"),
+        ("--prompt latin/x", "latin/x: a part of this name is a file; name another place"),
         ("--prompt latin", "latin: not UTF-8 text (byte 3)"), ("--model nan-base", "finite"),
         ("--adapter adapter", "adapter, h2o: one at a time"), ("--save-memory no/m", "no/m: there"),
         ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
@@ -635,7 +637,7 @@ FOLLOWING = {
         ("--model missing", "missing: there is no such folder of a model"),
         ("--method lococo+sinks --sinks 16", "not fit"), ("--device meta", "--device meta"),
         ("--method h2o --lora-rank 0", "nothing to train"), ("--data text nowhere", "nowhere"),
-        ("--out text", "text: it is there"), 
+        ("--out text", "text: it is there"),
         ("--out latin/run", "latin/run: a part of this name is a file; name another place"),
         ("--out latin", "--out latin: this is a file; name a folder"), ("--out ''", "is empty"),
         ("--resume nowhere", "nowhere/state"), ("--data ''", "--data '': this name is empty"),

@@ -235,7 +235,8 @@ def test_a_port_that_does_not_exist(own_folders):
     line = [sys.executable, train.__file__, *f"{SMALL} --seq 64 --score-tokens 0 --steps 1".split()]
     environment = os.environ | OTHERS | variables | {"LOCOCO_CACHE": support.text.CACHE}
     done = subprocess.run(line, capture_output=True, text=True, env=environment)
-    sentence = "train.py: the processes do not meet at MASTER_ADDR=localhost MASTER_PORT=99999999; start"
+    place = "MASTER_ADDR=localhost MASTER_PORT=99999999"
+    sentence = f"train.py: the processes do not meet at {place}; start them by torchrun"
     assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
 
 
@@ -453,7 +454,7 @@ def test_two_processes_train_as_one(trained, monkeypatch):
     scores = [read_file(Path(n, "state.safetensors"))[1]["scores"] for n in ("one", "two")]
     assert scores[0] and scores[0] == scores[1]
     mistakes = {f"{THREE} two": "--out two: it is there",
-                "--resume two --mem 32": "--mem 32: a run that is resumed keeps its own"}  # fmt: skip
+                "--resume two --mem 32": "--mem 32: a run that is resumed"}  # fmt: skip
     for wrong, sentence in zip(torchrun(*mistakes), mistakes.values()):
         said = [line for line in wrong.stderr.splitlines() if "process.py: " in line]
         assert wrong.returncode and len(said) == 1 and sentence in said[0], wrong.stderr
