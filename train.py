@@ -483,6 +483,23 @@ def state_of_run(flags: argparse.Namespace, parser: Parser) -> tuple[dict, dict]
     return tensors, record
 
 
+def refuse_changes(flags: argparse.Namespace, record: dict, parser: Parser) -> None:
+    """Refuse flags that a resumed run cannot take."""
+    if flags.out:
+        parser.error(f"--out {flags.out}: a run that is resumed keeps its folder")
+    if flags.held_out and not record["config"]["held_out"]:
+        held = "this run began without it, and holds out a part of --data; start a new run"
+        parser.error(f"--held-out {flags.held_out[0]}: {held}")
+    own = {name: value for name, value in record["config"].items() if value is not None}
+    own = record["owner"]["settings"] | own  # what the method has set, and what the user has
+    for name in FIXED:
+        value = getattr(flags, name)
+        if value is not None and value != own[name]:
+            words = " ".join(map(str, value)) if isinstance(value, list) else value
+            kept = "a run that is resumed keeps its own; start a new run for another"
+            parser.error(f"--{name.replace('_', '-')} {words}: {kept}")
+
+
 # --- Texts ------------------------------------------------------------------------------
 
 # How a summary names the parts that do not train (support.text.PARTS). The last is for
@@ -591,23 +608,6 @@ def draw_sequence(ids: np.ndarray, tokenizer: Tokenizer, config: TrainConfig,
 
 
 # --- A run ------------------------------------------------------------------------------
-
-
-def refuse_changes(flags: argparse.Namespace, record: dict, parser: Parser) -> None:
-    """Refuse flags that a resumed run cannot take."""
-    if flags.out:
-        parser.error(f"--out {flags.out}: a run that is resumed keeps its folder")
-    if flags.held_out and not record["config"]["held_out"]:
-        held = "this run began without it, and holds out a part of --data; start a new run"
-        parser.error(f"--held-out {flags.held_out[0]}: {held}")
-    own = {name: value for name, value in record["config"].items() if value is not None}
-    own = record["owner"]["settings"] | own  # what the method has set, and what the user has
-    for name in FIXED:
-        value = getattr(flags, name)
-        if value is not None and value != own[name]:
-            words = " ".join(map(str, value)) if isinstance(value, list) else value
-            kept = "a run that is resumed keeps its own; start a new run for another"
-            parser.error(f"--{name.replace('_', '-')} {words}: {kept}")
 
 
 def settings_of(config: TrainConfig) -> Settings:
