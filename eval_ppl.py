@@ -242,11 +242,13 @@ def why_none(streams: dict[str, np.ndarray], parts: list[str], bos: int, L: int)
             sentence = f"no document of the {parts[0]} part is so long, but one of the {part} part"
             remedy = "--part all scores every document, if none was trained on"
             return f"{sentence} (the checksum of a name chooses the part); {remedy}"
-    starts = (np.flatnonzero(ids == bos) for ids in streams.values())
-    lengths = (np.diff(s, append=len(ids)) for s, ids in zip(starts, streams.values()))
-    longest = counted(max(int(n.max(initial=0)) for n in lengths), "token")
+    longest = 0
+    for ids in streams.values():
+        starts = np.flatnonzero(ids == bos)
+        lengths = np.diff(starts, append=len(ids))
+        longest = max(longest, int(lengths.max(initial=0)))
     remedy = "name smaller --lengths, or longer texts by --data"
-    return f"the longest document has {longest}; {remedy}"
+    return f"the longest document has {counted(longest, 'token')}; {remedy}"
 
 
 def print_work(
