@@ -348,11 +348,16 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
     ):
         before = file.read_bytes()
         file.write_bytes(content)
-        with monkeypatch.context() as patch:
-            patch.setattr(train, "score", None)  # it is refused before anything is scored
-            code, _, err = trained("--resume run")
+        code, _, err = trained("--resume run")
         file.write_bytes(before)
         assert (code, err.count("\n")) == (2, 1) and sentence in err, err
+    shutil.copytree("text", "other")
+    for file in Path("other").glob("*.py"):
+        file.write_text("# other\n" + file.read_text())
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "score", None)  # it is refused before anything is scored
+        code, _, err = trained("--resume run --data other")
+    assert code == 2 and CHANGED.format("text") in err, err
     words = "--micro-batch 2 --recompute --data text --steps 3 --seed 5"
     words += " --mem 16 --recent 8 --positions slots --recipe embedded"  # these are its own
     code, out, _ = trained(f"--resume run {words}")
