@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -26,8 +27,8 @@ from tqdm import tqdm
 from lococo import METHODS, Adapter, AdaptedLlama, Settings, load_adapter, read_adapter
 from lococo import segment_losses, untrained, warn_if_too_long
 from model import Llama, Tokenizer, load_base
-from support.command_line import TINY, Machine, Parser, at_least, counted, method_flags
-from support.command_line import named_path, output_file, prepare, run_program
+from support.command_line import TINY, Machine, Parser, at_least, config_of, counted
+from support.command_line import method_flags, named_path, output_file, prepare, run_program
 from support.facts import FORMS, fact_tokens, tell_all
 from support.files import UserError, write_json
 from support.text import PARTS, long_documents, token_streams
@@ -75,6 +76,39 @@ def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
 NAME = 36  # columns for a method's name in a table
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The models to score."""
+
+    model: Path  # their base
+    runs: list[Path]  # directories of train.py
+    method: list[str]  # without training
+    # Of the methods; None was not given.
+    mem: int | None
+    segment: int | None
+    changes: dict  # of their rows of METHODS
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """What the command line asks for."""
+
+    chosen: Chosen
+    named: list[Path]  # those of the runs that the user names
+    device: str | None  # None: a GPU if there is one
+    dtype: str | None
+    seed: int
+    lengths: list[int]  # tokens of a document
+    data: list[Path]  # none: Python's own library
+    part: str | None  # None: see `parts_to_score`
+    documents: int  # of each length, at most
+    micro_batch: int
+    by_position: bool
+    recall: bool
+    fact_form: str
+    json: Path | None
+
+
 def memory_sizes(adapters: list[Adapter]) -> list[tuple[int, int]]:
     """(M, T) of each different memory among the adapters."""
     settings = [adapter.settings for adapter in adapters]
@@ -103,24 +137,25 @@ def baselines(model: Llama, mem: int, segment: int) -> list[AdaptedLlama]:
 
 
 def compared(
-    args: argparse.Namespace, machine: Machine, sizes: list[tuple[int, int]]
+    chosen: Chosen, machine: Machine, sizes: list[tuple[int, int]]
 ) -> Iterator[tuple[str, AdaptedLlama]]:
     """Names and models that are scored: the base with its full cache, with each --method,
     with a window and H2O of each of the sizes (M, T); then the RUNs. What needs no training
     shares one base, a RUN has its own. Delete a model before asking for the next: a GPU may
     hold just one."""
-    mem, flags = args.mem or 512, method_flags(vars(args))
-    model, _ = load_base(args.model, machine)
+    mem = chosen.mem or 512
+    segment = chosen.segment or mem
+    model, _ = load_base(chosen.model, machine)
     # All are made now: a wrong one is refused first.
     models = [untrained(model, "full", mem, segment=512)]
-    for method in args.method:
-        models.append(untrained(model, method, mem, args.segment or mem, **flags))
+    for method in chosen.method:
+        models.append(untrained(model, method, mem, segment, **chosen.changes))
     for size in sizes:
         models += baselines(model, *size)
     yield from {name_of(adapted.settings): adapted for adapted in models}.items()
     del model, models
-    for run in dict.fromkeys(args.runs):
-        yield os.path.relpath(run), load_adapter(run, load_base(args.model, machine)[0])
+    for run in dict.fromkeys(chosen.runs):
+        yield os.path.relpath(run), load_adapter(run, load_base(chosen.model, machine)[0])
 
 
 def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
@@ -135,7 +170,14 @@ def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
     return group
 
 
-def parse() -> argparse.Namespace:
+def chosen_models(flags: argparse.Namespace, parser: Parser) -> Chosen:
+    """Those that the flags of eval_ppl.py and tools/tasks.py ask for."""
+    parser.refuse_counts(flags)
+    flags.changes = method_flags(vars(flags))
+    return config_of(Chosen, flags)
+
+
+def make_parser() -> Parser:
     parser = Parser(__doc__)
     own = "run directories of train.py (default for tiny/: its own)"
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=own)
@@ -156,35 +198,39 @@ def parse() -> argparse.Namespace:
         help="also what is remembered; without --method a window and H2O stand beside each RUN")
     add("--fact-form", choices=FORMS,
         help="with --recall: lines `@ name name = word` (default), or sentences as RULER's needles")
-    args = parser.parse_args()
-    parser.refuse_counts(args)
-    if args.fact_form and not args.recall:
-        parser.error(f"--fact-form {args.fact_form}: it goes with --recall")
-    args.fact_form = args.fact_form or "line"
+    return parser
+
+
+def parse() -> EvalConfig:
+    parser = make_parser()
+    flags = parser.parse_args()
+    if flags.fact_form and not flags.recall:
+        parser.error(f"--fact-form {flags.fact_form}: it goes with --recall")
+    flags.fact_form = flags.fact_form or "line"
     names = {}
-    for run in args.runs:
+    for run in flags.runs:
         names.setdefault(run.resolve(), run)  # a run that is named twice is scored once
-    args.runs = list(names.values())
-    args.asked = args.runs  # those that the user names
-    if not args.runs and not args.method and args.model.resolve() == TINY:
-        args.runs = [TINY]
-    return args
+    flags.runs = flags.named = list(names.values())
+    if not flags.runs and not flags.method and flags.model.resolve() == TINY:
+        flags.runs = [TINY]
+    flags.chosen = chosen_models(flags, parser)
+    return config_of(EvalConfig, flags)
 
 
-def parts_to_score(args: argparse.Namespace, adapters: list[Adapter]) -> list[str]:
+def parts_to_score(config: EvalConfig, adapters: list[Adapter]) -> list[str]:
     """The part that --part names. Without --part: the part that train.py holds out, if a
     RUN has left it out or the texts are Python's library; otherwise all parts of --data.
     A RUN that has left out no part, by --held-out or because it had one document, has
     trained on all of its texts and is for other ones."""
     left_out = []
-    for run, adapter in zip(args.asked, adapters):
+    for run, adapter in zip(config.named, adapters):
         if "held-out" in adapter.parts:
             sentence = "it held out none of its texts; score texts that it has not read"
             print(f"{run}: {sentence}", file=sys.stderr)
         else:
             left_out.append(run)
-    usual = "held-out" if left_out or not args.data else "all"
-    part = args.part or usual
+    usual = "held-out" if left_out or not config.data else "all"
+    part = config.part or usual
     return list(PARTS) if part == "all" else [part]
 
 
@@ -207,19 +253,19 @@ def print_means(
 
 
 def documents_to_score(
-    args: argparse.Namespace, parts: list[str], tokenizer: Tokenizer
+    config: EvalConfig, parts: list[str], tokenizer: Tokenizer
 ) -> dict[int, Tensor]:
     """By length L the first documents of these parts, (N, L)."""
-    streams = token_streams(args.data, tokenizer)
+    streams = token_streams(config.data, tokenizer)
     documents = {}
-    for L in args.lengths:
+    for L in config.lengths:
         rows = [
-            long_documents(streams[part], tokenizer.bos, L, args.documents) for part in parts
+            long_documents(streams[part], tokenizer.bos, L, config.documents) for part in parts
         ]
-        documents[L] = torch.cat(rows)[: args.documents]
+        documents[L] = torch.cat(rows)[: config.documents]
         if not len(documents[L]):
             raise UserError(f"--lengths {L}: {why_none(streams, parts, tokenizer.bos, L)}")
-    if args.data:
+    if config.data:
         print_left_out(streams, parts, tokenizer.bos)
     return documents
 
@@ -252,18 +298,18 @@ def why_none(streams: dict[str, np.ndarray], parts: list[str], bos: int, L: int)
 
 
 def print_work(
-    models: int, documents: dict[int, Tensor], base: AdaptedLlama, args: argparse.Namespace,
+    models: int, documents: dict[int, Tensor], base: AdaptedLlama, config: EvalConfig,
     machine: Machine,
 ) -> None:  # fmt: skip
     """How much there is to do, and about how long it takes, so that the user can ask for
     less."""
     tokens = sum(rows.numel() for rows in documents.values())
-    if args.recall:
+    if config.recall:
         tokens += list(documents.values())[-1].numel()
-    some = next(iter(documents.values()))[: args.micro_batch, :512]
+    some = next(iter(documents.values()))[: config.micro_batch, :512]
     for _ in range(2):  # the first time is longer, as it also sets things up
         begun = time.perf_counter()
-        token_losses(base, some, machine, args.micro_batch)
+        token_losses(base, some, machine, config.micro_batch)
         seconds = time.perf_counter() - begun
     minutes = math.ceil(models * tokens * seconds / some.numel() / 60)
     work = f"{models * tokens:,} tokens to score with {counted(models, 'model')}"
@@ -299,49 +345,50 @@ class Scores(NamedTuple):
 
 
 def score_all(
-    args: argparse.Namespace, machine: Machine, sizes: list[tuple[int, int]],
+    config: EvalConfig, machine: Machine, sizes: list[tuple[int, int]],
     documents: dict[int, Tensor], told: Tensor | None,
 ) -> Scores:  # fmt: skip
     """Score `documents` and, if there are any, the texts with facts (N, L)."""
-    methods = {*args.method} - {"full"}  # the full cache is always scored
-    number = 1 + len(methods) + 2 * len(sizes) + len(args.runs)  # of models
+    methods = {*config.chosen.method} - {"full"}  # the full cache is always scored
+    number = 1 + len(methods) + 2 * len(sizes) + len(config.chosen.runs)  # of models
     scores = Scores({}, {}, {}, [])
-    for name, adapted in compared(args, machine, sizes):
+    for name, adapted in compared(config.chosen, machine, sizes):
         if not scores.methods:
-            print_work(number, documents, adapted, args, machine)
+            print_work(number, documents, adapted, config, machine)
             lengths = (f"{L:>8}" for L in documents)
             title = "perplexity, by tokens of a document"
             print(f"{title:{NAME}} {'slots':>6} {'cache bytes':>12}", *lengths)
         if adapted.settings.mem:
             scores.reaches.append(adapted.settings.room)
-        cells, nats = score(name, adapted, documents, machine, args.micro_batch)
+        cells, nats = score(name, adapted, documents, machine, config.micro_batch)
         scores.methods[name], scores.losses[name] = cells, nats
         if told is not None:
-            scores.hits[name] = token_losses(adapted, told, machine, args.micro_batch)[1]
+            scores.hits[name] = token_losses(adapted, told, machine, config.micro_batch)[1]
         del adapted
     return scores
 
 
 def main() -> None:
-    args = parse()
-    machine = prepare(args.device, args.dtype, args.seed)
-    tokenizer = Tokenizer(args.model)
-    adapters = [read_adapter(run) for run in args.runs]
-    for run in args.runs:  # one of another base is refused now, before anything is scored
-        load_adapter(run, load_base(args.model, machine)[0])
-    parts = parts_to_score(args, adapters)
+    config = parse()
+    chosen = config.chosen
+    machine = prepare(config.device, config.dtype, config.seed)
+    tokenizer = Tokenizer(chosen.model)
+    adapters = [read_adapter(run) for run in chosen.runs]
+    for run in chosen.runs:  # one of another base is refused now, before anything is scored
+        load_adapter(run, load_base(chosen.model, machine)[0])
+    parts = parts_to_score(config, adapters)
     sizes = memory_sizes(adapters)
-    if args.method or not args.recall:
+    if chosen.method or not config.recall:
         sizes = []  # no more methods than are asked for
-    documents = documents_to_score(args, parts, tokenizer)
+    documents = documents_to_score(config, parts, tokenizer)
     L, last = list(documents.items())[-1]
     told = None
-    if args.recall:
+    if config.recall:
         # Facts have names of their own for each part, too. With all parts take some that do
         # not train.
         names = parts[0] if len(parts) == 1 else "held-out"
-        told, told_ago = tell_all(last, names, tokenizer, args.fact_form)
-    methods, losses, hits, reaches = score_all(args, machine, sizes, documents, told)
+        told, told_ago = tell_all(last, names, tokenizer, config.fact_form)
+    methods, losses, hits, reaches = score_all(config, machine, sizes, documents, told)
     reach = max(reaches, default=0)
 
     counts = {length: len(rows) for length, rows in documents.items()}
@@ -349,16 +396,16 @@ def main() -> None:
     of = "all parts" if len(parts) == len(PARTS) else parts[0]
     print(f"documents ({of}): {listed}; cache bytes at {L}")
     report = {"parts": parts, "documents": counts, "methods": methods}
-    if args.by_position:
+    if config.by_position:
         position = torch.arange(1, L).expand(len(last), -1)
         masks = ranges("position ", position, reach)
         report["nats by position"] = print_means(f"nats in {L} tokens", "tokens", masks, losses)
-    if args.recall:
+    if config.recall:
         title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer).words)}"
         masks = ranges("told ago ", told_ago, reach)
         report["recall"] = print_means(title, "answers", masks, hits)
-    if args.json:
-        write_json(args.json, report)
+    if config.json:
+        write_json(config.json, report)
 
 
 if __name__ == "__main__":

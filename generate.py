@@ -21,6 +21,7 @@ The text goes to standard output, the figures to standard error. For the method 
 import argparse
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Iterable, Iterator
@@ -32,8 +33,8 @@ from tqdm import tqdm
 from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, identity, load_adapter
 from lococo import read_adapter, untrained, warn_if_too_long
 from model import Entries, KVCache, Llama, Tokenizer, load_base
-from support.command_line import TINY, Machine, Parser, at_least, method_flags, output_file
-from support.command_line import prepare, run_program
+from support.command_line import TINY, Machine, Parser, at_least, config_of, method_flags
+from support.command_line import output_file, prepare, run_program
 from support.files import UTF8, UserError, checksum, created, read_file, write_file
 from support.memory_page import page_record, token_texts, write_page
 
@@ -192,6 +193,30 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
 MOST_MEMORIES = 3  # on a page
 
 
+@dataclass(frozen=True)
+class GenerateConfig:
+    """What the command line asks for."""
+
+    model: Path
+    device: str | None  # None: a GPU if there is one
+    dtype: str | None
+    seed: int
+    prompt: str  # a file; - for standard input
+    max_new_tokens: int
+    temperature: float
+    # Memory: an adapter, or a method without training. More than one only for a page.
+    adapter: Path | None
+    method: list[str]
+    mem: int | None  # of the methods; None was not given
+    segment: int | None
+    changes: dict  # of the methods' rows of METHODS
+    # Output.
+    save_memory: Path | None
+    load_memory: Path | None
+    place: tuple[int, int] | None  # layer and head of --show-memory
+    page: Path | None  # the file of --show-memory
+
+
 def read_prompt(name: str) -> str:
     """The text of a file; of standard input if the name is -."""
     if Path(name).is_dir():
@@ -206,11 +231,11 @@ def read_prompt(name: str) -> str:
     return text
 
 
-def encode_prompt(args: argparse.Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
+def encode_prompt(config: GenerateConfig, text: str, tokenizer: Tokenizer) -> list[int]:
     ids = tokenizer.encode(text)
     if len(ids) == len(tokenizer.prefix):
         sentence = "the tokenizer has no token for its text; write more"
-        raise UserError(f"--prompt {args.prompt}: {sentence}")
+        raise UserError(f"--prompt {config.prompt}: {sentence}")
     return ids
 
 
@@ -227,7 +252,7 @@ def refuse_for_page(settings: Settings) -> None:
         raise UserError(f"{settings.method}: {reason}; give --show-memory LAYER HEAD")
 
 
-def parse() -> argparse.Namespace:
+def make_parser() -> Parser:
     parser = Parser(__doc__)
     add = parser.add_argument_group("text").add_argument
     add("--prompt", required=True, metavar="FILE", help="a text file; - for standard input")
@@ -249,15 +274,23 @@ def parse() -> argparse.Namespace:
     one("--show-memory", nargs="+", metavar="WHAT",
         help="LAYER HEAD: print what its slots hold, and end; FILE.html: write a page of what "
              "all slots hold while the text is read, and end")
-    args = parser.parse_args()
-    args.place = args.page = None
-    if args.show_memory:
-        args.place, args.page = what_to_show(args.show_memory, parser)
-    parser.refuse_counts(args)
-    refuse_several(args, parser)
-    if args.save_memory and args.save_memory.exists():
-        parser.error(f"--save-memory {args.save_memory}: there is such a file already")
-    return args
+    return parser
+
+
+def parse() -> GenerateConfig:
+    parser = make_parser()
+    flags = parser.parse_args()
+    flags.place = flags.page = None
+    if flags.show_memory:
+        flags.place, flags.page = what_to_show(flags.show_memory, parser)
+    parser.refuse_counts(flags)
+    flags.method = list(dict.fromkeys(flags.method))
+    flags.changes = method_flags(vars(flags))
+    config = config_of(GenerateConfig, flags)
+    refuse_several(config, parser)
+    if config.save_memory and config.save_memory.exists():
+        parser.error(f"--save-memory {config.save_memory}: there is such a file already")
+    return config
 
 
 def what_to_show(
@@ -276,27 +309,25 @@ def what_to_show(
         parser.error(f"--show-memory {error}")
 
 
-def refuse_several(args: argparse.Namespace, parser: Parser) -> None:
+def refuse_several(config: GenerateConfig, parser: Parser) -> None:
     """Refuse more than one memory. A page may show three."""
-    args.method = list(dict.fromkeys(args.method))
-    asked = ([f"--adapter {args.adapter}"] if args.adapter else []) + args.method
-    if len(asked) > 1 and not args.page:
+    asked = ([f"--adapter {config.adapter}"] if config.adapter else []) + config.method
+    if len(asked) > 1 and not config.page:
         parser.error(f"{', '.join(asked)}: one at a time, or --show-memory page.html")
     if len(asked) > MOST_MEMORIES:
         parser.error(f"{', '.join(asked)}: a page shows at most {MOST_MEMORIES} memories")
-    if args.save_memory and args.show_memory:
+    if config.save_memory and (config.place or config.page):
         parser.error("--save-memory and --show-memory: one at a time, as each ends the program")
 
 
-def model_with_memory(args: argparse.Namespace, model: Llama) -> AdaptedLlama:
+def model_with_memory(config: GenerateConfig, model: Llama) -> AdaptedLlama:
     """The base with the adapter or the method that the flags ask for."""
-    if args.adapter:
-        return load_adapter(args.adapter, model)
-    if args.method:
-        mem = args.mem or 512
-        flags = method_flags(vars(args))
-        return untrained(model, args.method[0], mem, args.segment or mem, **flags)
-    if args.model.resolve() == TINY:
+    if config.adapter:
+        return load_adapter(config.adapter, model)
+    if config.method:
+        mem = config.mem or 512
+        return untrained(model, config.method[0], mem, config.segment or mem, **config.changes)
+    if config.model.resolve() == TINY:
         return load_adapter(TINY, model)
     memory = "its memory is the full cache, which keeps every token"
     others = "for 512 slots: --method h2o --mem 512, or --adapter RUN after train.py"
@@ -304,17 +335,17 @@ def model_with_memory(args: argparse.Namespace, model: Llama) -> AdaptedLlama:
     return untrained(model, "full", 512, 512)
 
 
-def empty_cache(args: argparse.Namespace, adapted: AdaptedLlama) -> KVCache:
+def empty_cache(config: GenerateConfig, adapted: AdaptedLlama) -> KVCache:
     """The cache that reads the prompt: with --show-memory LAYER HEAD a TracedMemory. Raises
     UserError."""
-    settings, config = adapted.settings, adapted.model.config
-    if args.save_memory or args.load_memory or args.place:
-        refuse_without_slots(settings)
-    if not args.place:
+    if config.save_memory or config.load_memory or config.place:
+        refuse_without_slots(adapted.settings)
+    if not config.place:
         return adapted.cache()
-    layer, head = args.place
-    if layer >= config.n_layers or head >= config.n_kv_heads:
-        has = f"layers 0 to {config.n_layers - 1} and heads 0 to {config.n_kv_heads - 1}"
+    layer, head = config.place
+    sizes = adapted.model.config
+    if layer >= sizes.n_layers or head >= sizes.n_kv_heads:
+        has = f"layers 0 to {sizes.n_layers - 1} and heads 0 to {sizes.n_kv_heads - 1}"
         raise UserError(f"--show-memory {layer} {head}: no such layer or head; there are {has}")
     return adapted.cache(partial(TracedMemory, layers=[layer]))
 
@@ -342,46 +373,48 @@ def figures(cache: KVCache, settings: Settings) -> str:
 
 
 def memories_of_page(
-    args: argparse.Namespace, machine: Machine
+    config: GenerateConfig, machine: Machine
 ) -> Iterator[tuple[str, AdaptedLlama]]:
     """Names and models: each --method, then the adapter. The methods share a base and have
     the adapter's M and T, unless --mem says otherwise. Delete a model before asking for the
     next: a GPU may hold just one."""
-    run = args.adapter
-    if not run and not args.method:
+    run = config.adapter
+    if not run and not config.method:
         run = TINY
-        if args.model.resolve() != TINY:
+        if config.model.resolve() != TINY:
             remedy = "name a memory: --method h2o --mem 512, or --adapter RUN after train.py"
-            raise UserError(f"--show-memory {args.page}: this base has no adapter; {remedy}")
-    mem, segment = args.mem or 512, args.segment
+            raise UserError(f"--show-memory {config.page}: this base has no adapter; {remedy}")
+    mem, segment = config.mem or 512, config.segment
     if run:
         settings = read_adapter(run).settings
         refuse_for_page(settings)
-        if args.method:  # the adapter reads last, but one of another base is refused now
-            load_adapter(run, load_base(args.model, machine)[0])
-        if not args.mem:
-            mem, segment = settings.mem, args.segment or settings.segment
-    if args.method:
-        model, _ = load_base(args.model, machine)
-        flags = method_flags(vars(args))
-        models = [untrained(model, m, mem, segment or mem, **flags) for m in args.method]
+        if config.method:  # the adapter reads last, but one of another base is refused now
+            load_adapter(run, load_base(config.model, machine)[0])
+        if not config.mem:
+            mem, segment = settings.mem, config.segment or settings.segment
+    if config.method:
+        model, _ = load_base(config.model, machine)
+        models = [
+            untrained(model, method, mem, segment or mem, **config.changes)
+            for method in config.method
+        ]
         for adapted in models:
             refuse_for_page(adapted.settings)
-        yield from zip(args.method, models)
+        yield from zip(config.method, models)
         del model, models, adapted
     if run:
-        adapted = load_adapter(run, load_base(args.model, machine)[0])
+        adapted = load_adapter(run, load_base(config.model, machine)[0])
         yield f"{adapted.settings.method}, adapter {run.resolve().name}", adapted
 
 
-def make_page(args: argparse.Namespace, machine: Machine, text: str) -> None:
+def make_page(config: GenerateConfig, machine: Machine, text: str) -> None:
     """Read the text with each memory, and write down what its slots hold on the way."""
-    tokenizer = Tokenizer(args.model)
-    ids = encode_prompt(args, text, tokenizer)
+    tokenizer = Tokenizer(config.model)
+    ids = encode_prompt(config, text, tokenizer)
     prompt = torch.tensor([ids], device=machine.device)
     records = []
-    with created(args.page):
-        for name, adapted in memories_of_page(args, machine):
+    with created(config.page):
+        for name, adapted in memories_of_page(config, machine):
             settings, layers = adapted.settings, range(adapted.model.config.n_layers)
             warn_if_too_long(settings, len(ids))
             cache = adapted.cache(partial(TracedMemory, layers=layers))
@@ -392,45 +425,46 @@ def make_page(args: argparse.Namespace, machine: Machine, text: str) -> None:
             records.append(page_record(name, cache, counts, following))
             print(f"{name}\n{figures(cache, settings)}", file=sys.stderr)
             del adapted, cache
-        if args.adapter:
+        if config.adapter:
             # The adapter was the last to read, and comes first.
             records.insert(0, records.pop())
-        write_page(args.page, *token_texts(ids, tokenizer), records)
-    print(f"open {args.page} in a browser", file=sys.stderr)
+        write_page(config.page, *token_texts(ids, tokenizer), records)
+    print(f"open {config.page} in a browser", file=sys.stderr)
 
 
 def main() -> None:
-    args = parse()
-    machine = prepare(args.device, args.dtype, args.seed)
-    text = read_prompt(args.prompt)
-    if args.page:
-        make_page(args, machine, text)
+    config = parse()
+    machine = prepare(config.device, config.dtype, config.seed)
+    text = read_prompt(config.prompt)
+    if config.page:
+        make_page(config, machine, text)
         return
-    model, tokenizer = load_base(args.model, machine)
-    ids = encode_prompt(args, text, tokenizer)
-    adapted = model_with_memory(args, model)
+    model, tokenizer = load_base(config.model, machine)
+    ids = encode_prompt(config, text, tokenizer)
+    adapted = model_with_memory(config, model)
     settings = adapted.settings
-    cache = empty_cache(args, adapted)
-    if args.save_memory or args.load_memory:
+    cache = empty_cache(config, adapted)
+    if config.save_memory or config.load_memory:
         owner = identity(adapted) | {"adapter": checksum(adapted.trained(), str(machine.dtype))}
-    if args.load_memory:
-        load_memory(args.load_memory, cache, owner, machine.device)
+    if config.load_memory:
+        load_memory(config.load_memory, cache, owner, machine.device)
         # The question continues a text, so it has no BOS. Sentencepiece still puts a blank
         # first.
         ids = ids[len(tokenizer.prefix) :]
-    answer = 0 if args.save_memory or args.place else args.max_new_tokens
+    answer = 0 if config.save_memory or config.place else config.max_new_tokens
     warn_if_too_long(settings, cache.seen + len(ids) + answer)
 
-    saved = created(args.save_memory) if args.save_memory else nullcontext()
+    saved = created(config.save_memory) if config.save_memory else nullcontext()
     with saved, machine.precision():
         prompt = torch.tensor([ids], device=machine.device)
         logits = prefill(model, prompt, cache, settings.segment)
-        if args.save_memory:
-            save_memory(args.save_memory, cache, owner)
-        elif args.place:
-            print(*describe_slots(cache, *args.place, ids, tokenizer), sep="\n")
+        if config.save_memory:
+            save_memory(config.save_memory, cache, owner)
+        elif config.place:
+            print(*describe_slots(cache, *config.place, ids, tokenizer), sep="\n")
         else:
-            new = decode(model, tokenizer, logits, cache, args.max_new_tokens, args.temperature)
+            most, temperature = config.max_new_tokens, config.temperature
+            new = decode(model, tokenizer, logits, cache, most, temperature)
             for piece in as_text(new, tokenizer, ids):
                 print(piece, end="", flush=True)
             print(flush=True)

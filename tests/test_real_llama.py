@@ -96,8 +96,7 @@ def test_cells_that_differ_in_sharper_share_a_run(make, monkeypatch):
     (run,) = Path("runs").iterdir()
     config = read_file(run / "state.safetensors")[1]["config"]
     assert config["sharper"] == 1
-    line = real_llama.train_line(stored[0], real_llama.argparse.Namespace(
-        model=TINY, mem=16, seq=64))  # fmt: skip
+    line = real_llama.train_line(stored[0], TINY)
     alike = ("data", "steps", "seed", "batch", "micro_batch", "dtype", "score_tokens")
     for name in alike:
         value = config[name] if isinstance(config[name], list) else [config[name]]
@@ -191,10 +190,11 @@ def test_rows_with_further_flags_stand_in_a_table_of_their_own():
 
 def test_rows_are_settings():
     """Each row's flags are flags of train.py. Those of rows that do not train, as counts."""
-    args = real_llama.argparse.Namespace(model=TINY, mem=64, seq=256)
+    sizes = {"mem": 64, "seq": 256}
     counts = {}
     for key, row in real_llama.ROWS.items():
-        line = real_llama.train_line({"flags": real_llama.all_flags(row, 64, "")}, args)
+        name = sizes | {"flags": real_llama.all_flags(row, 64, "")}
+        line = real_llama.train_line(name, TINY)
         config = real_llama.train.parse(line)[0]
         s = settings_for(config.method, 64, 64, 256, **method_flags(asdict(config)))
         assert s.compressor in COMPRESSORS and s.lora_rank == 8 * ("lora" in key)
@@ -214,9 +214,9 @@ def test_rows_are_settings():
 @pytest.mark.parametrize("change", real_llama.ABLATIONS, ids=lambda change: change.label)
 def test_each_ablation_mixes(change):
     """Its flags are flags of train.py, and each row of its compressor sums to 1."""
-    args = real_llama.argparse.Namespace(model=TINY, mem=64, seq=256)
     flags = real_llama.all_flags(real_llama.ROWS[change.row], 64, change.flags)
-    config = real_llama.train.parse(real_llama.train_line({"flags": flags}, args))[0]
+    name = {"flags": flags, "mem": 64, "seq": 256}
+    config = real_llama.train.parse(real_llama.train_line(name, TINY))[0]
     s = settings_for(config.method, 64, 64, 256, **method_flags(asdict(config)))
     compressor = COMPRESSORS[s.compressor](4, s.merged, s.kernel)
     k, v = torch.randn(2, 1, 2, 40, 4)

@@ -18,6 +18,7 @@ import math
 import sys
 import time
 import zlib
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -132,14 +133,24 @@ def init(model: Llama) -> Llama:
     return model
 
 
-def parse() -> argparse.Namespace:
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    out: Path
+    steps: int
+    batch: int
+    lr: float
+
+
+def parse() -> Options:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=at_least(1), default=1500)
     parser.add_argument("--batch", type=at_least(1), default=16)
     parser.add_argument("--lr", type=at_least(0, float), default=2e-3)
-    return parser.parse_args()
+    return Options(**vars(parser.parse_args()))
 
 
 def step_loss(model: Llama, tokens: Tensor) -> Tensor:
@@ -148,11 +159,11 @@ def step_loss(model: Llama, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def pretrain(model: Llama, ids: np.ndarray, tokenizer: Tokenizer, args: argparse.Namespace) -> str:
+def pretrain(model: Llama, ids: np.ndarray, tokenizer: Tokenizer, options: Options) -> str:
     """Train on texts with facts, with a warm-up and a cosine schedule. Goes on from the last
     checkpoint in --out, and writes one after every 100 steps. Returns the log."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    checkpoint, first, log = args.out / "pretrain.pt", 0, ""
+    checkpoint, first, log = options.out / "pretrain.pt", 0, ""
     if checkpoint.is_file():
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
@@ -160,13 +171,13 @@ def pretrain(model: Llama, ids: np.ndarray, tokenizer: Tokenizer, args: argparse
         first, log = state["step"], state["log"]
     L = CONFIG.context + 1
     begun, seen = time.time(), 0
-    bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=10)
+    bar = tqdm(range(first, options.steps), initial=first, total=options.steps, mininterval=10)
     for step in bar:
-        own = range(step * args.batch, (step + 1) * args.batch)
+        own = range(step * options.batch, (step + 1) * options.batch)
         tokens = torch.stack([recall_mixture(sequence(ids, L, 0, i), i, tokenizer) for i in own])
-        warm, done = min(1, (step + 1) / 50), step / args.steps
+        warm, done = min(1, (step + 1) / 50), step / options.steps
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * warm * (0.5 + 0.5 * math.cos(math.pi * done))
+            group["lr"] = options.lr * warm * (0.5 + 0.5 * math.cos(math.pi * done))
         loss = step_loss(model, tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -178,28 +189,28 @@ def pretrain(model: Llama, ids: np.ndarray, tokenizer: Tokenizer, args: argparse
             row = dict(step=step + 1, loss=round(loss.item(), 4), tokens_per_s=rate)
             log += json.dumps(row) + "\n"
             bar.set_postfix_str(f"loss {loss.item():.3f}, {rate:,} tokens/s")
-        if (step + 1) % 100 == 0 or step + 1 == args.steps:
+        if (step + 1) % 100 == 0 or step + 1 == options.steps:
             state = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
             write_whole(checkpoint, partial(torch.save, state | {"step": step + 1, "log": log}))
-            write_text(args.out / "pretrain.jsonl", log)
+            write_text(options.out / "pretrain.jsonl", log)
     return log
 
 
 def main() -> None:
-    args = parse()
-    args.out.mkdir(exist_ok=True)
+    options = parse()
+    options.out.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    if not (args.out / "tokenizer.model").is_file():
-        train_tokenizer(args.out)
-    tokenizer = Tokenizer(args.out)
+    if not (options.out / "tokenizer.model").is_file():
+        train_tokenizer(options.out)
+    tokenizer = Tokenizer(options.out)
     streams = token_streams([], tokenizer)
     ids = streams["training"]
     print(f"{len(ids) / 1e6:.1f} M training tokens", flush=True)
     model = init(Llama(CONFIG))
-    log = pretrain(model, ids, tokenizer, args)
-    save(model, args.out)
+    log = pretrain(model, ids, tokenizer, options)
+    save(model, options.out)
     row = figures(model, long_documents(streams["held-out"], tokenizer.bos, CONFIG.context, 64))
-    write_text(args.out / "pretrain.jsonl", log + json.dumps(row) + "\n")
+    write_text(options.out / "pretrain.jsonl", log + json.dumps(row) + "\n")
     print(row)
 
 

@@ -27,6 +27,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable
 
@@ -54,13 +55,37 @@ ROWS = {  # the row's name: method and settings
 PARTS = ("train", "prefill", "decode", "memory")
 
 
-def machine_of(args: argparse.Namespace) -> Machine:
-    return Machine(args.device, getattr(torch, args.dtype))
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    parts: list[str]  # of PARTS
+    rows: list[str]  # of ROWS
+    model: Path | None  # None: random weights of these sizes
+    dim: int
+    layers: int
+    heads: int
+    ffn: int
+    vocab: int
+    mem: int
+    segment: int
+    seq: int
+    long: int  # the other length whose training memory is shown
+    contexts: list[int]  # tokens before decoding
+    bptt: int
+    facts: int
+    rounds: int
+    device: str
+    dtype: str
 
 
-def seconds(work: Callable, args: argparse.Namespace) -> float:
+def machine_of(options: Options) -> Machine:
+    return Machine(options.device, getattr(torch, options.dtype))
+
+
+def seconds(work: Callable, options: Options) -> float:
     def wait() -> None:
-        if args.device != "cpu":
+        if options.device != "cpu":
             torch.cuda.synchronize()
 
     wait()
@@ -70,16 +95,16 @@ def seconds(work: Callable, args: argparse.Namespace) -> float:
     return time.perf_counter() - begun
 
 
-def make(row: str, model: Llama, args: argparse.Namespace) -> AdaptedLlama:
-    segment = args.seq if row == "full" else args.segment
-    settings = settings_for(mem=args.mem, segment=segment, length=args.seq, **ROWS[row])
+def make(row: str, model: Llama, options: Options) -> AdaptedLlama:
+    segment = options.seq if row == "full" else options.segment
+    settings = settings_for(mem=options.mem, segment=segment, length=options.seq, **ROWS[row])
     return AdaptedLlama(copy.deepcopy(model), settings)
 
 
-def config_of(adapted: AdaptedLlama, L: int, args: argparse.Namespace) -> TrainConfig:
+def train_config(adapted: AdaptedLlama, L: int, options: Options) -> TrainConfig:
     """The configuration of train.py that trains on one sequence of L tokens at a time."""
     return TrainConfig(
-        seq=L, segment=adapted.settings.segment, bptt=args.bptt, batch=1, micro_batch=1,
+        seq=L, segment=adapted.settings.segment, bptt=options.bptt, batch=1, micro_batch=1,
         answer_weight=20.0, lr=1e-5, conv_lr=1e-5,
     )  # fmt: skip
 
@@ -87,78 +112,78 @@ def config_of(adapted: AdaptedLlama, L: int, args: argparse.Namespace) -> TrainC
 # --- What is measured -------------------------------------------------------------------
 
 
-def random_ids(L: int, args: argparse.Namespace) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, args.vocab, L)
+def random_ids(L: int, options: Options) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, options.vocab, L)
 
 
-def add_gradients(adapted: AdaptedLlama, L: int, args: argparse.Namespace, n: int = 0,
+def add_gradients(adapted: AdaptedLlama, L: int, options: Options, n: int = 0,
                   done: Callable[[int], None] = lambda tokens: None) -> None:  # fmt: skip
     """Those of step n, of sequences of L tokens: random tokens, in lines of 16."""
-    ids, tokenizer = torch.from_numpy(random_ids(L, args)), Tokenizer(TINY)
-    facts = 0 if adapted.settings.compressor == "paper" else args.facts  # as its recipe has it
-    ids[::16] = min(fact_tokens(tokenizer).breaks) % args.vocab
+    ids, tokenizer = torch.from_numpy(random_ids(L, options)), Tokenizer(TINY)
+    facts = 0 if adapted.settings.compressor == "paper" else options.facts  # as its recipe has it
+    ids[::16] = min(fact_tokens(tokenizer).breaks) % options.vocab
 
     def draw(i: int) -> tuple[Tensor, Tensor]:
         told, ago = tell(ids, facts, "training", 0, i, tokenizer)
-        return told % args.vocab, ago
+        return told % options.vocab, ago
 
-    config = config_of(adapted, L, args)
-    gradients(adapted, draw, config, machine_of(args), n, done)
+    config = train_config(adapted, L, options)
+    gradients(adapted, draw, config, machine_of(options), n, done)
 
 
-def train_time(adapted: AdaptedLlama, args: argparse.Namespace) -> float:
+def train_time(adapted: AdaptedLlama, options: Options) -> float:
     """Seconds of a step, as train.py takes it."""
-    optimizer = make_optimizer(adapted, config_of(adapted, args.seq, args))
+    optimizer = make_optimizer(adapted, train_config(adapted, options.seq, options))
 
     def three_steps() -> None:
         for n in range(3):
             optimizer.zero_grad()
-            add_gradients(adapted, args.seq, args, n)
+            add_gradients(adapted, options.seq, options, n)
             torch.nn.utils.clip_grad_norm_(adapted.trained().values(), 1.0)
             optimizer.step()
 
-    return seconds(three_steps, args) / 3
+    return seconds(three_steps, options) / 3
 
 
-def prefill_time(adapted: AdaptedLlama, args: argparse.Namespace) -> float:
-    tokens = torch.from_numpy(random_ids(args.seq, args))[None].to(args.device)
+def prefill_time(adapted: AdaptedLlama, options: Options) -> float:
+    tokens = torch.from_numpy(random_ids(options.seq, options))[None].to(options.device)
     cache = adapted.cache()
-    with machine_of(args).precision():
-        return seconds(lambda: prefill(adapted.model, tokens, cache, args.segment), args)
+    with machine_of(options).precision():
+        return seconds(lambda: prefill(adapted.model, tokens, cache, options.segment), options)
 
 
-def filled(adapted: AdaptedLlama, n: int, args: argparse.Namespace) -> KVCache:
+def filled(adapted: AdaptedLlama, n: int, options: Options) -> KVCache:
     """A cache as it is after n tokens, but with random entries."""
     cache, s, config = adapted.cache(), adapted.settings, adapted.model.config
     held = min(n, s.room) if s.mem else n
-    dtype = getattr(torch, args.dtype)
+    dtype = getattr(torch, options.dtype)
     for layer in range(config.n_layers):
         shape = (1, config.n_kv_heads, held, config.head_dim)
-        cache.keys[layer] = Entries(torch.randn(shape, device=args.device, dtype=dtype))
-        cache.values[layer] = Entries(torch.randn(shape, device=args.device, dtype=dtype))
+        cache.keys[layer] = Entries(torch.randn(shape, device=options.device, dtype=dtype))
+        cache.values[layer] = Entries(torch.randn(shape, device=options.device, dtype=dtype))
         if s.mem and cache.scoring:
-            cache.scores[layer] = torch.rand(shape[:3], device=args.device)
+            cache.scores[layer] = torch.rand(shape[:3], device=options.device)
     cache.seen = n
     return cache
 
 
 @torch.no_grad()
-def decode_time(adapted: AdaptedLlama, n: int, args: argparse.Namespace) -> float:
+def decode_time(adapted: AdaptedLlama, n: int, options: Options) -> float:
     """Seconds of a token after n others."""
-    cache = filled(adapted, n, args)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=args.device)
-    count = args.segment if adapted.settings.mem else 16
+    cache = filled(adapted, n, options)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=options.device)
+    count = options.segment if adapted.settings.mem else 16
 
     def write(tokens: int) -> None:
         for _ in range(tokens):
             adapted.model(token, cache)
 
-    with machine_of(args).precision():
+    with machine_of(options).precision():
         write(1)  # after this one a memory has just been compressed
-        return seconds(lambda: write(count), args) / count
+        return seconds(lambda: write(count), options) / count
 
 
-def kept_bytes(adapted: AdaptedLlama, L: int, args: argparse.Namespace) -> int:
+def kept_bytes(adapted: AdaptedLlama, L: int, options: Options) -> int:
     """The most that a step on L tokens keeps at once for a backward pass, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in adapted.parameters()}
     kept, sums = {}, []
@@ -174,31 +199,31 @@ def kept_bytes(adapted: AdaptedLlama, L: int, args: argparse.Namespace) -> int:
         kept.clear()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        add_gradients(adapted, L, args, done=done)
+        add_gradients(adapted, L, options, done=done)
     return max(sums)
 
 
 def measure(
-    models: dict[str, AdaptedLlama], args: argparse.Namespace
+    models: dict[str, AdaptedLlama], options: Options
 ) -> dict[str, dict[str, list]]:
     """{column: {row: the values of all rounds}}"""
     columns = defaultdict(lambda: defaultdict(list))
-    for turn in range(args.rounds + 1):
+    for turn in range(options.rounds + 1):
         for row, adapted in models.items():
             found = {}
-            if "train" in args.parts:
-                found["train, s"] = train_time(adapted, args)
-            if "prefill" in args.parts:
-                found["prefill, s"] = prefill_time(adapted, args)
-            for n in args.contexts if "decode" in args.parts else []:
-                found[f"decode {n:,}, ms"] = 1000 * decode_time(adapted, n, args)
+            if "train" in options.parts:
+                found["train, s"] = train_time(adapted, options)
+            if "prefill" in options.parts:
+                found["prefill, s"] = prefill_time(adapted, options)
+            for n in options.contexts if "decode" in options.parts else []:
+                found[f"decode {n:,}, ms"] = 1000 * decode_time(adapted, n, options)
             for column, value in found.items():
                 if turn:  # the first round warms up
                     columns[column][row].append(value)
-    for L in (args.seq, args.long) if "memory" in args.parts else []:
+    for L in (options.seq, options.long) if "memory" in options.parts else []:
         for row, adapted in models.items():
-            if L == args.seq or adapted.settings.mem:  # `full` would take L x L
-                columns[f"memory {L:,}, MB"][row].append(kept_bytes(adapted, L, args) / 1e6)
+            if L == options.seq or adapted.settings.mem:  # `full` would take L x L
+                columns[f"memory {L:,}, MB"][row].append(kept_bytes(adapted, L, options) / 1e6)
     return columns
 
 
@@ -219,7 +244,7 @@ def print_table(columns: dict[str, dict[str, list]], rows: list[str]) -> None:
         print(line)
 
 
-def parse() -> argparse.Namespace:
+def parse() -> Options:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
@@ -243,24 +268,25 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=positive, default=5, help="turns of each method; one more warms up")
     add("--device", default="cpu")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    return parser.parse_args()
+    return Options(**vars(parser.parse_args()))
 
 
 def main() -> None:
-    args = parse()
-    prepare(args.device, args.dtype)
-    if args.model:
-        model = load_llama(args.model, getattr(torch, args.dtype), args.device)
-        args.vocab = model.config.vocab_size
+    options = parse()
+    prepare(options.device, options.dtype)
+    if options.model:
+        model = load_llama(options.model, getattr(torch, options.dtype), options.device)
+        options = replace(options, vocab=model.config.vocab_size)
     else:
-        heads = dict(n_heads=args.heads, n_kv_heads=args.heads)
-        sizes = dict(ffn_dim=args.ffn, vocab_size=args.vocab)
-        config = LlamaConfig(args.dim, args.layers, **heads, **sizes)
-        model = Llama(config).to(args.device, getattr(torch, args.dtype))
-    rows = [row for row in ROWS if row == "window" or row in args.rows]
-    print(f"M = {args.mem}, T = {args.segment}, L = {args.seq:,}; {args.dtype} on {args.device}, "
-          f"{torch.get_num_threads()} threads, torch {torch.__version__}; {args.rounds} rounds")
-    print_table(measure({row: make(row, model, args) for row in rows}, args), rows)
+        heads = dict(n_heads=options.heads, n_kv_heads=options.heads)
+        sizes = dict(ffn_dim=options.ffn, vocab_size=options.vocab)
+        config = LlamaConfig(options.dim, options.layers, **heads, **sizes)
+        model = Llama(config).to(options.device, getattr(torch, options.dtype))
+    rows = [row for row in ROWS if row == "window" or row in options.rows]
+    sizes = f"M = {options.mem}, T = {options.segment}, L = {options.seq:,}"
+    machine = f"{options.dtype} on {options.device}, {torch.get_num_threads()} threads"
+    print(f"{sizes}; {machine}, torch {torch.__version__}; {options.rounds} rounds")
+    print_table(measure({row: make(row, model, options) for row in rows}, options), rows)
 
 
 if __name__ == "__main__":

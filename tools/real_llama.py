@@ -34,8 +34,8 @@ import train  # noqa: E402
 from eval_ppl import token_losses  # noqa: E402
 from lococo import AdaptedLlama, load_adapter  # noqa: E402
 from model import Tokenizer, load_base  # noqa: E402
-from support.command_line import HERE, Machine, at_least, counted  # noqa: E402
-from support.command_line import prepare, run_program  # noqa: E402
+from support.command_line import HERE, Machine, at_least, config_of  # noqa: E402
+from support.command_line import counted, prepare, run_program  # noqa: E402
 from support.files import UserError  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
@@ -196,6 +196,23 @@ SHORT = ("full", "window", "h2o", "official code", "h2o 5/8 forget", "h2o 5/8 fo
 TUNED = ("full lora", "window lora", "h2o lora", "h2o 5/8 forget lora", "ours lora")
 PAGES = (HERE / "README.md", HERE / "docs" / "real-llama.md")
 
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    model: Path
+    prose: Path  # the folder of BOOKS and PARTS
+    changes: tuple[Change, ...]  # to make; a row as it is has no flags of its own
+    seeds: list[int]
+    mem: int  # slots M; a segment has as many tokens
+    seq: int  # tokens of a document
+    part: str  # of PARTS, to score
+    documents: int  # at most
+    print: bool  # stored cells alone
+    write: bool
+
+
 # --- A cell -----------------------------------------------------------------------------
 
 
@@ -204,78 +221,79 @@ def all_flags(row: Row, mem: int, more: str) -> str:
     return f"{row.flags.format(mem=mem, heavy=mem * 5 // 8, budgets=budgets)} {more}".strip()
 
 
-def checksums(args: argparse.Namespace) -> dict:
+def checksums(options: Options) -> dict:
     """Of all files that make a cell."""
     return {
-        "base": cells.checksum_of_base(args.model),
-        "texts": cells.checksum_of_files(args.prose / text for text in BOOKS),
+        "base": cells.checksum_of_base(options.model),
+        "texts": cells.checksum_of_files(options.prose / text for text in BOOKS),
         "sources": cells.checksum_of_sources(TOOL),
-        "scored": cells.checksum_of_files([args.prose / PARTS[args.part]]),
+        "scored": cells.checksum_of_files([options.prose / PARTS[options.part]]),
     }
 
 
-def cell_name(change: Change, seed: int, args: argparse.Namespace, files: dict) -> dict:
+def cell_name(change: Change, seed: int, options: Options, files: dict) -> dict:
     """All that makes a cell; `files` are the checksums."""
     row = ROWS[change.row]
     return {
-        "flags": all_flags(row, args.mem, change.flags),
+        "flags": all_flags(row, options.mem, change.flags),
         "steps": change.steps if row.trained else 0,
         "seed": seed if row.trained else 0,
-        "mem": args.mem,
-        "seq": args.seq,
-        "part": args.part,
-        "documents": args.documents,
+        "mem": options.mem,
+        "seq": options.seq,
+        "part": options.part,
+        "documents": options.documents,
     } | files
 
 
-def train_cell(name: dict, args: argparse.Namespace) -> Path:
+def train_cell(name: dict, options: Options) -> Path:
     """Train as the cell's name says, but leave the logits as trained. So cells that differ in
     --sharper alone have one run. Returns its directory."""
     trained_by = {key: name[key] for key in name if key not in ("part", "documents", "scored")}
     trained_by["flags"] = re.sub(r"--sharper \S+ ?", "", name["flags"]).strip()
     out = RUNS / cells.digest_of(trained_by)
-    line = [*train_line(trained_by, args), "--sharper", "1"]
+    line = [*train_line(trained_by, options.model), "--sharper", "1"]
     line += ["--device", "cpu", "--dtype", "bfloat16", "--score-tokens", "0"]
-    line += ["--data", *(str(args.prose / text) for text in BOOKS)]
+    line += ["--data", *(str(options.prose / text) for text in BOOKS)]
     line += ["--steps", str(name["steps"]), "--seed", str(name["seed"])]
     cells.train_in(out, line)
     return out
 
 
-def train_line(name: dict, args: argparse.Namespace) -> list[str]:
+def train_line(name: dict, model: Path) -> list[str]:
     """The command line of train.py for a cell, without what only training needs."""
-    line = ["--model", str(args.model), "--recipe", "inference", *name["flags"].split()]
-    return [*line, "--mem", str(args.mem), "--segment", str(args.mem), "--seq", str(args.seq)]
+    line = ["--model", str(model), "--recipe", "inference", *name["flags"].split()]
+    slots = str(name["mem"])
+    return [*line, "--mem", slots, "--segment", slots, "--seq", str(name["seq"])]
 
 
-def documents_to_score(args: argparse.Namespace, tokenizer: Tokenizer) -> torch.Tensor:
+def documents_to_score(options: Options, tokenizer: Tokenizer) -> torch.Tensor:
     """Tokens (documents, --seq). Raises UserError if no document is so long."""
-    file = args.prose / PARTS[args.part]
+    file = options.prose / PARTS[options.part]
     streams = token_streams([file], tokenizer)
     # In this order, because all stored figures have it.
     ids = np.concatenate([streams[part] for part in sorted(streams)])
-    if args.part == "test":
-        documents = long_documents(ids, tokenizer.bos, args.seq, args.documents)
+    if options.part == "test":
+        documents = long_documents(ids, tokenizer.bos, options.seq, options.documents)
     else:  # one book: pieces of it, evenly spread
-        pieces = torch.from_numpy(ids[: len(ids) // args.seq * args.seq].astype(np.int64))
-        pieces = pieces.view(-1, args.seq)
-        documents = pieces[:: max(1, len(pieces) // args.documents)][: args.documents]
+        pieces = torch.from_numpy(ids[: len(ids) // options.seq * options.seq].astype(np.int64))
+        pieces = pieces.view(-1, options.seq)
+        documents = pieces[:: max(1, len(pieces) // options.documents)][: options.documents]
     if not len(documents):
-        raise UserError(f"--seq {args.seq}: no document of {file} is so long")
+        raise UserError(f"--seq {options.seq}: no document of {file} is so long")
     return documents
 
 
-def make_cell(row: Row, name: dict, args: argparse.Namespace, machine: Machine) -> dict:
+def make_cell(row: Row, name: dict, options: Options, machine: Machine) -> dict:
     """Train if the row trains, and score: nats per token of each document."""
     about = {}
     begun = time.time()
-    config, _, _ = train.parse(train_line(name, args))
+    config, _, _ = train.parse(train_line(name, options.model))
     if row.trained:
-        run = train_cell(name, args)
+        run = train_cell(name, options)
         about["seconds of training"] = round(time.time() - begun)
         log = [json.loads(line) for line in open(run / "log.jsonl")]
         about["last training losses"] = [round(entry["loss"], 3) for entry in log[-3:]]
-    model, tokenizer = load_base(args.model, machine)
+    model, tokenizer = load_base(options.model, machine)
     if row.trained:
         adapted = load_adapter(run, model)
         for compressor in adapted.compressors:
@@ -283,7 +301,7 @@ def make_cell(row: Row, name: dict, args: argparse.Namespace, machine: Machine) 
     else:
         adapted = AdaptedLlama(model, train.settings_of(config))
     begun = time.time()
-    losses, _, held = token_losses(adapted, documents_to_score(args, tokenizer), machine, 8)
+    losses, _, held = token_losses(adapted, documents_to_score(options, tokenizer), machine, 8)
     about["seconds of scoring"] = round(time.time() - begun)
     about["trained parameters"] = sum(p.numel() for p in adapted.trained().values())
     about["cache bytes"] = held
@@ -398,7 +416,7 @@ def tables(stored: list[dict]) -> dict[str, str]:
     return made
 
 
-def parse() -> argparse.Namespace:
+def parse() -> Options:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
@@ -422,54 +440,55 @@ def parse() -> argparse.Namespace:
     add("--ablations", action="store_true", help="make ours with each change of ABLATIONS instead")
     add("--print", action="store_true", help="print the tables of stored cells; make none")
     add("--write", action="store_true", help="write the tables into the pages, too")
-    args = parser.parse_args()
-    args.print = args.print or args.write
-    if args.ablations:
+    flags = parser.parse_args()
+    flags.print = flags.print or flags.write
+    if flags.ablations:
         for flag in ("rows", "steps", "flags"):
-            if getattr(args, flag):
+            if getattr(flags, flag):
                 parser.error(f"--{flag}: {each}")
-        args.changes, args.part = ABLATIONS, args.part or "choosing"
+        flags.changes, flags.part = ABLATIONS, flags.part or "choosing"
     else:
-        args.changes = chosen_rows(args)
-    args.part = args.part or "test"
-    if not args.print and not (args.model and args.prose):
-        parser.error("--model and --prose are needed to make a cell")
-    return args
+        flags.changes = chosen_rows(flags)
+    flags.part = flags.part or "test"
+    if not flags.print:
+        if not (flags.model and flags.prose):
+            parser.error("--model and --prose are needed to make a cell")
+        flags.model, flags.prose = flags.model.resolve(), flags.prose.resolve()
+    return config_of(Options, flags)
 
 
-def chosen_rows(args: argparse.Namespace) -> list[Change]:
+def chosen_rows(flags: argparse.Namespace) -> list[Change]:
     """The rows that --rows, --steps and --flags ask for. Raises UserError."""
     chosen = []
-    for name in args.rows or ROWS:
-        if "{budgets}" in ROWS[name].flags and args.mem % 16:
+    for name in flags.rows or ROWS:
+        if "{budgets}" in ROWS[name].flags and flags.mem % 16:
             sixteen = "the budgets of layers need a multiple of 16"
-            raise UserError(f"--mem {args.mem}: {sixteen}; leave out the row {name!r}")
-        steps = ROWS[name].steps or args.steps or 60
-        chosen.append(Change("", name, args.flags or "", steps))
+            raise UserError(f"--mem {flags.mem}: {sixteen}; leave out the row {name!r}")
+        steps = ROWS[name].steps or flags.steps or 60
+        chosen.append(Change("", name, flags.flags or "", steps))
     return chosen
 
 
-def make_cells(args: argparse.Namespace) -> None:
+def make_cells(options: Options) -> None:
     """Make and store the cells that are asked for, but for those that are stored already."""
     machine = prepare("cpu", "bfloat16")
     # Once, now: what has been imported computes all cells, even if a file is edited meanwhile.
-    files, origin = checksums(args), cells.origin()
-    for seed, change in product(args.seeds, args.changes):
+    files, origin = checksums(options), cells.origin()
+    for seed, change in product(options.seeds, options.changes):
         row = ROWS[change.row]
-        name = cell_name(change, seed, args, files)
+        name = cell_name(change, seed, options, files)
         if not cells.find(RESULTS, name):
             print(f"{change.row} {change.flags}, seed {seed}", file=sys.stderr)
             about = {"row": change.row, "extra": change.flags} | origin
-            cells.add(RESULTS, about | name | make_cell(row, name, args, machine))
+            cells.add(RESULTS, about | name | make_cell(row, name, options, machine))
 
 
 def main() -> None:
-    args = parse()
-    if not args.print:
-        args.model, args.prose = args.model.resolve(), args.prose.resolve()
-        make_cells(args)
+    options = parse()
+    if not options.print:
+        make_cells(options)
     stored = cells.read(RESULTS)
-    if args.write:
+    if options.write:
         cells.write_tables(PAGES, TOOL, tables(stored))
     for name, made in tables(stored).items():
         if not name.endswith("in short"):

@@ -23,6 +23,7 @@ import argparse
 import math
 import sys
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Iterable
@@ -35,7 +36,7 @@ import cells  # noqa: E402
 from eval_ppl import perplexity, token_losses  # noqa: E402
 from lococo import load_adapter  # noqa: E402
 from model import Tokenizer, load_base  # noqa: E402
-from support.command_line import HERE, TINY, Machine, named_path  # noqa: E402
+from support.command_line import HERE, TINY, Machine, config_of, named_path  # noqa: E402
 from support.command_line import prepare, run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
 from support.files import UserError  # noqa: E402
@@ -114,77 +115,98 @@ RUNS = HERE / "runs" / "reproduce"
 FILES = [HERE / "docs" / page for page in ("facts.md", "results.md", "notebook.md")]
 
 
-def all_flags(row: str, args: argparse.Namespace) -> str:
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    model: Path
+    data: Path | None  # None: Python's own library
+    made: list[str]  # rows to make
+    seeds: list[int]
+    mem: int
+    segment: int
+    seq: int
+    steps: int
+    facts: int  # in each sequence; with 0 there are the rows of PLAIN
+    flags: str  # more flags of train.py
+    part: str  # that is scored; more than one are joined by "+"
+    again: bool  # also what is stored
+    print: bool  # stored cells alone
+    write: bool
+
+
+def all_flags(row: str, options: Options) -> str:
     """The flags of train.py that make a row, but for the seed, the base and the text."""
-    recent = args.mem - args.mem // 4
-    flags = (ROWS if args.facts else PLAIN)[row][1].format(mem=args.mem, recent=recent)
-    flags += f" --recipe embedded --mem {args.mem} --segment {args.segment} --seq {args.seq}"
-    flags += f" --facts {args.facts} --steps {args.steps} --score-tokens 0"
-    if not args.facts:
+    recent = options.mem - options.mem // 4
+    flags = (ROWS if options.facts else PLAIN)[row][1].format(mem=options.mem, recent=recent)
+    flags += f" --recipe embedded --mem {options.mem} --segment {options.segment}"
+    flags += f" --seq {options.seq}"
+    flags += f" --facts {options.facts} --steps {options.steps} --score-tokens 0"
+    if not options.facts:
         flags += " --micro-batch 16"  # a whole step: the model is small
-    return f"{flags} {args.flags}".strip()
+    return f"{flags} {options.flags}".strip()
 
 
-def checksums(args: argparse.Namespace) -> dict:
+def checksums(options: Options) -> dict:
     """Of all files that make a cell. The name of a text decides which part of it trains."""
-    files = find_files([args.data] if args.data else [])
+    files = find_files([options.data] if options.data else [])
     texts = cells.checksum_of_files(files)  # some parts of them train, others are scored
     return {
-        "base": cells.checksum_of_base(args.model),
-        "data": args.data.name if args.data else "the library of Python",
+        "base": cells.checksum_of_base(options.model),
+        "data": options.data.name if options.data else "the library of Python",
         "texts": texts,
         "scored": texts,
         "sources": cells.checksum_of_sources(TOOL),
     }
 
 
-def run_directory(row: str, name: dict, args: argparse.Namespace) -> Path:
+def run_directory(row: str, name: dict, options: Options) -> Path:
     """Where a cell is trained: a folder that no other name has; with --again, one of no run."""
-    label = f"{row.replace(' ', '-')}-mem{args.mem}-seq{args.seq}-steps{args.steps}"
+    label = f"{row.replace(' ', '-')}-mem{options.mem}-seq{options.seq}-steps{options.steps}"
     trained_by = {key: name[key] for key in name if key != "part"}
     first = out = RUNS / f"{label}-seed{name['seed']}-{cells.digest_of(trained_by)}"
     number = 1
-    while args.again and out.exists():
+    while options.again and out.exists():
         number += 1
         out = Path(f"{first}-{number}")
     return out
 
 
-def train_cell(row: str, name: dict, args: argparse.Namespace) -> Path:
+def train_cell(row: str, name: dict, options: Options) -> Path:
     """Train as the cell's name says; returns the run's directory."""
-    out = run_directory(row, name, args)
-    line = [*name["flags"].split(), "--seed", str(name["seed"]), "--model", str(args.model)]
-    if args.data:
-        line += ["--data", str(args.data)]
+    out = run_directory(row, name, options)
+    line = [*name["flags"].split(), "--seed", str(name["seed"]), "--model", str(options.model)]
+    if options.data:
+        line += ["--data", str(options.data)]
     cells.train_in(out, line)
     return out
 
 
-def texts_to_score(args: argparse.Namespace, tokenizer: Tokenizer) -> torch.Tensor:
+def texts_to_score(options: Options, tokenizer: Tokenizer) -> torch.Tensor:
     """Documents (N, L) of --part. Raises UserError if it has fewer than L tokens."""
-    streams = token_streams([args.data] if args.data else [], tokenizer)
-    ids = np.concatenate([streams[part] for part in args.part.split("+")])
-    texts = long_documents(ids, tokenizer.bos, args.seq, 64)
+    streams = token_streams([options.data] if options.data else [], tokenizer)
+    ids = np.concatenate([streams[part] for part in options.part.split("+")])
+    texts = long_documents(ids, tokenizer.bos, options.seq, 64)
     if not len(texts):
-        texts = torch.from_numpy(ids[: len(ids) // args.seq * args.seq].astype(np.int64))
-        texts = texts.view(-1, args.seq)
+        whole = len(ids) // options.seq * options.seq
+        texts = torch.from_numpy(ids[:whole].astype(np.int64)).view(-1, options.seq)
     if not len(texts):
-        few = f"the documents that do not train ({args.part}) have {len(ids):,} tokens"
-        raise UserError(f"--seq {args.seq}: {few}; give more documents, or a smaller --seq")
+        few = f"the documents that do not train ({options.part}) have {len(ids):,} tokens"
+        raise UserError(f"--seq {options.seq}: {few}; give more documents, or a smaller --seq")
     return texts
 
 
-def score_cell(run: Path, args: argparse.Namespace, machine: Machine) -> dict:
+def score_cell(run: Path, options: Options, machine: Machine) -> dict:
     """Perplexity of documents of --seq tokens; with facts the share of those told in them that is
     recalled, with the number of answers; of plain text the nats of each document."""
-    model, tokenizer = load_base(args.model, machine)
+    model, tokenizer = load_base(options.model, machine)
     adapted = load_adapter(run, model)
-    texts = texts_to_score(args, tokenizer)
+    texts = texts_to_score(options, tokenizer)
     nats, _, _ = token_losses(adapted, texts, machine, 8)
     cell = {"documents": len(texts), "perplexity": perplexity(nats)}
-    if not args.facts:
+    if not options.facts:
         return cell | {"nats": [round(x, 5) for x in nats.double().mean(dim=1).tolist()]}
-    told, ago = tell_all(texts, args.part, tokenizer)
+    told, ago = tell_all(texts, options.part, tokenizer)
     _, hits, _ = token_losses(adapted, told, machine, 8)
     for column, (start, stop) in COLUMNS.items():
         mask = (start < ago) & (ago <= stop)
@@ -284,27 +306,27 @@ def tables(stored: list[dict]) -> dict[str, str]:
     return {name: table(stored) for name, table in TABLES.items()}
 
 
-def make_cells(rows: Iterable[str], args: argparse.Namespace) -> None:
+def make_cells(options: Options) -> None:
     """Make and store the cells that are asked for, but for those that are stored already."""
     machine = prepare("cpu", "float32")
-    texts_to_score(args, Tokenizer(args.model))  # refuses too few before anything is trained
+    texts_to_score(options, Tokenizer(options.model))  # refuses too few before anything is trained
     # Once, now: what has been imported computes all cells, even if a file is edited meanwhile.
-    files, origin = checksums(args), cells.origin()
-    for seed in args.seeds:
-        for row in rows:
-            about = {"model": args.model.name, "row": row} | origin
-            about |= {key: vars(args)[key] for key in ("mem", "seq", "facts", "steps")}
-            about["extra"] = args.flags
-            name = {"flags": all_flags(row, args), "seed": seed, "part": args.part} | files
-            if cells.find(RESULTS, name) and not args.again:
+    files, origin = checksums(options), cells.origin()
+    for seed in options.seeds:
+        for row in options.made:
+            about = {"model": options.model.name, "row": row} | origin
+            about |= {key: vars(options)[key] for key in ("mem", "seq", "facts", "steps")}
+            about["extra"] = options.flags
+            name = {"flags": all_flags(row, options), "seed": seed, "part": options.part} | files
+            if cells.find(RESULTS, name) and not options.again:
                 print(f"{row}, seed {seed}: from docs/results.jsonl", file=sys.stderr)
             else:
                 print(f"{row}, seed {seed}", file=sys.stderr)
-                figures = score_cell(train_cell(row, name, args), args, machine)
+                figures = score_cell(train_cell(row, name, options), options, machine)
                 cells.add(RESULTS, about | name | figures)
 
 
-def main() -> None:
+def parse() -> Options:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
@@ -321,32 +343,38 @@ def main() -> None:
     add("--again", action="store_true", help="train and score also what is stored")
     add("--print", action="store_true", help="print all tables of stored cells; make none")
     add("--write", action="store_true", help="all tables into the pages of docs/")
-    args = parser.parse_args()
-    args.model = args.model.resolve()
-    if args.data:
-        args.facts = 0
-    elif args.model != TINY.resolve():
-        parser.error(f"--model {args.model}: name the text, too, by --data")
-    rows = ROWS if args.facts else PLAIN
-    if not rows.keys() >= set(args.only):
+    flags = parser.parse_args()
+    flags.model = flags.model.resolve()
+    if flags.data:
+        flags.facts = 0
+    elif flags.model != TINY.resolve():
+        parser.error(f"--model {flags.model}: name the text, too, by --data")
+    rows = ROWS if flags.facts else PLAIN
+    if not rows.keys() >= set(flags.only):
         parser.error(f"--only: with or without facts there are other rows: {', '.join(rows)}")
-    args.segment = 128 if args.facts else args.mem
-    if not args.facts:
-        args.part = "held-out+choosing"
-    made = args.only or (rows if args.data else ())
-    if made and not args.print:
-        make_cells(made, args)
+    flags.segment = 128 if flags.facts else flags.mem
+    if not flags.facts:
+        flags.part = "held-out+choosing"
+    flags.made = flags.only or list(rows if flags.data else ())
+    return config_of(Options, flags)
+
+
+def main() -> None:
+    options = parse()
+    if options.made and not options.print:
+        make_cells(options)
     stored = cells.read(RESULTS)
-    if args.write:
+    if options.write:
         cells.write_tables(FILES, TOOL, tables(stored))
-    if args.print:
+    if options.print:
         for name, table in tables(stored).items():
             print(f"\n{name}\n\n{table}", end="")
-    elif not args.facts:
-        table = plain_table(stored, args.seq, args.steps, model=args.model.name, extra=args.flags)
-        print(table, end="")
+    elif not options.facts:
+        about = dict(model=options.model.name, extra=options.flags)
+        print(plain_table(stored, options.seq, options.steps, **about), end="")
     else:
-        print(facts_table(stored, args.mem, args.seq, args.steps, args.part), end="")
+        about = dict(steps=options.steps, part=options.part)
+        print(facts_table(stored, options.mem, options.seq, **about), end="")
 
 
 if __name__ == "__main__":

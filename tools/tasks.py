@@ -26,11 +26,11 @@ shortens long prompts in their middle, as it does. metrics.py says what an answe
 are drawn from the training split, by the seed.
 """
 
-import argparse
 import json
 import re
 import sys
 import zlib
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Callable, Iterator
@@ -40,18 +40,37 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import NAME, add_shared_flags, compared, memory_sizes  # noqa: E402
+from eval_ppl import NAME, Chosen, add_shared_flags, chosen_models  # noqa: E402
+from eval_ppl import compared, memory_sizes  # noqa: E402
 from generate import as_text, decode, prefill  # noqa: E402
 from lococo import AdaptedLlama, read_adapter, segment_losses  # noqa: E402
 from metrics import LONGBENCH, compare  # noqa: E402
 from model import KVCache, Tokenizer  # noqa: E402
 from support.command_line import (  # noqa: E402
-    TINY, Machine, Parser, at_least, counted, prepare, run_program,
+    TINY, Machine, Parser, at_least, config_of, counted, prepare, run_program,
 )  # fmt: skip
 from support.facts import fact_tokens  # noqa: E402
 from support.files import DAMAGED, UserError, read_json  # noqa: E402
 from support.files import write_json, write_text  # noqa: E402
 from support.text import PARTS, long_documents, read_rows, token_streams  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    data: str  # what to convert; or "score"
+    files: list[Path]  # a folder of official files; to score: rows
+    shots: int  # answered rows in front of each
+    seed: int
+    out: Path | None  # where rows are written
+    # For "score" alone.
+    chosen: Chosen
+    cut: int | None  # tokens of a prompt at most
+    device: str | None
+    dtype: str | None
+    json: Path | None
+
 
 # --- Rows from the official files -------------------------------------------------------
 
@@ -209,20 +228,20 @@ def recall(shots: int, seed: int) -> Iterator[dict]:
         yield {"prompt": prompt, "choices": values, "answer": 7}
 
 
-def write_rows(args: argparse.Namespace) -> None:
+def write_rows(options: Options) -> None:
     """Write the rows of a data set to --out."""
-    if args.data == "recall":
-        rows = list(recall(args.shots, args.seed))
+    if options.data == "recall":
+        rows = list(recall(options.shots, options.seed))
         asked = [{"prompt": r["prompt"], "answers": [r["choices"][7]]} for r in rows]
-        made = {args.out / "choices.jsonl": rows, args.out / "questions.jsonl": asked}
+        made = {options.out / "choices.jsonl": rows, options.out / "questions.jsonl": asked}
     else:
-        train, test, convert = DATA[args.data]
-        source = args.files[0] if args.files else Path()
-        rows = read(args.data, source, test, convert)
-        training = read(args.data, source, train, convert) if args.shots else []
-        if args.shots >= max(len(training), 1):
-            raise UserError(f"--shots {args.shots}: {len(training)} rows to draw from")
-        made = {args.out: list(with_shots(rows, training, args.shots, args.seed))}
+        train, test, convert = DATA[options.data]
+        source = options.files[0] if options.files else Path()
+        rows = read(options.data, source, test, convert)
+        training = read(options.data, source, train, convert) if options.shots else []
+        if options.shots >= max(len(training), 1):
+            raise UserError(f"--shots {options.shots}: {len(training)} rows to draw from")
+        made = {options.out: list(with_shots(rows, training, options.shots, options.seed))}
     for file, rows in made.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
@@ -360,28 +379,28 @@ def summary(columns: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return cells
 
 
-def score(args: argparse.Namespace) -> None:
+def score(options: Options) -> None:
     """A table for each file: means over its rows ± standard error."""
-    machine = prepare(args.device, args.dtype, args.seed)
-    files = {file: list(read_rows(file, is_task)) for file in args.files}
+    machine = prepare(options.device, options.dtype, options.seed)
+    files = {file: list(read_rows(file, is_task)) for file in options.files}
     for file, rows in files.items():
         if not rows:
             raise UserError(f"{file}: there are no rows in it")
-    tokenizer = Tokenizer(args.model)
+    tokenizer = Tokenizer(options.chosen.model)
     for file, rows in files.items():
         refuse_without_tokens(file, rows, tokenizer)
-    sizes = memory_sizes([read_adapter(run) for run in args.runs])
-    if args.method:
+    sizes = memory_sizes([read_adapter(run) for run in options.chosen.runs])
+    if options.chosen.method:
         sizes = []  # no more methods than are asked for
     report = {}
     for file, rows in files.items():
         print(f"{file}: {counted(len(rows), 'row')}", end="")
-        if args.cut:
-            cuts = sum(shorten(row, args.cut, tokenizer) for _, row in rows)
-            print(f", {cuts} with a prompt cut to {args.cut:,} tokens", end="")
+        if options.cut:
+            cuts = sum(shorten(row, options.cut, tokenizer) for _, row in rows)
+            print(f", {cuts} with a prompt cut to {options.cut:,} tokens", end="")
         print()
         report[str(file)] = methods = {}
-        for name, adapted in compared(args, machine, sizes):
+        for name, adapted in compared(options.chosen, machine, sizes):
             columns, long = score_rows(adapted, rows, tokenizer, machine)
             cells = summary(columns)
             if not methods:
@@ -396,14 +415,14 @@ def score(args: argparse.Namespace) -> None:
             print(line, flush=True)
             methods[name] = cells | {"lines above the trained length": long}
             del adapted  # before the next one is loaded
-    if args.json:
-        write_json(args.json, report)
+    if options.json:
+        write_json(options.json, report)
 
 
 # --- The program ------------------------------------------------------------------------
 
 
-def main() -> None:
+def parse() -> Options:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("data", choices=[*DATA, "recall", "score"], help="what to convert; or score")
@@ -413,24 +432,31 @@ def main() -> None:
     add("--cut", type=at_least(4), metavar="N", help="score: cut longer prompts in the middle")
     add("--run", dest="runs", type=Path, nargs="+", default=[], help="score these adapters")
     add_shared_flags(parser)
-    args = parser.parse_args()
-    parser.refuse_counts(args)
-    if args.data != "score":
-        if not args.out:
+    flags = parser.parse_args()
+    if not flags.runs and not flags.method and flags.model.resolve() == TINY:
+        flags.runs = [TINY]
+    flags.chosen = chosen_models(flags, parser)
+    if flags.data != "score":
+        if not flags.out:
             parser.error("--out: name the file to write to")
-        most = 0 if args.data == "recall" else 1
-        if len(args.files) > most:
+        most = 0 if flags.data == "recall" else 1
+        if len(flags.files) > most:
             takes = "one folder at a time" if most else "recall makes its own texts"
-            parser.error(f"{args.files[most]}: {takes}")
-        return write_rows(args)
-    if args.out or args.shots:
-        flag = f"--out {args.out}" if args.out else f"--shots {args.shots}"
+            parser.error(f"{flags.files[most]}: {takes}")
+    elif flags.out or flags.shots:
+        flag = f"--out {flags.out}" if flags.out else f"--shots {flags.shots}"
         parser.error(f"{flag}: score takes rows as they are; --json FILE writes the tables")
-    if not args.files:
+    elif not flags.files:
         parser.error("score: name files of rows")
-    if not args.runs and not args.method and args.model.resolve() == TINY:
-        args.runs = [TINY]
-    score(args)
+    return config_of(Options, flags)
+
+
+def main() -> None:
+    options = parse()
+    if options.data == "score":
+        score(options)
+    else:
+        write_rows(options)
 
 
 if __name__ == "__main__":

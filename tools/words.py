@@ -12,6 +12,7 @@ import argparse
 import re
 import sys
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Iterator
@@ -58,7 +59,19 @@ def draw(rows: dict[tuple[str, str], list], file: Path) -> None:
 GROUPS = ("window", "memory", "full")  # of runs; the first is what the others are compared with
 
 
-def parse() -> argparse.Namespace:
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    model: Path
+    data: Path
+    window: list[Path]  # runs
+    memory: list[Path]
+    full: list[Path]
+    out: Path  # a picture
+
+
+def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     for name in ("--model", "--data"):
@@ -66,24 +79,25 @@ def parse() -> argparse.Namespace:
     for group in GROUPS:
         add(f"--{group}", type=Path, nargs="+", required=True, metavar="RUN")
     add("--out", type=output_file, default=HERE / "assets" / "words.png")
-    return parser.parse_args()
+    return Options(**vars(parser.parse_args()))
 
 
-def score(args: argparse.Namespace, length: int) -> tuple[list, dict[str, Tensor]]:
+def score(options: Options, length: int) -> tuple[list, dict[str, Tensor]]:
     """The words of each text, and for each group of runs their mean nats of each token."""
     machine = prepare("cpu", "float32")
     nats = {}
     for group in GROUPS:
-        for run in vars(args)[group]:
-            model, tokenizer = load_base(args.model, machine)
-            streams = token_streams([args.data], tokenizer)
+        for run in vars(options)[group]:
+            model, tokenizer = load_base(options.model, machine)
+            streams = token_streams([options.data], tokenizer)
             ids = np.concatenate([streams["held-out"], streams["choosing"]])
             texts = long_documents(ids, tokenizer.bos, length, 64)
             if not len(texts):
                 held_out = "no document that train.py holds out or leaves for choosing"
-                raise UserError(f"--data {args.data}: {held_out} has {length} tokens; name others")
+                sentence = f"{held_out} has {length} tokens; name others"
+                raise UserError(f"--data {options.data}: {sentence}")
             found = token_losses(load_adapter(run, model), texts, machine, 8)[0].double()
-            nats[group] = nats.get(group, 0) + found / len(vars(args)[group])
+            nats[group] = nats.get(group, 0) + found / len(vars(options)[group])
     return [list(words(ids, tokenizer)) for ids in texts.tolist()], nats
 
 
@@ -113,9 +127,9 @@ def sort_words(
 
 
 def main() -> None:
-    args = parse()
-    settings = read_adapter(args.memory[0]).settings
-    texts, nats = score(args, settings.length)
+    options = parse()
+    settings = read_adapter(options.memory[0]).settings
+    texts, nats = score(options, settings.length)
     rows, gains = sort_words(texts, nats, settings.mem, settings.room)
     total = (nats["memory"] - nats["window"]).sum()
     print(f"{'':28}{'words':>7}{'window':>9}{'memory':>9}{'full':>9}{'of gain':>9}")
@@ -125,7 +139,7 @@ def main() -> None:
         print(f"{line}{sums[1] / total:>9.0%}")
     best = sorted(gains, key=gains.get)[:10]
     print("most:", ", ".join(f"{word} {gains[word]:+.1f}" for word in best))
-    draw({key: [int(row[0]), *row[1:]] for key, row in rows.items()}, args.out)
+    draw({key: [int(row[0]), *row[1:]] for key, row in rows.items()}, options.out)
 
 
 if __name__ == "__main__":
