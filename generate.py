@@ -116,6 +116,13 @@ class TracedMemory(Memory):
         # do not.
         self.largest = {layer: [] for layer in layers}
 
+    def copy(self) -> "TracedMemory":
+        other = super().copy()
+        other.seen_at = [*self.seen_at]
+        other.shares = {**self.shares}
+        other.largest = {layer: [*kept] for layer, kept in self.largest.items()}
+        return other
+
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         order, w = super().compress(layer)
         if layer == 0:

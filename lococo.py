@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model import Entries, KVCache, Llama, LlamaConfig, RMSNorm, causal_mask, rope, rotate
+from model import Entries, KVCache, Llama, LlamaConfig, RMSNorm
+from model import causal_mask, rope, rotate, widened
 from support.command_line import resume_command
 from support.files import UserError, checksum, read_file
 
@@ -189,7 +190,7 @@ class Compressor(nn.Module):
         neighbouring numbers near 900, which a logit can reach, are 4 apart.
         """
         with torch.autocast(k.device.type, enabled=False):
-            entries = torch.cat((k, v), dim=-1).float()
+            entries = widened(torch.cat((k, v), dim=-1))
             entries = entries.flatten(0, 1).transpose(1, 2)  # (B * G, 2D, R)
             scores = None if scores is None else scores.flatten(0, 1)
             w = self.weights(entries, from_slot.flatten(0, 1), scores)
@@ -222,7 +223,7 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     """
     T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, group)).flatten(2, 3)  # (B, G, H/G * T, D)
-    products = (q @ k.mT).float() / q.shape[-1] ** 0.5
+    products = widened(q @ k.mT) / q.shape[-1] ** 0.5
     hidden = ~causal_mask(T, S, q.device).repeat(group, 1)
     return products.masked_fill(hidden, -torch.inf).softmax(dim=-1)
 
@@ -590,7 +591,8 @@ class FactCompressor(Compressor):
         super().__init__(head_dim, slots, kernel)
         # For new entries: `conv` has a filter for each merged slot, and all share `common`.
         neighbours = torch.arange(kernel) != kernel // 2
-        self.conv.weight.data[:, :, neighbours] *= 0.02  # they hardly count at the start
+        with torch.no_grad():
+            self.conv.weight[:, :, neighbours] *= 0.02  # they hardly count at the start
         self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
         # The same two for entries that come from a slot, one tap wide.
         self.slot_filters = nn.Parameter(torch.randn(slots, 2 * head_dim, 1))
@@ -644,8 +646,9 @@ class ScoredCompressor(FactCompressor):
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)
-        self.conv.weight.data *= 0.1
-        self.slot_filters.data *= 0.1
+        with torch.no_grad():
+            self.conv.weight *= 0.1
+            self.slot_filters *= 0.1
         self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts
 
     def prior(self, scores: Tensor) -> Tensor:
@@ -763,12 +766,15 @@ def read_adapter(run: Path) -> Adapter:
         base = about["base"]
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None
-    check_compressor(run, settings.compressor)
+    check_names(run, settings.method, settings.compressor)
     return Adapter(settings, tensors, base, about.get("parts", ["training"]))
 
 
-def check_compressor(run: Path, compressor: str) -> None:
-    """Raises UserError if a run's compressor is not here any more."""
+def check_names(run: Path, method: str, compressor: str) -> None:
+    """Raises UserError if a run's method or compressor is not here any more."""
+    if method not in METHODS:
+        known = f"lococo.METHODS has {', '.join(METHODS)}"
+        raise UserError(f"{run}: its method {method!r} is unknown; {known}")
     if compressor not in COMPRESSORS:
         known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
         raise UserError(f"{run}: its compressor {compressor!r} is unknown; {known}")

@@ -2,9 +2,9 @@
 
 Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288). LoCoCo plugs in at one
 place, the cache: the model tells `cache.enter` how many tokens come (a Memory compresses
-then), and each block hands q, k and v to `cache.attend`. The KVCache below keeps all; the
-Memory of lococo.py keeps M slots. Equation numbers are LoCoCo's; its matrices have a column
-for each token, these have a row. For the method you can stop at "Official weights": the rest
+then), and each block hands q, k and v to `cache.attend`. The KVCache below keeps every
+entry; the Memory of lococo.py keeps M slots. Equation numbers are those of the LoCoCo paper.
+Its matrices have a column for each token; here they have a row. For the method you can stop at "Official weights": the rest
 reads files.
 
 Letters:
@@ -18,7 +18,7 @@ Letters:
     G  key/value heads
     D  channels of a head
     L  tokens of a whole text; the paper's tables swap L and T
-    N  rows that are computed alike, such as the B * G heads of a compressor
+    N  the B * G heads of all texts, which a compressor treats as one batch
 """
 
 import copy
@@ -65,7 +65,7 @@ class Llama3Rope:
 
 # The repr of this class is a part of the checksum by which an adapter knows its base
 # (lococo.identity). A new field needs `repr=False`, or no stored adapter loads any more.
-@dataclass
+@dataclass(frozen=True)
 class LlamaConfig:
     dim: int
     n_layers: int
@@ -95,9 +95,12 @@ class LlamaConfig:
         return self.dim // self.n_heads
 
 
+LARGEST = 2**24  # of the whole numbers of a model; the longest context today is 10 million
+
+
 def check_numbers(config: "LlamaConfig | Llama3Rope") -> None:
-    """Numbers get their field's type: 10000 and 10000.0 in a file are the same model.
-    Raises ValueError if one is of another type or not positive."""
+    """Convert each number to its field's type, so that 10000 and 10000.0 in a file are the
+    same model. Raises ValueError if one is of another type, not positive or too large."""
     for f in fields(config):
         value = getattr(config, f.name)
         if f.type in (int, float, bool):
@@ -105,7 +108,15 @@ def check_numbers(config: "LlamaConfig | Llama3Rope") -> None:
                 raise ValueError(f"{f.name} {value!r} is not of type {f.type.__name__}")
             if f.type is not bool and not 0 < value < math.inf:
                 raise ValueError(f"{f.name} {value!r} is not positive")
-            object.__setattr__(config, f.name, f.type(value))  # also where it is frozen
+            if f.type is int and value > LARGEST:
+                raise ValueError(f"{f.name} {value!r} is larger than {LARGEST:,}")
+            object.__setattr__(config, f.name, f.type(value))  # as the class is frozen
+
+
+def widened(t: Tensor) -> Tensor:
+    """In torch's default dtype, float32, if that is wider: for what bfloat16 is too coarse
+    for, such as sums and angles."""
+    return t.to(torch.promote_types(t.dtype, torch.get_default_dtype()))
 
 
 # --- Rotary positions (arXiv 2104.09864) ------------------------------------------------
@@ -119,11 +130,11 @@ def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
     float32, as bfloat16 cannot tell position 256 from 257.
     """
     d = config.turned * config.head_dim
-    twice_i = torch.arange(0, config.head_dim, 2, device=positions.device).float()
+    twice_i = widened(torch.arange(0, config.head_dim, 2, device=positions.device))
     frequency = (twice_i < d) * config.rope_theta ** (-twice_i / d)
     if config.llama3_rope:
         frequency = config.llama3_rope.slowed(frequency)
-    angle = positions.float()[..., None] * frequency
+    angle = widened(positions)[..., None] * frequency
     return angle.cos(), angle.sin()
 
 
@@ -131,7 +142,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn channel pair (i, i + D/2) of x (B, heads, T, D) by its position's angle; cos and
     sin are (T, D/2), or (B, heads, T, D/2). Rotations compose: turning by the angle of p
     and then of q is turning by the angle of p + q."""
-    a, b = x.float().chunk(2, dim=-1)
+    a, b = widened(x).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
@@ -155,10 +166,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Equation (1) multiplies the logits by the mask, which would leave 0 where nothing may be
     seen. Here these logits become -inf.
     """
+    T, S = q.shape[2], k.shape[2]
     # `is_causal` aligns its mask to the first key, which is right if no entries are older.
-    cached = q.shape[2] < k.shape[2]
-    mask = causal_mask(q.shape[2], k.shape[2], q.device) if cached else None
-    options = dict(is_causal=not cached, enable_gqa=q.shape[1] != k.shape[1])
+    # A single token sees all entries: without a mask PyTorch may take its fast kernel.
+    mask = causal_mask(T, S, q.device) if 1 < T < S else None
+    options = dict(is_causal=T == S, enable_gqa=q.shape[1] != k.shape[1])
     return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
 
@@ -197,8 +209,8 @@ class Entries:
             self.buffer = self.held.detach()
 
     def copy(self) -> "Entries":
-        """The copy shares the tensor but has no room in it, so that what is appended goes
-        elsewhere."""
+        """The copy shares the tensor and counts as full, so that its next append makes a
+        new tensor."""
         return Entries() if self.buffer is None else Entries(self.held)
 
 
@@ -280,7 +292,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x.float()
+        h = widened(x)
         mean_square = h.pow(2).mean(-1, keepdim=True)
         return (h * (mean_square + self.eps).rsqrt()).type_as(x) * self.weight
 
@@ -379,14 +391,14 @@ class Llama(nn.Module):
 
     def logits(self, h: Tensor) -> Tensor:
         output = self.tok_embeddings if self.config.tied else self.output
-        return F.linear(h, output.weight).float()
+        return widened(F.linear(h, output.weight))
 
 
 # --- Official weights -------------------------------------------------------------------
 
 
-# What is raised where the config.json or params.json of another kind of model is read.
-FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+# Errors that reading another model's config.json or params.json can raise.
+FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 
 def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
@@ -404,10 +416,10 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
         read_config, read_weights = hugging_face_config, hugging_face_weights
     try:
         config = read_config(file)
-        with torch.device("meta"):  # just shapes
-            model = Llama(config)
     except FOREIGN as error:
         raise not_a_llama(file, error) from None
+    with torch.device("meta"):  # just shapes
+        model = Llama(config)
     ours = {name_in_file(name): name for name in model.state_dict()}
     state = {}
     try:
@@ -438,7 +450,7 @@ def check_weight(name: str, tensor: Tensor, ours: dict[str, str]) -> None:
 
 def meta_config(file: Path) -> LlamaConfig:
     params = read_json(file)
-    # Llama 3.1 and later, whose factors are not in the file.
+    # Llama 3.1 and later scale positions by factors that are not in this file.
     if params.get("use_scaled_rope"):
         raise ValueError("use_scaled_rope is not implemented; take Hugging Face's layout")
     shard = read_tensors(file.parent / "consolidated.00.pth")
@@ -448,8 +460,8 @@ def meta_config(file: Path) -> LlamaConfig:
         n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
         ffn_dim=shards * len(shard["layers.0.feed_forward.w1.weight"]),
         vocab_size=len(shard["tok_embeddings.weight"]),  # params.json may have -1
-        # Meta's files of Llama 2 do not name it. That of Llama 1 is 2,048, and its files
-        # look alike: take Hugging Face's layout of Llama 1, which names its context.
+        # Meta's files do not name the context. Llama 2 has 4,096 tokens. Llama 1 has 2,048,
+        # and its files look the same: take its Hugging Face layout, which names the context.
         context=params.get("max_seq_len", 4096),
         rope_theta=params.get("rope_theta", 10000.0),
     )
@@ -604,8 +616,8 @@ class Tokenizer:
         self.letter = self.tokens.encode("x")[-1:]  # what `piece` puts in front of a token
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that begins here: the prefix, usually the BOS alone, then its
-        own."""
+        """The ids of a whole text: the prefix (usually the BOS alone), then those of the
+        text."""
         # Half of a surrogate pair, which tokenizers refuse, becomes a question mark.
         return self.prefix + self.tokens.encode(text.encode("utf-8", "replace").decode())
 

@@ -30,7 +30,7 @@ from torch.optim import AdamW
 from tqdm import tqdm
 
 from eval_ppl import baselines, name_of, perplexity, ranges, token_losses
-from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, check_compressor
+from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, check_names
 from lococo import identity, segment_losses, settings_for
 from model import KVCache, Llama, Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, counted
@@ -479,7 +479,8 @@ def state_of_run(flags: argparse.Namespace, parser: Parser) -> tuple[dict, dict]
         other = "made by another version of this program; start a new run"
         parser.error(f"--resume {flags.resume}: {other}")
     refuse_changes(flags, record, parser)
-    check_compressor(flags.resume, record["config"]["compressor"])
+    config = record["config"]
+    check_names(flags.resume, config["method"], config["compressor"])
     return tensors, record
 
 

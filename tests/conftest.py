@@ -39,6 +39,14 @@ def model(config) -> Llama:
 
 
 @pytest.fixture
+def in_float64():
+    """What is made meanwhile is in float64, which hardly rounds."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
 def own_folders(tmp_path, monkeypatch):
     """An empty working directory, with text in the folder text/, and a token cache of its own."""
     monkeypatch.setattr("support.text.CACHE", str(tmp_path / "cache"))

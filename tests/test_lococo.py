@@ -97,15 +97,14 @@ def check_against_slow_memory(adapted, rows):
 
 @pytest.mark.parametrize("positions", ["slots", "original"])
 @pytest.mark.parametrize("method, changes", VARIANTS)
-def test_every_method_equals_a_slow_memory(config, monkeypatch, method, changes, positions):
+def test_every_method_equals_a_slow_memory(config, in_float64, method, changes, positions):
     """Segments of uneven sizes, grouped queries, positions by slot that are halved. In float64: a
     row that avoids copies makes much of what is rounded."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     model = Llama(replace(config, n_layers=1, context=7))
     adapted = AdaptedLlama(model, settings(method, positions=positions, **changes))
     for p in adapted.compressors.parameters():
         p.data += 0.3 * torch.randn(p.shape)
-    check_against_slow_memory(adapted.double(), by_loop)
+    check_against_slow_memory(adapted, by_loop)
 
 
 @pytest.mark.parametrize("chosen, sentence", [
@@ -271,6 +270,50 @@ def test_weights_of_another_shape_are_named(monkeypatch):
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
+def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
+    """Its logits reach 900, where numbers in bfloat16 are 4 apart, so that a slot would take another
+    entry. Autocast, which computes in bfloat16, changes nothing."""
+    compressor = COMPRESSORS[name](4, 3, 5)
+    compressor.sharpen(100.0)
+    k, v = torch.randn(2, 2, 2, 9, 4).bfloat16()
+    from_slot, scores = torch.rand(2, 2, 9) < 0.5, torch.rand(2, 2, 9)
+    plain = compressor(k, v, from_slot, scores)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = compressor(k, v, from_slot, scores)
+    assert plain[0].dtype == torch.bfloat16
+    assert all(torch.equal(one, other) for one, other in zip(plain, cast))
+
+
+@pytest.mark.parametrize("name", ["facts", "scored"])
+def test_two_slots_do_not_take_copies(name):
+    """Of A, A' (nearly A) and B, in this order of relevance, they hold A and B."""
+    compressor = COMPRESSORS[name](2, 2, 1)
+    with torch.no_grad():
+        for p in compressor.parameters():
+            p.zero_()
+        compressor.common[0, 0] = 10.0  # the first channel says how relevant an entry is
+    entries = torch.tensor([[3.0, 1.0, 0, 0], [2.9, 1.0, 0, 0], [1.0, -5.0, 2.0, 0]])  # A, A', B
+    k, v = entries.view(1, 1, 3, 4).split(2, dim=3)
+    k_new, v_new, w = compressor(k, v, torch.zeros(1, 1, 3, dtype=torch.bool), torch.ones(1, 1, 3))
+    held = torch.cat((k_new, v_new), dim=3)[0, 0]
+    torch.testing.assert_close(held, entries[[0, 2]], atol=0.2, rtol=0)
+    assert w[0, 0, 1, 2] > 0.99  # without the penalty for copies B would have nothing
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_later_tokens_leave_earlier_logits_as_they_are(model, method):
+    """Within a segment, and with compressions in between."""
+    adapted = AdaptedLlama(model, settings(method))
+    others = TOKENS.clone()
+    others[:, 27:] = TOKENS[:, 27:].flip(1)
+    with torch.no_grad():
+        before = logits_of(model, adapted.cache())
+        after = logits_of(model, adapted.cache(), others)
+    assert torch.equal(before[:, :27], after[:, :27])
+    assert not torch.allclose(before[:, 27:], after[:, 27:])
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
 def test_sharper_logits(name):
     """They are 16 times as large. What is no logit, the official code's gate, stays."""
     compressor = COMPRESSORS[name](4, 3, 5).double()
@@ -383,6 +426,15 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, layer,
         assert torch.equal(expected.values, found.values[head])
         assert torch.equal(expected.indices, found.indices[head])
     assert torch.allclose(cache.shares[layer].sum(dim=2), torch.ones(2, 8), atol=1e-5)
+
+
+def test_a_copied_traced_memory_leaves_the_original_as_it_is(model):
+    adapted = AdaptedLlama(model, settings())
+    cache = adapted.cache(partial(TracedMemory, layers=[0, 1]))
+    prefill(model, TOKENS[:1, :20], cache, 6)
+    seen_at, largest = [*cache.seen_at], len(cache.largest[1])
+    prefill(model, TOKENS[:1, 20:], cache.copy(), 6)
+    assert cache.seen_at == seen_at and len(cache.largest[1]) == largest > 0
 
 
 def test_slots_are_described_by_their_largest_shares(model, tokenizer):

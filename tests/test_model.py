@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from reference import meta_state, permute, reference_logits
 from safetensors.torch import save_file
 from sentencepiece import SentencePieceTrainer
@@ -22,7 +23,7 @@ from sentencepiece import SentencePieceTrainer
 from generate import prefill
 from lococo import AdaptedLlama, identity, load_adapter, settings_for
 from model import KVCache, Llama, LlamaConfig, Tokenizer, hugging_face_config, hugging_face_name
-from model import load_base, load_llama, rope, rotate
+from model import attention, load_base, load_llama, rope, rotate
 from support.command_line import HERE, TINY, Machine
 from support.files import UserError, checksum, created, is_out_of_memory, read_file
 from support.files import write_file, write_json, write_whole
@@ -152,6 +153,32 @@ def test_tied_embeddings(tmp_path, model, edit):
     assert torch.equal(loaded(TOKENS), model(TOKENS)) and not hasattr(loaded, "output")
 
 
+def test_a_decoded_token_needs_no_mask(monkeypatch):
+    """It sees all entries, and PyTorch's fast kernels take no mask."""
+    usual, masks = F.scaled_dot_product_attention, []
+
+    def watched(q, k, v, mask, **options):
+        masks.append(mask)
+        return usual(q, k, v, mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    q, (k, v) = torch.randn(1, 2, 3, 4), torch.randn(2, 1, 2, 5, 4)
+    last = attention(q[:, :, 2:], k, v)
+    three = attention(q, k, v)
+    assert masks[0] is None and masks[1] is not None
+    torch.testing.assert_close(last, three[:, :, 2:])
+
+
+def test_the_perplexity_of_the_embedded_model():
+    """Of the first 512 tokens of the prompt. A change of the model shows here."""
+    model, tokenizer = load_base(TINY, Machine("cpu", torch.float32))
+    ids = tokenizer.encode((HERE / "assets" / "prompt.txt").read_text())[:512]
+    tokens = torch.tensor(ids)
+    with torch.no_grad():
+        logits = model(tokens[None])[0]
+    assert F.cross_entropy(logits[:-1], tokens[1:]).exp().item() == pytest.approx(41.9965, rel=1e-4)
+
+
 def test_a_cache_grows_in_place_without_gradients(model):
     """A decoded token moves nothing that is held, but where the buffer doubles. That of a memory
     takes no more room than M + T entries of 2 heads of 8 channels."""
@@ -223,7 +250,7 @@ def refusal(path, *parts: str, call=load_llama, args=()) -> None:
     ("sliding_window", 4096, "sliding_window 4096"), ("mlp_bias", True, "mlp_bias True"),
     ("attention_bias", True, "attention_bias True"),
     ("rope_scaling", {"type": "yarn"}, "yarn"), ("rope_parameters", {"rope_type": "x"}, "type x"),
-    ("quantization_config", {"bits": 4}, "quantization_config"), ("hidden_size", 2**70, "Overflow"),
+    ("quantization_config", {"bits": 4}, "quantization_config"), ("hidden_size", 2**70, "larger"),
     ("num_hidden_layers", None, "NoneType")])  # fmt: skip
 def test_what_is_not_this_llama_is_refused_by_name(tmp_path, model, key, value, sentence):
     refusal(write_model(tmp_path, model, [HF], **{key: value}), sentence)
@@ -256,12 +283,15 @@ def test_a_wrong_tensor_is_named(tmp_path, model, files, fault, named):
     AttributeError("a bug of ours"), TypeError("another"),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")])
 def test_what_is_not_the_files_fault_is_not_called_so(tmp_path, model, monkeypatch, error):
-    """While weights are copied, a bug is a traceback, and a full memory is told as such."""
+    """While the model is made and weights are copied, a bug is a traceback, and a full memory is told
+    as such."""
     write_model(tmp_path, model, [HF])
-    monkeypatch.setattr("model.check_weight", Mock(side_effect=error))
-    with pytest.raises(type(error)) as raised:
-        load_llama(tmp_path)
-    assert raised.value is error
+    for place in ("model.check_weight", "model.FeedForward.__init__"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, Mock(side_effect=error))
+            with pytest.raises(type(error)) as raised:
+                load_llama(tmp_path)
+            assert raised.value is error
     assert is_out_of_memory(error) == isinstance(error, RuntimeError)
 
 
@@ -305,6 +335,7 @@ def test_a_number_is_the_same_however_it_is_written(tmp_path, model, changes):
     ({"rms_norm_eps": -1e-5}, "norm_eps -1e-05 is not positive"),
     ({"rope_theta": math.inf}, "rope_theta inf is not positive"),
     ({"num_hidden_layers": 0}, "n_layers 0 is not positive"),
+    ({"intermediate_size": 2**60}, f"ffn_dim {2**60} is larger than 16,777,216"),
     ({"num_attention_heads": 32, "num_key_value_heads": 16}, "32 heads, 16 of keys and values, do"),
     ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads, 3 of keys and values, do not"),
 ])  # fmt: skip
@@ -570,7 +601,7 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     adapted, tokens = adapter(model), torch.arange(60)[None]
     write_file(tmp_path / "adapter.safetensors", adapted.trained(), **identity(adapted))
     scaled.layers[1].feed_forward.w2.weight.data *= 1.1
-    turned.config.rope_theta *= 2
+    turned.config = replace(turned.config, rope_theta=20000.0)
     for other in (scaled, turned):
         refusal(tmp_path, "for another base", call=load_adapter, args=(other,))
     about = identity(adapted)
@@ -587,13 +618,14 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     assert same(load_adapter(tmp_path, rounded.bfloat16()).trained(), adapted.trained())
 
 
-def test_an_adapter_with_an_unknown_compressor_is_refused(model, tmp_path):
+@pytest.mark.parametrize("kind", ["compressor", "method"])
+def test_an_adapter_with_an_unknown_name_is_refused(model, tmp_path, kind):
     """A program that adds a compressor to COMPRESSORS makes adapters that others cannot read."""
     adapted = adapter(model)
     about = identity(adapted)
-    about["settings"]["compressor"] = "magic"
+    about["settings"][kind] = "magic"
     write_file(tmp_path / "adapter.safetensors", adapted.trained(), **about)
-    refusal(tmp_path, "its compressor 'magic' is unknown", call=load_adapter, args=(model,))
+    refusal(tmp_path, f"its {kind} 'magic' is unknown", call=load_adapter, args=(model,))
 
 
 @pytest.mark.parametrize("change", [

@@ -59,11 +59,10 @@ def test_how_compressors_start():
 
 
 @pytest.mark.parametrize("bptt", [1, 5])
-def test_a_segments_loss_trains_the_compression_before_it(model, monkeypatch, bptt):
+def test_a_segments_loss_trains_the_compression_before_it(in_float64, model, bptt):
     """The loss of the fifth segment. With bptt = 1 its gradient is the numerical derivative while
     the memory after four segments is held fixed; with bptt = 5 nothing is fixed."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # all in float64
-    adapted, tokens = AdaptedLlama(model, settings_for("lococo", 8, 6, 40)).double(), TOKENS[:, :31]
+    adapted, tokens = AdaptedLlama(model, settings_for("lococo", 8, 6, 40)), TOKENS[:, :31]
     pieces = segment_losses(model, tokens, adapted.cache(), 6, bptt)
     losses = torch.cat([nats for nats, _ in pieces], dim=1)
     losses[:, 24:].sum().backward()

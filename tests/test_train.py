@@ -1,5 +1,6 @@
 """train.py: the gradient of a step; runs that are stopped or killed and go on; two processes."""
 
+import copy
 import json
 import os
 import runpy
@@ -33,11 +34,10 @@ CHANGED = "--resume run: its {} changed since it began; give what it had, or sta
 
 
 @pytest.mark.parametrize("weight, told, bptt", [(7.5, 1, 2), (7.5, 1, 1), (1.0, 1, 2), (7.5, 0, 2)])
-def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
+def test_the_weight_of_answers(in_float64, model, weight, told, bptt):
     """A step's loss and gradient, in float64, are those of single nats. In the convolutions'
     gradient those of answers count `weight` times: here a third of the passes does for all."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2)).double()
+    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2))
     tokens, ago = torch.randint(3, 64, (2, 41)), torch.zeros(2, 41, dtype=torch.int64)
     ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (2, 5))
     config = train.TrainConfig(
@@ -67,9 +67,8 @@ def test_the_weight_of_answers(model, monkeypatch, weight, told, bptt):
 
 
 @pytest.mark.parametrize("step", range(3))
-def test_the_gradient_does_not_depend_on_the_micro_batch(model, monkeypatch, step):
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2)).double()
+def test_the_gradient_does_not_depend_on_the_micro_batch(in_float64, model, step):
+    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=2))
     tokens, answers = torch.randint(3, 64, (4, 41)), torch.rand(4, 41) < 0.2
     draw = [*zip(tokens, answers.long())] * 3
     found = []
@@ -165,6 +164,38 @@ def test_a_folder_has_one_run(own_folders):
     with pytest.raises(UserError, match="has trained in this folder meanwhile; name a new --out"):
         claim("run", usual, None)
     claim("run", usual, 3)[1].close()
+
+
+def test_the_log_has_the_norms_and_says_which_model_it_is_of(trained):
+    """The losses are of the model before --sharper. That one is saved and scored, as the program
+    says. A group that is not there has no norm."""
+    code, out, _ = trained(f"{RUN} 9 --lora-rank 0")
+    assert code == 0
+    lines = [json.loads(line) for line in open("run/log.jsonl")]
+    assert all(len(line["gradient norms"]) == 1 for line in lines)
+    assert all(line["gradient norms"][0] > 0 for line in lines[1:])
+    assert "the convolutions' logits are multiplied by 16 now (--sharper)" in out
+    saved, state = (read_file(Path("run", f"{name}.safetensors"))[0] for name in ("adapter", "state"))
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, 16 * state[f"value {name}"])
+
+
+def test_a_frozen_base_keeps_every_bit(model, tokenizer):
+    """With rank 0 the convolutions alone train."""
+    before = copy.deepcopy(model.state_dict())
+    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 40, kernel=3, lora_rank=0))
+    filters = [p.clone() for p in adapted.compressors.parameters()]
+    text = torch.randint(3, 64, (40,)), torch.zeros(40, dtype=torch.int64)
+    config = train.TrainConfig(batch=1, seq=40, segment=6, lora_rank=0)
+    optimizer = train.make_optimizer(adapted, config)
+    train.gradients(adapted, lambda i: text, config, Machine("cpu", torch.float32), step=0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    optimizer.step()
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert not any(map(torch.equal, filters, adapted.compressors.parameters()))
 
 
 def test_after_a_crash_the_log_has_each_step_once(trained, ends_well):
