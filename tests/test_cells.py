@@ -48,6 +48,29 @@ def test_a_stored_figure_answers_only_the_question_that_made_it(make, monkeypatc
     assert len([*Path("runs").iterdir()]) == 4
 
 
+def test_a_base_is_all_files_that_are_read(tmp_path):
+    """Another tokenizer, or other weights in any layout, make another base; an adapter does not."""
+    found = []
+    for name in ("tokenizer.model", "pytorch_model.bin", "consolidated.00.pth", "model.safetensors",
+                 "params.json", "adapter.safetensors"):  # fmt: skip
+        (tmp_path / name).write_text("something")
+        found.append(cells.checksum_of_base(tmp_path))
+    assert len(set(found)) == 5 and found[-1] == found[-2]
+
+
+def test_texts_are_known_by_names_and_borders(tmp_path):
+    """A name decides which part a text belongs to."""
+    found = []
+    three = ({"a": "ab", "b": "c"}, {"a": "a", "b": "bc"}, {"c": "ab", "b": "c"})
+    for number, texts in enumerate(three):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+        found.append(cells.checksum_of_files(folder / name for name in texts))
+    assert len(set(found)) == 3
+
+
 @pytest.fixture
 def make_quickly(own_folders, monkeypatch):
     """Run the program; what trains and scores is noted instead. Returns the stored cells."""

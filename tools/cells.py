@@ -23,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
+from model import tokenizer_file  # noqa: E402
 from support.command_line import HERE  # noqa: E402
 from support.files import as_json, read_text, write_text  # noqa: E402
 from support.text import read_rows  # noqa: E402
@@ -38,14 +39,22 @@ SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "support/command_
 
 
 def checksum_of_files(files: Iterable[Path]) -> str:
+    """Of their names, which decide what a text is used for, and of their contents."""
     digest = hashlib.sha256()
     for file in files:
-        digest.update(file.read_bytes())
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)} ".encode())
+        digest.update(content)
     return digest.hexdigest()[:12]
 
 
 def checksum_of_base(model: Path) -> str:
-    return checksum_of_files(sorted(model.glob("*.json")) + sorted(model.glob("*.safetensors")))
+    """Of all files that are read: configuration, weights in any layout, tokenizer."""
+    files = {tokenizer_file(model)}
+    for pattern in ("*.json", "*.safetensors", "*.bin", "*.pth"):
+        files |= set(model.glob(pattern))
+    files -= {model / "adapter.safetensors"}  # tiny/ has one; it is no part of the base
+    return checksum_of_files(sorted(files))
 
 
 def checksum_of_sources(tool: str) -> str:
