@@ -161,7 +161,7 @@ def compared(
 def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
     """Those of eval_ppl.py and tools/tasks.py. Returns the group that others may join."""
     parser.memory.add_argument("--method", nargs="+", default=[], choices=METHODS,
-                               help="methods without training")  # fmt: skip
+                               help="methods without training (default: none)")  # fmt: skip
     group = parser.add_argument_group("scoring and output")
     group.add_argument(
         "--json", type=output_file, metavar="FILE",

@@ -4,7 +4,7 @@
     python generate.py --prompt - --adapter runs/my-run < book.txt
     python generate.py --prompt file.txt --method streaming --mem 128    # without an adapter
 
-What the slots hold: those of layer 2, head 1; then all of them, as a page.
+Show what the slots of layer 2, head 1 hold; or all slots, as a page.
 
     python generate.py --prompt file.txt --show-memory 2 1
     python generate.py --prompt file.txt --show-memory page.html
@@ -44,8 +44,8 @@ from support.memory_page import page_record, token_texts, write_page
 def as_text(
     tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]
 ) -> Iterator[str]:
-    """Text of tokens as they come. The prompt's end is decoded too, or a first space would
-    be lost. Text that ends inside a character (U+FFFD) waits; it is dropped if nothing
+    """Text of tokens as they come. The prompt's end is decoded, too, because tokenizers drop
+    a leading space. Text that ends inside a character (U+FFFD) waits; it is dropped if nothing
     follows."""
     ids = [i for i in prompt[-8:] if i not in tokenizer.prefix]
     shown = len(tokenizer.decode(ids))
@@ -85,10 +85,11 @@ def sample(logits: Tensor, temperature: float) -> int:
 @torch.no_grad()
 def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
            most: int, temperature: float) -> Iterator[int]:  # fmt: skip
-    """Yield up to `most` token ids that continue the text in the cache, without a token
-    that ends it. `logits` (1, vocab_size) are those after the last token that was read."""
+    """Yield up to `most` token ids that continue the text in the cache. It stops before a
+    token that ends the text. `logits` (1, vocab_size) are those after the last token that was read."""
     for n in range(most):
-        token = sample(logits[0, : tokenizer.vocab_size], temperature)  # not of the padding
+        # Without the rows that only pad the vocabulary.
+        token = sample(logits[0, : tokenizer.vocab_size], temperature)
         if token in tokenizer.ends:
             return
         yield token
@@ -198,6 +199,8 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
 # --- The program ------------------------------------------------------------------------
 
 MOST_MEMORIES = 3  # on a page
+# What to try where there is no adapter. By slot, so that a text of any length can be read.
+H2O = "--method h2o --mem 512 --positions slots"
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,7 @@ def encode_prompt(config: GenerateConfig, text: str, tokenizer: Tokenizer) -> li
 
 def refuse_without_slots(settings: Settings) -> None:
     if not settings.mem:
-        remedy = "take --method h2o --mem 512, or --adapter RUN after train.py"
+        remedy = f"take {H2O}, or --adapter RUN after train.py"
         raise UserError(f"{settings.method}: it keeps everything and has no slots; {remedy}")
 
 
@@ -266,7 +269,7 @@ def make_parser() -> Parser:
     add("--max-new-tokens", type=at_least(1), default=200, metavar="N",
         help="tokens to write (default: 200)")
     add("--temperature", type=at_least(0, float), default=0.8, metavar="NUMBER",
-        help="default: 0.8; 0 takes the likeliest token")
+        help="of the softmax over the next token; 0 takes the likeliest (default: 0.8)")
     add = parser.memory.add_argument
     add("--adapter", type=Path, metavar="RUN",
         help="run directory of train.py (default for tiny/: its own)")
@@ -337,7 +340,7 @@ def model_with_memory(config: GenerateConfig, model: Llama) -> AdaptedLlama:
     if config.model.resolve() == TINY:
         return load_adapter(TINY, model)
     memory = "its memory is the full cache, which keeps every token"
-    others = "for 512 slots: --method h2o --mem 512, or --adapter RUN after train.py"
+    others = f"for 512 slots: {H2O}, or --adapter RUN after train.py"
     print(f"this base has no adapter: {memory}; {others}", file=sys.stderr)
     return untrained(model, "full", 512, 512)
 
@@ -368,7 +371,9 @@ def figures(cache: KVCache, settings: Settings) -> str:
     ]
     if settings.budgets:
         least, most = min(settings.budgets), max(settings.budgets)
-        lines.append(f"entries held     {held:,} on average; layers have {least} to {most} slots")
+        layers = f"layers have {least} to {most} slots"
+        new = f"at most T = {settings.segment} new tokens"
+        lines.append(f"entries held     {held:,} on average; {layers} and {new}")
     elif settings.mem and cache.compressed:
         waiting = f"{cache.size - settings.mem} tokens since the last compression"
         most = f"at most T = {settings.segment}"
@@ -389,7 +394,7 @@ def memories_of_page(
     if not run and not config.method:
         run = TINY
         if config.model.resolve() != TINY:
-            remedy = "name a memory: --method h2o --mem 512, or --adapter RUN after train.py"
+            remedy = f"name a memory: {H2O}, or --adapter RUN after train.py"
             raise UserError(f"--show-memory {config.page}: this base has no adapter; {remedy}")
     mem, segment = config.mem or 512, config.segment
     if run:

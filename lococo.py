@@ -500,8 +500,10 @@ def warn_if_too_long(settings: Settings, tokens: int) -> None:
         remedy = "take --positions slots instead of --budgets"
     elif by_slot:
         remedy = "take a smaller --mem or --segment"
+    elif settings.mem:
+        remedy = "--positions slots keeps them small"
     else:
-        remedy = "--positions slots keeps them small, with a method that has slots, such as h2o"
+        remedy = "--method h2o --mem 512 --positions slots keeps them small"
     reached = f"positions may reach {positions:,}, and the memory is for {settings.length:,}"
     print(f"warning: {settings.method}: {reached}; {remedy}", file=sys.stderr)
 

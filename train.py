@@ -128,20 +128,34 @@ RECIPES = {  # what each changes of the defaults above
 
 def table_of(configs: dict[str, TrainConfig]) -> str:
     """What configurations set, one in a line."""
-    head = ("", "method", "M", "T", "L", "compressor", "steps x tokens",
-            "LoRA: rank, rate", "conv rate", "facts")  # fmt: skip
-    rows = [head]
-    for name, c in configs.items():
-        merges = f"{c.compressor}, {c.kernel} taps"
-        tokens = f"{c.steps} x {(c.batch or sequences_of(c.seq)) * c.seq:,}"
-        lora = f"{c.lora_rank}, {c.lr:g}"
-        rows.append((name, c.method, c.mem, c.segment or c.mem, c.seq, merges, tokens,
-                     lora if c.lora_rank else "-", f"{c.conv_lr:g}", c.facts))  # fmt: skip
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows)]
+    # A line for each field; with a column for each recipe the table fits a terminal.
+    table = {"": list(configs)}
+    for c in configs.values():
+        batch = c.batch or sequences_of(c.seq)
+        lora = f"rank {c.lora_rank}, rate {c.lr:g}" if c.lora_rank else "-"
+        text = f"{c.facts} facts each, weight {c.answer_weight:g}" if c.facts else "no facts"
+        cells = {
+            "method": c.method,
+            "slots M, segment T": f"{c.mem}, {c.segment or c.mem}",
+            "tokens of a sequence L": f"{c.seq:,}",
+            "text": text,
+            "compressor": f"{c.compressor}, {c.kernel} taps",
+            "convolutions' rate": f"{c.conv_lr:g}",
+            "logits after training": f"x {c.sharper:g}",
+            "LoRA": lora,
+            "steps x sequences": f"{c.steps} x {batch}, {c.micro_batch} at once",
+            "segments of a gradient": c.bptt,
+            "tokens that are scored": f"{c.score_tokens:,}",
+            "steps between states": c.save_every,
+        }
+        for name, cell in cells.items():
+            table.setdefault(name, []).append(cell)
+    columns = zip(*([name, *row] for name, row in table.items()))
+    widths = [max(len(str(cell)) for cell in column) for column in columns]
     lines = []
-    for row in rows:
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths))
-        lines.append("  ".join(cells).rstrip())
+    for name, row in table.items():
+        padded = (f"{cell:<{width}}" for cell, width in zip((name, *row), widths))
+        lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 
 
@@ -335,6 +349,9 @@ def restore_state(
 # --- The command line -------------------------------------------------------------------
 
 
+RECIPES_VALUE = "where no default is named, the recipe's value holds: see the table at the end"
+
+
 def odd(text: str) -> int:
     number = at_least(1)(text)
     if number % 2 == 0:
@@ -358,31 +375,34 @@ def make_parser() -> Parser:
 
 def add_memory_flags(parser: Parser) -> None:
     add = parser.memory.add_argument
-    add("--method", choices=METHODS, help="what the slots hold: a row of lococo.METHODS")
-    add("--compressor", choices=COMPRESSORS, help="what merges entries: the paper's or ours")
-    add("--kernel", type=odd, metavar="TAPS", help="width of the convolution, odd")
+    add("--method", choices=METHODS,
+        help="what the slots hold: a row of lococo.METHODS (default: the recipe's)")
+    add("--compressor", choices=COMPRESSORS,
+        help="what merges entries: the paper's or ours (default: the recipe's)")
+    add("--kernel", type=odd, metavar="TAPS",
+        help="width of the convolution, odd (default: the recipe's)")
 
 
 def add_text_flags(parser: Parser) -> None:
     whole = at_least(0)
-    add = parser.add_argument_group("text").add_argument
+    add = parser.add_argument_group("text", RECIPES_VALUE).add_argument
     add("--data", type=named_path, nargs="+", metavar="PATH",
         help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
     add("--held-out", type=named_path, nargs="+", metavar="PATH",
         help="texts to score; all of --data trains then (default: a tenth of --data is scored)")
-    add("--seq", type=at_least(2), metavar="L", help="trained length, in tokens")
-    add("--facts", type=whole, metavar="N", help="facts to write into each sequence")
+    add("--seq", type=at_least(2), metavar="L", help="tokens of a sequence: the trained length")
+    add("--facts", type=whole, metavar="N", help="facts that are written into each sequence")
     add("--fact-form", choices=FORMS,
         help="lines `@ name name = word` (default), or sentences as RULER's needles")
 
 
 def add_training_flags(parser: Parser) -> None:
     positive, whole, number = at_least(1), at_least(0), at_least(0, float)
-    add = parser.add_argument_group("training").add_argument
+    add = parser.add_argument_group("training", RECIPES_VALUE).add_argument
     add("--recipe", choices=RECIPES,
         help="values of the flags that are not given (default: embedded for tiny/, else paper)")
     add("--lora-rank", type=whole, metavar="RANK",
-        help="0: only the convolutions train (inference mode)")
+        help="of LoRA; with 0 only the convolutions train (inference mode)")
     add("--lr", type=number, metavar="RATE", help="learning rate of LoRA, embeddings and norms")
     add("--conv-lr", type=number, metavar="RATE", help="learning rate of the convolutions")
     add("--steps", type=positive, help="optimizer steps; the rates fall linearly towards 0")
@@ -390,20 +410,21 @@ def add_training_flags(parser: Parser) -> None:
     add("--micro-batch", type=positive, metavar="N", help="sequences in memory at once")
     add("--bptt", type=positive, metavar="N", help="segments that the gradient spans")
     add("--recompute", action="store_true", default=None,
-        help="compute activations again in the backward pass: less memory, more time")
+        help="compute activations again in the backward pass: less memory, more time "
+             "(default: off)")
     add("--answer-weight", type=number, metavar="W",
-        help="of a fact that is told again, in the convolutions' gradient")
+        help="how many times the word of a fact that is told again counts, for the convolutions")
     add("--sharper", type=number, metavar="N",
         help="multiply the convolutions' logits by N after training")
 
 
 def add_output_flags(parser: Parser) -> None:
-    add = parser.add_argument_group("scoring and output").add_argument
+    add = parser.add_argument_group("scoring and output", RECIPES_VALUE).add_argument
     add("--score-tokens", type=at_least(0), metavar="N",
         help="tokens of held-out documents to score; 0: none")
     add("--out", type=named_path, metavar="RUN",
         help="new directory of the run (default: in runs/)")
-    add("--save-every", type=at_least(1), metavar="STEPS", help="between two saved states")
+    add("--save-every", type=at_least(1), metavar="STEPS", help="steps between two saved states")
     add("--resume", type=named_path, metavar="RUN",
         help="go on with a run; docs/training.md says which of its flags may change")
 
@@ -529,6 +550,8 @@ def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
         summary += f", and {short} with fewer than --seq {config.seq} tokens"
     if most and not len(documents):
         reason = f"no document that is held out has --seq {config.seq} tokens"
+        if not len(held_out):
+            reason = "no document is held out"
         if config.held_out:
             remedy = "give longer ones, a smaller --seq, or --score-tokens 0"
             raise UserError(f"--held-out {' '.join(config.held_out)}: {reason}; {remedy}")
@@ -732,7 +755,7 @@ def print_start(
         print("nothing is merged: this method uses no compressor")
 
 
-BEFORE = "stopped before training began or went on: give the same command again"
+BEFORE = "stopped before the first step: no training is lost; give the same command again"
 
 
 def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> None:

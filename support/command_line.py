@@ -78,16 +78,17 @@ class Parser(argparse.ArgumentParser):
         self.memory = self.add_argument_group("memory")
         add = self.memory.add_argument
         add("--mem", type=at_least(4), metavar="M",
-            help="slots, from 4 on (default: 512, or the recipe's)")
+            help="slots, from 4 on (default: 512; in train.py the recipe's)")
         add("--segment", type=at_least(1), metavar="T",
-            help="tokens that enter together (default: as --mem, or the recipe's)")
+            help="tokens that enter together (default: as --mem; in train.py the recipe's)")
         for flag, kept in KEPT.items():
             add(flag, type=at_least(0), metavar="N",
                 help=f"slots that keep the {kept} (default: the method's)")
         add("--positions", choices=POSITIONS,
             help="of keys: in the text, divided; in the text; in the cache (default: the method's)")
         add("--forget", type=at_least(0, float, most=1), metavar="F",
-            help="heavy slots: factor of earlier attention at each segment, 0 to 1")
+            help="heavy slots: factor of earlier attention at each segment, from 0 to 1 (default: "
+                 "the method's, which is 1 for most)")
         add("--budgets", type=at_least(4), nargs="+", metavar="N",
             help="slots of each layer, M on average; tools/budgets.py finds them (default: M each)")
 

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).with_name("memory_page.html")
 PLACE = "THE_DATA_OF_THE_PAGE"  # stands once in the template
 LEAST = 0.01  # smaller shares are left out
-TITLES = {"streaming": "window (streaming)", "h2o": "H2O"}  # of methods, as README.md calls them
+TITLES = {  # of methods, as README.md calls them
+    "streaming": "window (streaming)",
+    "h2o": "H2O",
+    "lococo+window": "ours (lococo+window)",
+    "lococo+h2o+recent": "ours (lococo+h2o+recent)",
+}
 
 
 def token_texts(ids: list[int], tokenizer: "Tokenizer") -> tuple[list[str], dict[int, str]]:
@@ -66,8 +71,9 @@ def page_record(
     held = []  # [compression][layer][head][slot]
     for layers in zip(*memory.largest.values()):
         held.append([[head_record(*head) for head in zip(*layer)] for layer in layers])
+    method, comma, adapter = name.partition(",")
     return {
-        "name": TITLES.get(name, name),
+        "name": TITLES.get(method, method) + comma + adapter,
         "counts": counts,
         "segment": memory.settings.segment,
         "layers": memory.config.n_layers,

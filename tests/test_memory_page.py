@@ -180,7 +180,7 @@ def test_three_memories_on_one_page(run, monkeypatch):
     assert "".join(data["tokens"]) == prompt
     memories = data["memories"]
     names = [memory["name"] for memory in memories]
-    assert names == ["lococo+window, adapter tiny", "window (streaming)", "H2O"]
+    assert names == ["ours (lococo+window), adapter tiny", "window (streaming)", "H2O"]
     assert [[*memory["counts"].values()] for memory in memories] == [
         [4, 0, 24, 100], [4, 0, 0, 124], [0, 64, 0, 64]]  # fmt: skip
     for memory in memories:

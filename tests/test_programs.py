@@ -214,9 +214,13 @@ def test_what_a_run_says_at_its_start(run, tokenizer, monkeypatch):
         ids = token_streams([Path("text")], tokenizer)[part]
         counts.append(f"{(ids == tokenizer.bos).sum()} documents ({len(ids):,} tokens) {purpose}")
     assert f"text: {', '.join(counts)}\n2 documents to score\n" in out and "run: run\n" in out
-    shown = cells(out)["this run"][:6]
-    assert shown == ["lococo+window", "16", "16", "96", "facts, 3 taps", "2 x 192"]
-    assert cells(out)["this run"][6:9] == ["8, 0.002", "0.5", "8"]
+    shown = cells(out)
+    for name, cell in {
+        "": "this run", "method": "lococo+window", "slots M, segment T": "16, 16",
+        "tokens of a sequence L": "96", "compressor": "facts, 3 taps", "convolutions' rate": "0.5",
+        "text": "8 facts each, weight 20", "LoRA": "rank 8, rate 0.002"}.items():  # fmt: skip
+        assert shown[name] == [cell]
+    assert shown["steps x sequences"] == ["2 x 2, 1 at once"]
     assert "slots: 4 sinks, 4 merged, 8 recent; positions: slots\n" in out
     assert "these are" not in out
     fewer = f"{LINES[train].replace('run', 'fewer')} --score-tokens 0 --method h2o"
@@ -263,7 +267,7 @@ def test_ctrl_c_before_the_first_step_and_after_the_last(run, monkeypatch):
 
     monkeypatch.setattr(train, "score", interrupted)
     code, _, err = run(train, f"{LINES[train]} --score-tokens 100")
-    assert code == 130 and err.splitlines()[-1].startswith("stopped before training began or")
+    assert code == 130 and err.splitlines()[-1].startswith("stopped before the first step: no")
     code, _, err = run(train, "--resume run")
     assert code == 2 and "this run has not begun; give its command again" in err
     Path("run/state.safetensors.0af1.part").touch()  # as if the power had gone at the first state
@@ -295,8 +299,14 @@ def test_a_table_has_one_set_of_documents(run, monkeypatch):
 
 def test_help_says_what_a_recipe_sets(run):
     table = cells(run(train, "--help")[1])
-    paper = ["lococo+h2o", "512", "512", "8192", "paper, 21 taps", "100 x 1,048,576"]
-    assert table["paper"][:6] == paper and set(table) >= set(train.RECIPES)
+    assert table[""] == [*train.RECIPES]
+    for name, of_paper in {
+        "method": "lococo+h2o", "slots M, segment T": "512, 512", "tokens of a sequence L": "8,192",
+        "compressor": "paper, 21 taps", "steps x sequences": "100 x 128, 1 at once"}.items():  # fmt: skip
+        assert table[name][0] == of_paper
+    config = train.TrainConfig(**train.RECIPES["embedded"])
+    assert table["text"][3] == f"{config.facts} facts each, weight {config.answer_weight:g}"
+    assert table["segments of a gradient"][3] == str(config.bptt)
 
 
 def test_the_table_and_the_loss_by_position(run, tokenizer):
@@ -334,7 +344,7 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     ("", ""), ("--method streaming --mem 128", ""),  # positions end at M + T = 256
     # M + T = 2048, the context has 1,024 tokens.
     ("--method streaming --mem 1024", "take a smaller --mem"),
-    ("--method full", "--positions slots keeps them small, with a method that has slots"),
+    ("--method full", "--method h2o --mem 512 --positions slots keeps them small"),
     ("--method h2o --mem 128", "--positions slots keeps them small"),
     ("--method h2o --mem 128 --budgets 64 192 64 192", "take --positions slots instead"),
     ("--method h2o --mem 128 --positions slots", ""),
