@@ -66,6 +66,7 @@ def main() -> None:
     axes.set_xlim(-0.2, 22.5)
     axes.set_ylim(-1.2, TOP + 1.3)
     axes.set_axis_off()
+    axes.set_title("ours: one compression of lococo+h2o+recent", loc="left", fontsize=12)
     write_whole(FILE, partial(figure.savefig, dpi=100, format="png"))
     print(FILE)
 

@@ -45,12 +45,12 @@ def draw(rows: dict[tuple[str, str], list], file: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(9, 3.2), layout="constrained")
     labels = [f"{kind}s\n{when}\n({row[0]})" for (when, kind), row in rows.items()]
-    for n, name in enumerate(("memory", "full attention")):
+    for n, name in enumerate(("ours", "full attention")):
         places = np.arange(len(rows)) + 0.4 * n - 0.2
         axes.bar(places, [row[n + 2] / row[0] for row in rows.values()], 0.4, label=name)
     axes.axhline(0, color="#999999", linewidth=0.5)
     axes.set_xticks(range(len(rows)), labels, fontsize=8)
-    axes.set_ylabel("nats a word, less the window's")
+    axes.set_ylabel("nats per word, less the window's")
     axes.legend(fontsize=9)
     save = partial(figure.savefig, dpi=100, facecolor="white", format=file.suffix[1:] or "png")
     write_whole(file, save)
