@@ -5,9 +5,10 @@
     python eval_ppl.py --method streaming h2o --mem 512     # without training, on any base
     python eval_ppl.py runs/a --recall --json figures.json  # also recall; also as a file
 
-Perplexity is exp(nats / tokens) over all tokens of a document after the first. A document
-shorter than the length is left out, a longer one is cut: so compare within a column. The
-paper's tasks are scored by tools/tasks.py. For the method read `token_losses`.
+Perplexity is exp(nats / tokens) over all tokens of a document after the first. Longer
+documents are cut and shorter ones left out, so that columns score different documents:
+compare within a column. The paper's tasks are scored by tools/tasks.py. For the method read
+`token_losses`.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def token_losses(
     nats, hits = [], []
     for batch in tqdm(documents.split(micro_batch), "scoring", leave=False, disable=None):
         batch = batch.to(machine.device)
-        cache = adapted.cache()
+        cache = adapted.cache()  # each batch of documents begins with an empty one
         with machine.precision():
             segment = adapted.settings.segment
             pieces = list(segment_losses(adapted.model, batch, cache, segment))
@@ -128,8 +129,8 @@ def name_of(s: Settings) -> str:
 
 
 def baselines(model: Llama, mem: int, segment: int) -> list[AdaptedLlama]:
-    """A window and H2O of M slots, at least 4, on their base. They are by slot, as positions
-    in a long text would pass the base's context."""
+    """A window and H2O of M slots, at least 4, on their base. Their positions are those of
+    the slots, because positions in a long text would pass the base's context."""
     return [
         untrained(model, method, max(4, mem), segment, positions="slots")
         for method in ("streaming", "h2o")
@@ -159,7 +160,8 @@ def compared(
 
 
 def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
-    """Those of eval_ppl.py and tools/tasks.py. Returns the group that others may join."""
+    """Add the flags that eval_ppl.py and tools/tasks.py share. Returns the group that others
+    may join."""
     parser.memory.add_argument("--method", nargs="+", default=[], choices=METHODS,
                                help="methods without training (default: none)")  # fmt: skip
     group = parser.add_argument_group("scoring and output")
@@ -220,8 +222,7 @@ def parse() -> EvalConfig:
 def parts_to_score(config: EvalConfig, adapters: list[Adapter]) -> list[str]:
     """The part that --part names. Without --part: the part that train.py holds out, if a
     RUN has left it out or the texts are Python's library; otherwise all parts of --data.
-    A RUN that has left out no part, by --held-out or because it had one document, has
-    trained on all of its texts and is for other ones."""
+    A RUN that held nothing out has trained on all of its texts, and scores others."""
     left_out = []
     for run, adapter in zip(config.named, adapters):
         if "held-out" in adapter.parts:
@@ -336,7 +337,7 @@ def score(
 
 
 class Scores(NamedTuple):
-    """Of each model by name."""
+    """The figures of each model, by its name."""
 
     methods: dict[str, dict]  # cells of the table
     losses: dict[str, Tensor]  # nats of each token at the last length, (N, L - 1)

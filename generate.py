@@ -86,7 +86,8 @@ def sample(logits: Tensor, temperature: float) -> int:
 def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
            most: int, temperature: float) -> Iterator[int]:  # fmt: skip
     """Yield up to `most` token ids that continue the text in the cache. It stops before a
-    token that ends the text. `logits` (1, vocab_size) are those after the last token that was read."""
+    token that ends the text. `logits` (1, vocab_size) are those after the last token that
+    was read."""
     for n in range(most):
         # Without the rows that only pad the vocabulary.
         token = sample(logits[0, : tokenizer.vocab_size], temperature)

@@ -35,9 +35,9 @@ KINDS = ("sinks", "heavy", "merged", "recent")  # in this order
 METHODS = {
     # What the paper compares with.
     "full": lambda M: {},
-    # Keeps all, too; other attention in training: train.ShiftedGroups.
+    # It keeps everything, too. While it trains, its attention is train.ShiftedGroups.
     "longlora": lambda M: {},
-    # StreamingLLM as the window of equal memory. The paper's keeps 8 sinks alone.
+    # StreamingLLM with M slots. The LoCoCo paper's version keeps 8 sinks and no window.
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
     # The paper does not say how H2O divides its slots; H2O's authors do it so.
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
@@ -81,7 +81,7 @@ class Settings:
     # 0 counts only the queries that entered last: those of a segment, or of one decoded
     # token.
     forget: float = 1.0
-    # Slots of each layer; none: M in every one.
+    # Slots of each layer; an empty list means M in every layer.
     budgets: list[int] = field(default_factory=list)
 
     @property
@@ -103,7 +103,8 @@ class Settings:
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
-    """A row of METHODS at M = mem. Those of `changes` that are not None replace fields.
+    """Settings from a row of METHODS at M = mem. Each of `changes` that is not None replaces
+    a field.
 
     If changes replace some counts of slots, one kind gets the slots that remain: the merged
     slots, or the recent ones if the row merges none. With `lococo+window`, M = 128 and
@@ -155,8 +156,9 @@ class Compressor(nn.Module):
         self.slots = slots
         # g of (6)
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
-        # As the official code starts. (7) divides the scale out. A softmax does not: with
-        # 21 taps its rows would be nearly one-hot at the start and would learn little.
+        # The official code starts from these numbers. Their scale does not matter in (7). In
+        # a softmax it does: with 21 taps its rows would be nearly one-hot at the start, and
+        # would learn little.
         nn.init.normal_(self.conv.weight)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
@@ -202,9 +204,8 @@ class Compressor(nn.Module):
 
     @torch.no_grad()
     def sharpen(self, factor: float) -> None:
-        """Multiply by `factor` what the filters give: the logits of (6), or our relevance.
-        In this file these are proportional to the parameters; override this where they are
-        not. The paper's (7) divides the factor out again."""
+        """Multiply the logits by `factor`, by scaling all parameters. Override this if your
+        logits are not proportional to them. With the paper's (7) it has no effect."""
         for p in self.parameters():
             p *= factor
 
@@ -250,9 +251,9 @@ class Memory(KVCache):
         merged     .  w  w  w   w  w  .
         recent     .  .  .  .   .  .  1
 
-    The convolution runs over the columns with a w, from left to right. So entries on both
-    sides of one that is kept are neighbours. The paper's (6) has the segment first. Here
-    the memory is first, as its tokens are older.
+    The convolution runs over the columns with a w, from left to right. When an entry is
+    kept, the entries on both sides of it become neighbours. The paper's (6) has the segment
+    first. Here the memory is first, as its tokens are older.
     """
 
     def __init__(
@@ -282,8 +283,8 @@ class Memory(KVCache):
         We compress when the next segment arrives, not right after a segment as algorithm 2
         does. `segment_losses` cuts the graph in between, so that a compression before the
         cut would get no gradient. (The paper does not say where it is cut.) Whole segments
-        are compressed as in algorithm 2. Only decoding differs: the paper compresses at
-        each token, we do so once a segment.
+        are compressed as in algorithm 2. Only decoding differs: the paper compresses at each
+        token, and we compress once per segment.
         """
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
@@ -296,8 +297,9 @@ class Memory(KVCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend as a KVCache does, and count the attention that each entry receives.
 
-        Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most: the
-        sum over all queries so far, the mean over the query heads of a key/value head.
+        Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most.
+        Attention is summed over all queries so far, and averaged over the query heads that
+        share a key/value head.
         Ours: what was received earlier is first multiplied by `forget` ** (T / segment), so
         that 64 decoded tokens forget as much as a segment of 64 tokens.
         """
@@ -444,8 +446,9 @@ class Memory(KVCache):
 def segment_losses(
     model: Llama, tokens: Tensor, cache: KVCache, segment: int, bptt: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the nats of each token of (B, L) after the first, and whether it was the
-    likeliest one, for a piece of `bptt` segments at a time: both (B, <= bptt * segment).
+    """Go through tokens (B, L) in pieces of `bptt` segments. For each piece yield the loss
+    of every token in nats, and whether it was the likeliest one: both (B, bptt * segment),
+    or fewer at the end. The first token of a text has no loss.
 
     `bptt` is the number of segments that one backward pass spans (backpropagation through
     time). With 1 the loss of a segment trains the compression that made room for it, and
@@ -457,6 +460,7 @@ def segment_losses(
     piece_targets = tokens[:, 1:].split(bptt * segment, dim=1)
     for piece, targets in zip(pieces, piece_targets):
         nats, hits = [], []
+        # One segment after the other: `model` compresses the cache when the next one enters.
         for x, y in zip(piece.split(segment, dim=1), targets.split(segment, dim=1)):
             logits = model(x, cache)
             loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
@@ -531,7 +535,7 @@ class LoRALinear(nn.Module):
 
 
 def in_layer(settings: Settings, layer: int) -> Settings:
-    """The settings of one layer: its budget has the kinds of slots in the same proportion.
+    """The settings of one layer. Its slots are divided among the kinds as those of M are.
 
     Layers differ in how much of a long text they read, so that equal budgets waste slots
     (PyramidKV, arXiv 2406.02069). tools/budgets.py measures which layers need more. What it
@@ -584,8 +588,8 @@ class FactCompressor(Compressor):
     B. A common filter learns what is relevant. Each slot also has its own filter, which
     learns which of the relevant entries it takes. An entry that is in a merged or heavy
     slot already is judged by other filters, one tap wide, which learn to keep it. Without
-    them one seed of two forgets (docs/notebook.md). Rows are soft while they learn. The
-    recipes' `sharper` makes them nearly one-hot afterwards: mixed facts cannot be read, and
+    them one of two runs forgot its facts (docs/notebook.md). Rows are soft while they learn.
+    The recipes' `sharper` makes them nearly one-hot afterwards: mixed facts cannot be read, and
     on the prose of a real Llama a choice loses less than a mixture (docs/real-llama.md).
     """
 
@@ -670,7 +674,7 @@ COMPRESSORS = {"paper": Compressor, "facts": FactCompressor, "scored": ScoredCom
 
 
 class AdaptedLlama(nn.Module):
-    """A base with all that trains. It changes the base in place. Run it as
+    """A base model and everything that trains on it. It changes the base in place. Run it as
     `adapted.model(tokens, cache)` with a `cache` of `adapted.cache()`; without a cache the
     model has full attention and knows nothing of the settings.
 
@@ -694,7 +698,7 @@ class AdaptedLlama(nn.Module):
             compressor(config.head_dim, in_layer(settings, layer).merged, settings.kernel)
             for layer in range(config.n_layers if settings.merged else 0)
         ).to(model.norm.weight.device)
-        if settings.lora_rank:
+        if settings.lora_rank:  # context extension; without LoRA the base stays frozen
             for block in model.layers:
                 for name in ("wq", "wk", "wv", "wo"):
                     linear = getattr(block.attention, name)
@@ -737,8 +741,9 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> Ada
 
 
 def identity(adapted: AdaptedLlama) -> dict:
-    """The settings, and a checksum by which the base is known: of its configuration and a
-    sample of each frozen tensor, in bfloat16, so that it is the same with any --dtype."""
+    """The settings and a checksum of the base. The checksum covers the configuration and a
+    sample of each frozen tensor. The sample is in bfloat16, so that --dtype does not
+    matter."""
     config = adapted.model.config
     about = repr(config) + (repr(config.llama3_rope) if config.llama3_rope else "")
     frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
@@ -792,6 +797,7 @@ def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
         raise UserError(other)
     adapted = AdaptedLlama(model, settings)
     trained = adapted.trained()
+    # The shapes are compared, too, as a tensor of another shape could be broadcast.
     stored = {name: t.shape for name, t in tensors.items()}
     needed = {name: p.shape for name, p in trained.items()}
     if stored != needed or identity(adapted)["base"] != base:

@@ -3,9 +3,9 @@
 Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288). LoCoCo plugs in at one
 place, the cache: the model tells `cache.enter` how many tokens come (a Memory compresses
 then), and each block hands q, k and v to `cache.attend`. The KVCache below keeps every
-entry; the Memory of lococo.py keeps M slots. Equation numbers are those of the LoCoCo paper.
-Its matrices have a column for each token; here they have a row. For the method you can stop at "Official weights": the rest
-reads files.
+entry; the Memory of lococo.py keeps M slots. Equation numbers are those of the LoCoCo
+paper. Its matrices have a column for each token; here they have a row. For the method you
+can stop at "Official weights": the rest reads files.
 
 Letters:
 
@@ -377,8 +377,8 @@ class Llama(nn.Module):
         # A Memory makes room now.
         positions = cache.enter(T) + torch.arange(T, device=tokens.device)
         cos, sin = rope(positions / cache.rope_scale, self.config)
-        # An adapter keeps embeddings in float32. The stream has the base's dtype all the
-        # same, so that a base with and without an adapter compute alike.
+        # An adapter keeps embeddings in float32. The residual stream still has the base's
+        # dtype, so that results with and without an adapter have one precision.
         x = self.tok_embeddings(tokens).type_as(self.layers[0].feed_forward.w1.weight)
         for block in self.layers:
             x = block(x, cos, sin, cache)

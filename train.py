@@ -68,7 +68,7 @@ class TrainConfig:
     segment: int | None = 512  # tokens T that enter together, the paper's chunk; None: M
     compressor: str = "paper"  # section 3.2.1
     kernel: int = 21  # taps of the convolution; section 4.1
-    # Memory: with None the method's own value holds.
+    # Memory: with None the method's own value is used.
     sinks: int | None = None
     heavy: int | None = None
     recent: int | None = None
@@ -98,10 +98,11 @@ class TrainConfig:
     bptt: int = 1
     recompute: bool = False
     # Ours.
-    answer_weight: float = 1.0  # of a fact's word when told again, for the convolutions
+    # How many times a fact's word counts when it is told again, for the convolutions.
+    answer_weight: float = 1.0
     sharper: float = 1.0  # after training our compressors' logits are multiplied by this
     # Scoring and output.
-    score_tokens: int = 32768  # so many tokens of held-out documents: 4 of 8,192
+    score_tokens: int = 32768  # at most so many are scored: 4 documents of 8,192
     save_every: int = 1  # steps
     out: str = ""  # the run's directory
 
@@ -170,8 +171,8 @@ EXTRA_EVERY = 3  # pieces; see `add_answers`
 
 
 class ShiftedGroups(KVCache):
-    """LongLoRA's attention while it trains (arXiv 2309.12307). A sequence enters whole, so
-    that nothing is cached, and attention is within its quarters."""
+    """LongLoRA's attention while it trains (arXiv 2309.12307). The whole sequence enters at
+    once, so that nothing is cached. Each token attends within its quarter."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B, H, L, D), k and v (B, G, L, D) -> what the heads read, (B, H, L, D).
@@ -249,8 +250,9 @@ def backward_by_pieces(
 
 
 def add_answers(losses: Tensor, adapted: AdaptedLlama, config: TrainConfig) -> None:
-    """In the convolutions' gradient an answer counts `answer_weight` times. Add what is
-    more than once, from the answers' losses (n,) in a piece.
+    """In the convolutions' gradient an answer counts `answer_weight` times. The usual
+    backward pass counts it once. This adds the others, from the answers' losses (n,) in a
+    piece.
 
     This costs a second backward pass. To save time, one piece in EXTRA_EVERY has it,
     EXTRA_EVERY times as large, so that the mean gradient over the steps, before it is
@@ -265,8 +267,8 @@ def add_answers(losses: Tensor, adapted: AdaptedLlama, config: TrainConfig) -> N
 
 
 def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
-    """AdamW with a group for the convolutions and one for the rest. Each has its first
-    rate, "rate", from which `train` computes the rate of a step, "lr".
+    """AdamW with a group for the convolutions and one for the rest. Each group stores its
+    first rate as "rate". From it `train` computes "lr", the rate of a step.
 
     Ours, as the paper is silent: no weight decay, and `train` clips each group's gradient
     to norm 1.
@@ -360,8 +362,7 @@ def odd(text: str) -> int:
 
 
 def make_parser() -> Parser:
-    """A flag that is not given is None. What holds then is said by TrainConfig and
-    RECIPES."""
+    """A flag that is not given is None. Then the recipe decides, or TrainConfig."""
     parser = Parser(__doc__)
     recipes = {name: TrainConfig(**RECIPES[name]) for name in RECIPES}
     parser.epilog = f"what a recipe sets:\n{table_of(recipes)}"
@@ -791,7 +792,7 @@ def train_and_score(
     add_score = partial(score_into, record, text.documents, tokenizer, config, machine)
     with explained(BEFORE):
         if forget_other_scores(record, text.documents, config, machine):
-            # A window and H2O are scored first, as the base is changed then.
+            # A window and H2O are scored first, as the adapter changes the base.
             for other in baselines(model, settings.mem or config.mem, config.segment):
                 add_score(name_of(other.settings), other)
         adapted = AdaptedLlama(model, settings)
