@@ -283,12 +283,13 @@ def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
 
 
 def train(
-    adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
-    log: TextIO, optimizer: AdamW, begin: int, save: Callable[[int], None],
+    setup: "Setup", adapted: AdaptedLlama, optimizer: AdamW, begin: int,
+    save: Callable[[int], None], log: TextIO,
 ) -> int:  # fmt: skip
     """Steps from `begin` to `steps`; save(steps done) is called after every `save_every`. A
     signal to any process ends all after the step that is under way. Returns its number, or
     0."""
+    config, draw = setup.config, partial(draw_sequence, setup)
     # The tokens of a step that this process has.
     own = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
     bar = tqdm(desc="training", total=config.steps * own, initial=begin * own,
@@ -298,7 +299,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = group["rate"] * (1 - step / config.steps)
             optimizer.zero_grad()
-            loss = gradients(adapted, draw, config, machine, step, bar.update)
+            loss = gradients(adapted, draw, config, setup.machine, step, bar.update)
             norms = [clip_grad_norm_(g["params"], 1) for g in optimizer.param_groups]
             if not sum(norms).isfinite():
                 remedy = "a gradient is not finite; lower --lr, --conv-lr"
@@ -624,15 +625,26 @@ def size_of(ids: np.ndarray, tokenizer: Tokenizer) -> str:
     return f"{counted(documents, 'document')} ({len(ids):,} tokens)"
 
 
-def draw_sequence(ids: np.ndarray, tokenizer: Tokenizer, config: TrainConfig,
-                  i: int) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Training sequence i with its facts, as `tell` returns it."""
-    tokens = sequence(ids, config.seq, config.seed, i)
-    form = config.fact_form
-    return tell(tokens, config.facts, "training", config.seed, i, tokenizer, form)
-
-
 # --- A run ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What stays the same from the start of a run to its end."""
+
+    config: TrainConfig
+    settings: Settings
+    machine: Machine
+    tokenizer: Tokenizer
+    text: Texts
+
+
+def draw_sequence(setup: Setup, i: int) -> tuple[Tensor, Tensor]:
+    """Training sequence i with its facts, as `tell` returns it."""
+    config = setup.config
+    tokens = sequence(setup.text.ids, config.seq, config.seed, i)
+    form, tokenizer = config.fact_form, setup.tokenizer
+    return tell(tokens, config.facts, "training", config.seed, i, tokenizer, form)
 
 
 def settings_of(config: TrainConfig) -> Settings:
@@ -655,15 +667,15 @@ def refuse_idle(config: TrainConfig, settings: Settings) -> None:
         raise UserError(f"{chosen}: there is nothing to train; {remedy}")
 
 
-def score(adapted: AdaptedLlama, documents: Tensor, tokenizer: Tokenizer,
-          config: TrainConfig, machine: Machine) -> dict[str, float]:  # fmt: skip
-    """Perplexity of documents (N, L). If --facts is not 0, also the recall of 8 facts that
-    are told in each, by distance."""
-    nats, _, _ = token_losses(adapted, documents, machine, config.micro_batch)
+def score(setup: Setup, adapted: AdaptedLlama) -> dict[str, float]:
+    """Perplexity of the run's documents. If --facts is not 0, also the recall of 8 facts
+    that are told in each, by distance."""
+    config, documents = setup.config, setup.text.documents
+    nats, _, _ = token_losses(adapted, documents, setup.machine, config.micro_batch)
     row = {"perplexity": perplexity(nats)}
     if config.facts:
-        told, ago = tell_all(documents, "held-out", tokenizer, config.fact_form)
-        _, hits, _ = token_losses(adapted, told, machine, config.micro_batch)
+        told, ago = tell_all(documents, "held-out", setup.tokenizer, config.fact_form)
+        _, hits, _ = token_losses(adapted, told, setup.machine, config.micro_batch)
         reach = (adapted.settings.mem or config.mem) + config.segment
         for distance, mask in ranges("recall ", ago, reach).items():
             row[distance] = hits[mask].double().mean().item()
@@ -701,10 +713,12 @@ def print_changes(config: TrainConfig, record: dict) -> None:
         print("all steps are done; the adapter is written and scored again")
 
 
-def start_or_resume(adapted: AdaptedLlama, config: TrainConfig, ids: np.ndarray,
-                    state: dict[str, Tensor], record: dict) -> AdamW:  # fmt: skip
+def start_or_resume(
+    setup: Setup, adapted: AdaptedLlama, state: dict[str, Tensor], record: dict
+) -> AdamW:
     """Make everything as it is at the start, or as it was in the run to resume."""
-    owner = identity(adapted) | {"text": checksum_of_text(ids)}
+    config = setup.config
+    owner = identity(adapted) | {"text": checksum_of_text(setup.text.ids)}
     refuse_others(record, owner, config)
     record["owner"] = owner
     optimizer = make_optimizer(adapted, config)
@@ -733,9 +747,9 @@ def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
         print(line)
 
 
-def print_start(
-    config: TrainConfig, settings: Settings, machine: Machine, text: Texts
-) -> None:
+def print_start(setup: Setup) -> None:
+    config, settings, machine = setup.config, setup.settings, setup.machine
+    text = setup.text
     print(f"recipe {config.recipe} on {config.model}, {machine.dtype} on {machine.device}")
     print(f"run: {os.path.relpath(config.out)}")
     print(text.summary)
@@ -767,42 +781,40 @@ def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> None:
     with explained(BEFORE):
         model, tokenizer = load_base(Path(config.model), machine)
         text = texts(config, tokenizer)
-        draw_sequence(text.ids, tokenizer, config, 0)  # refuses a text that is too short
+        setup = Setup(config, settings, machine, tokenizer, text)
+        draw_sequence(setup, 0)  # refuses a text that is too short
         if state:
             refuse_others(record, {"text": checksum_of_text(text.ids)}, config)
         usual = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
         out, log = claim(config.out, usual, record["step"] if state else None)
-        config = replace(config, out=str(out))
+        setup = replace(setup, config=replace(config, out=str(out)))
     with log:
         if WORLD > 1 and RANK == 0:
             join()  # the others wait in many_processes
-        print_start(config, settings, machine, text)
-        base = (model, tokenizer)
-        train_and_score(base, settings, text, config, machine, state, record, log)
+        print_start(setup)
+        train_and_score(setup, model, state, record, log)
 
 
 def train_and_score(
-    base: tuple[Llama, Tokenizer], settings: Settings, text: Texts, config: TrainConfig,
-    machine: Machine, state: dict[str, Tensor], record: dict, log: TextIO,
-) -> None:  # fmt: skip
+    setup: Setup, model: Llama, state: dict[str, Tensor], record: dict, log: TextIO
+) -> None:
     """All that is written goes into the folder of the run."""
-    model, tokenizer = base
+    config, settings, documents = setup.config, setup.settings, setup.text.documents
     out = Path(config.out)
-    draw = partial(draw_sequence, text.ids, tokenizer, config)
-    add_score = partial(score_into, record, text.documents, tokenizer, config, machine)
+    add_score = partial(score_into, setup, record)
     with explained(BEFORE):
-        if forget_other_scores(record, text.documents, config, machine):
+        if forget_other_scores(setup, record):
             # A window and H2O are scored first, as the adapter changes the base.
             for other in baselines(model, settings.mem or config.mem, config.segment):
                 add_score(name_of(other.settings), other)
         adapted = AdaptedLlama(model, settings)
-        optimizer = start_or_resume(adapted, config, text.ids, state, record)
+        optimizer = start_or_resume(setup, adapted, state, record)
         save = partial(save_state, adapted, optimizer, out / "state.safetensors", record)
         if not state:
             add_score(f"{config.method}, before training", adapted)
             save(0)
 
-    stopped = train(adapted, draw, config, machine, log, optimizer, record["step"], save)
+    stopped = train(setup, adapted, optimizer, record["step"], save, log)
     again = resume_command(out) + (" (by torchrun, as before)" if WORLD > 1 else "")
     if stopped:
         print(f"stopped; to go on: {again}")
@@ -810,28 +822,24 @@ def train_and_score(
     if RANK == 0:
         with explained(f"stopped after the last step; to score: {again}"):
             sharpen(adapted, config)
-            write_adapter(adapted, config, text.parts)
+            write_adapter(adapted, config, setup.text.parts)
             add_score(f"{config.method}, after training", adapted)
-        print_scores(record["scores"], len(text.documents))
+        print_scores(record["scores"], len(documents))
         print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
 
 
-def score_into(
-    record: dict, documents: Tensor, tokenizer: Tokenizer, config: TrainConfig,
-    machine: Machine, name: str, adapted: AdaptedLlama,
-) -> None:  # fmt: skip
+def score_into(setup: Setup, record: dict, name: str, adapted: AdaptedLlama) -> None:
     """Add a row to the run's scores. One process scores, if there is anything to score."""
-    if RANK == 0 and len(documents):
-        record["scores"][name] = score(adapted, documents, tokenizer, config, machine)
+    if RANK == 0 and len(setup.text.documents):
+        record["scores"][name] = score(setup, adapted)
 
 
-def forget_other_scores(
-    record: dict, documents: Tensor, config: TrainConfig, machine: Machine
-) -> bool:
+def forget_other_scores(setup: Setup, record: dict) -> bool:
     """Empty the scores, and return True, at a start and where a run that is resumed scores
     other documents, facts or numbers than before."""
-    how = f"{config.facts > 0} {config.fact_form} {machine.dtype}"
-    scored = checksum({"documents": documents}, how)
+    config = setup.config
+    how = f"{config.facts > 0} {config.fact_form} {setup.machine.dtype}"
+    scored = checksum({"documents": setup.text.documents}, how)
     if record.get("documents") == scored:
         return False
     record["documents"], record["scores"] = scored, {}

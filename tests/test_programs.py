@@ -368,9 +368,10 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, mon
     """What is kept for the backward pass of a whole sequence, with its compressions."""
     found = []
 
-    def measure(adapted, draw, config, *_):
-        losses, model, tokens = [], adapted.model, draw(0)[0][None]
-        pieces = segment_losses(model, tokens, adapted.cache(), config.segment, bptt=99)
+    def measure(setup, adapted, *_):
+        losses, model, tokens = [], adapted.model, train.draw_sequence(setup, 0)[0][None]
+        segment = setup.config.segment
+        pieces = segment_losses(model, tokens, adapted.cache(), segment, bptt=99)
         kept = remembered(lambda: losses.extend(nats for nats, _ in pieces))
         losses[0].sum().backward()
         found.append(sum(kept.values()))
