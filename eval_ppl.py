@@ -369,6 +369,12 @@ def score_all(
     return scores
 
 
+def print_documents(documents: dict[int, Tensor], parts: list[str]) -> None:
+    listed = ", ".join(f"{len(rows)} of {L} tokens" for L, rows in documents.items())
+    of = "all parts" if len(parts) == len(PARTS) else parts[0]
+    print(f"documents ({of}): {listed}; cache bytes at {[*documents][-1]}")
+
+
 def main() -> None:
     config = parse()
     chosen = config.chosen
@@ -389,22 +395,21 @@ def main() -> None:
         # not train.
         names = parts[0] if len(parts) == 1 else "held-out"
         told, told_ago = tell_all(last, names, tokenizer, config.fact_form)
-    methods, losses, hits, reaches = score_all(config, machine, sizes, documents, told)
-    reach = max(reaches, default=0)
+    scores = score_all(config, machine, sizes, documents, told)
 
+    print_documents(documents, parts)
     counts = {length: len(rows) for length, rows in documents.items()}
-    listed = ", ".join(f"{count} of {length} tokens" for length, count in counts.items())
-    of = "all parts" if len(parts) == len(PARTS) else parts[0]
-    print(f"documents ({of}): {listed}; cache bytes at {L}")
-    report = {"parts": parts, "documents": counts, "methods": methods}
+    report = {"parts": parts, "documents": counts, "methods": scores.methods}
+    reach = max(scores.reaches, default=0)
     if config.by_position:
+        title = f"nats in {L} tokens"
         position = torch.arange(1, L).expand(len(last), -1)
         masks = ranges("position ", position, reach)
-        report["nats by position"] = print_means(f"nats in {L} tokens", "tokens", masks, losses)
+        report["nats by position"] = print_means(title, "tokens", masks, scores.losses)
     if config.recall:
         title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer).words)}"
         masks = ranges("told ago ", told_ago, reach)
-        report["recall"] = print_means(title, "answers", masks, hits)
+        report["recall"] = print_means(title, "answers", masks, scores.hits)
     if config.json:
         write_json(config.json, report)
 
