@@ -27,6 +27,9 @@ UTF8 = "utf-8-sig"  # of all text files, whatever the locale says; a byte order 
 DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionError, TypeError,
            AttributeError, ArithmeticError, pickle.UnpicklingError, SafetensorError)  # fmt: skip
 
+# What writing a file can raise: the system, safetensors, and torch.save on a full disk.
+CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
+
 
 def is_out_of_memory(error: Exception) -> bool:
     """PyTorch has a type for a full GPU. For a full main memory it raises a bare RuntimeError, so
@@ -104,7 +107,7 @@ def write_whole(file: Path, save: Callable[[Path], None]) -> None:
         with open(beside, "rb") as written:
             os.fsync(written.fileno())
         os.replace(beside, whole)
-    except DAMAGED as error:
+    except CANNOT_WRITE as error:
         raise UserError(f"{file}: cannot be written ({error}); nothing is changed") from None
     finally:
         beside.unlink(missing_ok=True)  # after an error or Ctrl-C; else it has its name by now

@@ -248,26 +248,31 @@ def parse() -> Options:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=PARTS)
-    add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="the window is always there")
+    add("--parts", nargs="+", choices=PARTS, default=PARTS,
+        help="what to measure (default: everything)")
+    add("--rows", nargs="+", choices=ROWS, default=list(ROWS),
+        help="methods; the window is always there (default: all)")
     add("--model", type=Path, help="a base model instead of random weights of these sizes:")
     positive = at_least(1)
     sizes = dict(dim=256, layers=4, heads=4, ffn=688, vocab=2048)
     for name, size in sizes.items():
-        add(f"--{name}", type=positive, default=size)
-    add("--mem", type=positive, default=128)
-    add("--segment", type=positive, default=128)
-    add("--seq", type=positive, default=2048)
+        add(f"--{name}", type=positive, default=size, help=f"of random weights (default: {size})")
+    add("--mem", type=positive, default=128, help="slots M (default: 128)")
+    add("--segment", type=positive, default=128, help="tokens T of a segment (default: 128)")
+    add("--seq", type=positive, default=2048, help="tokens of a sequence (default: 2048)")
     add("--long", type=positive, default=32768,
-        help="the other length whose training memory is shown")
+        help="the other length, in tokens, whose training memory is shown (default: 32768)")
     add("--contexts", type=positive, nargs="+", default=[2048, 32768],
-        help="tokens before decoding")
-    add("--bptt", type=positive, default=4, help="as in the recipe of the embedded model")
+        help="tokens before decoding (default: 2048 32768)")
+    add("--bptt", type=positive, default=4,
+        help="segments that the gradient spans (default: 4, as the embedded model's recipe)")
     add("--facts", type=at_least(0), default=8,
-        help="in a sequence; without any: one backward pass")
-    add("--rounds", type=positive, default=5, help="turns of each method; one more warms up")
-    add("--device", default="cpu")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+        help="in a sequence; without any there is one backward pass (default: 8)")
+    add("--rounds", type=positive, default=5,
+        help="turns of each method; one more warms up (default: 5)")
+    add("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32",
+        help="of the base model (default: float32)")
     return Options(**vars(parser.parse_args()))
 
 

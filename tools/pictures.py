@@ -150,9 +150,10 @@ def draw_page(run: Path, file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--adapter", type=Path, default=TINY)
+    parser.add_argument("--adapter", type=Path, default=TINY, help="a run (default: tiny/)")
     parser.add_argument("--tuned", type=Path, nargs="*", default=[], help="more runs to compare")
-    parser.add_argument("--out", type=Path, default=HERE / "assets")
+    parser.add_argument("--out", type=Path, default=HERE / "assets",
+                        help="folder of the pictures (default: assets/)")  # fmt: skip
     parser.add_argument("--only-page", action="store_true", help="draw memory.png alone")
     args = parser.parse_args()
     if args.only_page:

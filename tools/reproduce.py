@@ -330,16 +330,18 @@ def parse() -> Options:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
-    add("--model", type=Path, default=TINY, help="with --data")
+    add("--model", type=Path, default=TINY, help="of --data (default: tiny/)")
     add("--data", type=named_path, help="plain text without facts, for the other rows")
-    add("--only", nargs="+", choices=ROWS | PLAIN, default=[], help="rows")
-    add("--seeds", nargs="+", type=int, default=[0])
-    add("--mem", type=int, default=128)
-    add("--seq", type=int, default=2048, help="trained length, in tokens")
-    add("--steps", type=int, default=400)
-    add("--facts", type=int, default=8, help="in each sequence; with 0 there are the other rows")
+    add("--only", nargs="+", choices=ROWS | PLAIN, default=[], help="rows to make")
+    add("--seeds", nargs="+", type=int, default=[0], help="default: 0")
+    add("--mem", type=int, default=128, help="slots M (default: 128)")
+    add("--seq", type=int, default=2048, help="trained length, in tokens (default: 2048)")
+    add("--steps", type=int, default=400, help="of training (default: 400)")
+    add("--facts", type=int, default=8,
+        help="in each sequence; with 0 there are the other rows (default: 8)")
     add("--flags", default="", help="more flags of train.py")
-    add("--part", choices=PARTS, default="held-out")
+    add("--part", choices=PARTS, default="held-out",
+        help="documents to score (default: held-out; of plain text those for choosing, too)")
     add("--again", action="store_true", help="train and score also what is stored")
     add("--print", action="store_true", help="print all tables of stored cells; make none")
     add("--write", action="store_true", help="all tables into the pages of docs/")

@@ -57,6 +57,7 @@ def draw(rows: dict[tuple[str, str], list], file: Path) -> None:
 
 
 GROUPS = ("window", "memory", "full")  # of runs; the first is what the others are compared with
+NAMES = {"window": "a window", "memory": "ours", "full": "full attention"}
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,13 @@ class Options:
 def parse() -> Options:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    for name in ("--model", "--data"):
-        add(name, type=Path, required=True)
+    add("--model", type=Path, required=True, help="directory of the base model")
+    add("--data", type=Path, required=True, help="the text that the runs were trained on")
     for group in GROUPS:
-        add(f"--{group}", type=Path, nargs="+", required=True, metavar="RUN")
-    add("--out", type=output_file, default=HERE / "assets" / "words.png")
+        add(f"--{group}", type=Path, nargs="+", required=True, metavar="RUN",
+            help=f"runs of train.py with {NAMES[group]}, one for each seed")
+    add("--out", type=output_file, default=HERE / "assets" / "words.png",
+        help="the picture (default: assets/words.png)")
     return Options(**vars(parser.parse_args()))
 
 
