@@ -68,7 +68,8 @@ def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
     older tokens; the others end at 512, 1024 ... L. A distance of 0, which marks a token
     that is no answer, is in no range."""
     L = n.shape[1] + 1
-    edges = sorted({0, min(reach, L), L} | {2**e for e in range(9, 15) if reach < 2**e < L})
+    doubled = {2**e for e in range(9, L.bit_length()) if reach < 2**e < L}
+    edges = sorted({0, min(reach, L), L} | doubled)
     return {f"{what}{a}-{b}": (a < n) & (n <= b) for a, b in zip(edges, edges[1:])}
 
 
@@ -95,7 +96,6 @@ class EvalConfig:
     """What the command line asks for."""
 
     chosen: Chosen
-    named: list[Path]  # those of the runs that the user names
     device: str | None  # None: a GPU if there is one
     dtype: str | None
     seed: int
@@ -212,7 +212,7 @@ def parse() -> EvalConfig:
     names = {}
     for run in flags.runs:
         names.setdefault(run.resolve(), run)  # a run that is named twice is scored once
-    flags.runs = flags.named = list(names.values())
+    flags.runs = list(names.values())
     if not flags.runs and not flags.method and flags.model.resolve() == TINY:
         flags.runs = [TINY]
     flags.chosen = chosen_models(flags, parser)
@@ -224,11 +224,11 @@ def parts_to_score(config: EvalConfig, adapters: list[Adapter]) -> list[str]:
     RUN has left it out or the texts are Python's library; otherwise all parts of --data.
     A RUN that held nothing out has trained on all of its texts, and scores others."""
     left_out = []
-    for run, adapter in zip(config.named, adapters):
+    for run, adapter in zip(config.chosen.runs, adapters):
         if "held-out" in adapter.parts:
-            sentence = "it held out none of its texts; score texts that it has not read"
+            sentence = "it trained on all of its --data; score texts that it has not read"
             print(f"{run}: {sentence}", file=sys.stderr)
-        else:
+        elif run.resolve() != TINY or not config.data:  # tiny/ has read Python's library alone
             left_out.append(run)
     usual = "held-out" if left_out or not config.data else "all"
     part = config.part or usual
@@ -384,9 +384,8 @@ def main() -> None:
     for run in chosen.runs:  # one of another base is refused now, before anything is scored
         load_adapter(run, load_base(chosen.model, machine)[0])
     parts = parts_to_score(config, adapters)
-    sizes = memory_sizes(adapters)
-    if chosen.method or not config.recall:
-        sizes = []  # no more methods than are asked for
+    # With --recall a window and H2O stand beside each RUN, unless methods are named.
+    sizes = memory_sizes(adapters) if config.recall and not chosen.method else []
     documents = documents_to_score(config, parts, tokenizer)
     L, last = list(documents.items())[-1]
     told = None

@@ -201,7 +201,7 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
 
 MOST_MEMORIES = 3  # on a page
 # What to try where there is no adapter. By slot, so that a text of any length can be read.
-H2O = "--method h2o --mem 512 --positions slots"
+SUGGESTED = "--method h2o --mem 512 --positions slots"
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def encode_prompt(config: GenerateConfig, text: str, tokenizer: Tokenizer) -> li
 
 def refuse_without_slots(settings: Settings) -> None:
     if not settings.mem:
-        remedy = f"take {H2O}, or --adapter RUN after train.py"
+        remedy = f"take {SUGGESTED}, or --adapter RUN after train.py"
         raise UserError(f"{settings.method}: it keeps everything and has no slots; {remedy}")
 
 
@@ -298,7 +298,7 @@ def parse() -> GenerateConfig:
     flags.method = list(dict.fromkeys(flags.method))
     flags.changes = method_flags(vars(flags))
     config = config_of(GenerateConfig, flags)
-    refuse_several(config, parser)
+    refuse_conflicts(config, parser)
     if config.save_memory and config.save_memory.exists():
         parser.error(f"--save-memory {config.save_memory}: there is such a file already")
     return config
@@ -320,8 +320,9 @@ def what_to_show(
         parser.error(f"--show-memory {error}")
 
 
-def refuse_several(config: GenerateConfig, parser: Parser) -> None:
-    """Refuse more than one memory. A page may show three."""
+def refuse_conflicts(config: GenerateConfig, parser: Parser) -> None:
+    """Refuse flags that do not go together. A page may show three memories, else there is
+    one."""
     asked = ([f"--adapter {config.adapter}"] if config.adapter else []) + config.method
     if len(asked) > 1 and not config.page:
         parser.error(f"{', '.join(asked)}: one at a time, or --show-memory page.html")
@@ -341,7 +342,7 @@ def model_with_memory(config: GenerateConfig, model: Llama) -> AdaptedLlama:
     if config.model.resolve() == TINY:
         return load_adapter(TINY, model)
     memory = "its memory is the full cache, which keeps every token"
-    others = f"for 512 slots: {H2O}, or --adapter RUN after train.py"
+    others = f"for 512 slots: {SUGGESTED}, or --adapter RUN after train.py"
     print(f"this base has no adapter: {memory}; {others}", file=sys.stderr)
     return untrained(model, "full", 512, 512)
 
@@ -395,7 +396,7 @@ def memories_of_page(
     if not run and not config.method:
         run = TINY
         if config.model.resolve() != TINY:
-            remedy = f"name a memory: {H2O}, or --adapter RUN after train.py"
+            remedy = f"name a memory: {SUGGESTED}, or --adapter RUN after train.py"
             raise UserError(f"--show-memory {config.page}: this base has no adapter; {remedy}")
     mem, segment = config.mem or 512, config.segment
     if run:

@@ -1,8 +1,9 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a small convolution.
 
-First comes the paper (arXiv 2406.05317), by its equation numbers; then ours. Letters are
-those of model.py, and R is the number of entries that are merged. Three matrices have
-similar names:
+The sections follow the method: what a memory holds, the compressor, the memory, the segment
+loop, positions, LoRA. Equation numbers are those of the paper (arXiv 2406.05317). What is
+ours is called so where it stands; our compressors come after LoRA. Letters are those of
+model.py, and R is the number of entries that are merged. Three matrices have similar names:
 
     logits          the paper's W of (6), as the convolution gives it
     w               the paper's w of (7): each row sums to 1
@@ -86,7 +87,7 @@ class Settings:
 
     @property
     def front(self) -> int:
-        """Slots that keep an entry which is not a recent one."""
+        """Sinks and heavy slots together, which `Memory.choose` fills."""
         return self.sinks + self.heavy
 
     @property
@@ -156,9 +157,9 @@ class Compressor(nn.Module):
         self.slots = slots
         # g of (6)
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
-        # The official code starts from these numbers. Their scale does not matter in (7). In
-        # a softmax it does: with 21 taps its rows would be nearly one-hot at the start, and
-        # would learn little.
+        # The official code starts from these numbers. (7) divides their scale out. In a
+        # softmax, as a compressor of your own may have, it matters: with 21 taps its rows
+        # would be nearly one-hot at the start, and would learn little.
         nn.init.normal_(self.conv.weight)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
@@ -188,8 +189,9 @@ class Compressor(nn.Module):
 
         The keys are rotated, each by its position in the text, so that a mixed key has no
         single position; the paper does not discuss this. With `--positions slots` they are
-        not rotated. w is computed in float32 whatever the model's dtype is. In bfloat16
-        neighbouring numbers near 900, which a logit can reach, are 4 apart.
+        not rotated. The logits and w are computed in float32, then w is rounded to the
+        model's dtype. In bfloat16 neighbouring numbers near 900, which a logit can reach,
+        are 4 apart.
         """
         with torch.autocast(k.device.type, enabled=False):
             entries = widened(torch.cat((k, v), dim=-1))
@@ -343,13 +345,12 @@ class Memory(KVCache):
 
         # If compressed before, the cache was [front | merged | recent slots | segment].
         compressed_before = self.keys[layer].size < self.seen
-        _, rest, _ = order.split(sizes, dim=2)
-        from_slot = (rest < s.front + s.merged) & compressed_before
-        scores = (None, None, None)
-        if self.scoring:
-            scores = self.scores[layer].gather(2, order).split(sizes, dim=2)
+        places = order[:, :, s.front : S - s.recent]  # of the rest
+        from_slot = (places < s.front + s.merged) & compressed_before
+        scores = self.scores[layer].gather(2, order) if self.scoring else None
+        scores_rest = None if scores is None else scores.split(sizes, dim=2)[1]
 
-        k_new, v_new, w = self.merge(layer, k_rest, v_rest, from_slot, scores[1])
+        k_new, v_new, w = self.merge(layer, k_rest, v_rest, from_slot, scores_rest)
         if by_slot:  # what was mixed at place 0 goes to the places of the merged slots
             slots = torch.arange(s.front, s.front + s.merged, device=k.device)
             k_new = self.move(k_new, slots)
@@ -357,7 +358,7 @@ class Memory(KVCache):
         self.keys[layer] = Entries(torch.cat((k_front, k_new, k_recent), dim=2))
         self.values[layer] = Entries(torch.cat((v_front, v_new, v_recent), dim=2))
         if self.scoring:
-            self.scores[layer] = self.new_scores(w, *scores)
+            self.scores[layer] = self.new_scores(w, *scores.split(sizes, dim=2))
         return order, w
 
     def merge(
@@ -528,14 +529,18 @@ class LoRALinear(nn.Module):
         nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.factor * F.linear(F.linear(x, self.lora_a), self.lora_b)
+        y = self.base(x)
+        # A and B are in float32, also where the base is not.
+        change = F.linear(F.linear(x.type_as(self.lora_a), self.lora_a), self.lora_b)
+        return y + self.factor * change.type_as(y)
 
 
 # --- Ours: budgets of layers ------------------------------------------------------------
 
 
 def in_layer(settings: Settings, layer: int) -> Settings:
-    """The settings of one layer. Its slots are divided among the kinds as those of M are.
+    """The settings of one layer. It has all sinks; the rest of its budget is divided among
+    the kinds as it is at M.
 
     Layers differ in how much of a long text they read, so that equal budgets waste slots
     (PyramidKV, arXiv 2406.02069). tools/budgets.py measures which layers need more. What it
@@ -543,10 +548,12 @@ def in_layer(settings: Settings, layer: int) -> Settings:
     """
     if not settings.budgets:
         return settings
-    M = settings.budgets[layer]
-    counts = {kind: M * getattr(settings, kind) // settings.mem for kind in KINDS}
-    largest = max(KINDS, key=counts.get)
-    counts[largest] += M - sum(counts.values())  # what rounding has left over
+    M, sinks = settings.budgets[layer], settings.sinks  # as many sinks in every layer
+    whole = max(1, settings.mem - sinks)
+    divided = ("heavy", "merged", "recent")
+    counts = {kind: (M - sinks) * getattr(settings, kind) // whole for kind in divided}
+    largest = max(divided, key=counts.get)
+    counts[largest] += M - sinks - sum(counts.values())  # what rounding has left over
     return replace(settings, budgets=[], **counts)
 
 
@@ -563,15 +570,18 @@ def check_budgets(settings: Settings) -> None:
         mean = f"their mean is {sum(budgets) / len(budgets):g}"
         raise UserError(f"--budgets: {mean}, but it must be {settings.mem}, as without them")
     layers = [in_layer(settings, layer) for layer in range(len(budgets))]
-    if min(budgets) < 4 or (settings.merged and min(s.merged for s in layers) == 0):
+    too_few = min(budgets) < max(4, settings.sinks + 1) or settings.mem == settings.sinks
+    if too_few or (settings.merged and min(s.merged for s in layers) == 0):
         few = f"{min(budgets)} slots are too few for {settings.method}"
         raise UserError(f"--budgets: {few}")
 
 
 # --- Ours: compressors whose slots choose in order --------------------------------------
 
-COMMON_SCALE = 3  # scaling the shared filter by 3 triples its change per AdamW step
-# In the embedded model, with positions by slot, the (centred) cosine of a fact that is told
+# Scaling the shared filter by 3 triples its change per AdamW step: it learns what is relevant
+# before the slots' own filters, which share the work.
+COMMON_SCALE = 3
+# Chosen on the embedded model, and used on SmolLM2 as they are. In the embedded model, with positions by slot, the (centred) cosine of a fact that is told
 # twice is 0.995, that of two facts 0.52. To the power of 32 these are 0.85 and 0. The penalty
 # is so large that a slot hardly ever takes a copy, even where logits are 16 times larger.
 POWER = 32
@@ -587,10 +597,13 @@ class FactCompressor(Compressor):
     Of entries A, A' (a copy of A) and B, in this order of relevance, two slots hold A and
     B. A common filter learns what is relevant. Each slot also has its own filter, which
     learns which of the relevant entries it takes. An entry that is in a merged or heavy
-    slot already is judged by other filters, one tap wide, which learn to keep it. Without
-    them one of two runs forgot its facts (docs/notebook.md). Rows are soft while they learn.
-    The recipes' `sharper` makes them nearly one-hot afterwards: mixed facts cannot be read, and
-    on the prose of a real Llama a choice loses less than a mixture (docs/real-llama.md).
+    slot already is judged by other filters, which learn to keep it. They are one tap wide,
+    because neighbours in slots are no neighbours in the text. Without them one of two runs
+    forgot its facts (docs/notebook.md).
+
+    Rows are soft while they learn. Afterwards `sharpen` makes them nearly one-hot: mixed
+    facts cannot be read, and on the prose of a real Llama a choice loses less than a mixture
+    (docs/real-llama.md).
     """
 
     def __init__(self, head_dim: int, slots: int, kernel: int):

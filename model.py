@@ -4,21 +4,22 @@ Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288). LoCoCo plugs
 place, the cache: the model tells `cache.enter` how many tokens come (a Memory compresses
 then), and each block hands q, k and v to `cache.attend`. The KVCache below keeps every
 entry; the Memory of lococo.py keeps M slots. Equation numbers are those of the LoCoCo
-paper. Its matrices have a column for each token; here they have a row. For the method you
+paper. Where its Q, K and V have a column for each token, ours have a row. For the method you
 can stop at "Official weights": the rest reads files.
 
 Letters:
 
     B  texts in a batch
     T  tokens that enter together: a segment (the paper's B), a shorter last one, or one
-       decoded token
+       decoded token; messages, tables and "M + T" mean a whole segment
     S  entries in the cache
     M  slots of a memory
     H  query heads
     G  key/value heads
     D  channels of a head
     L  tokens of a whole text; the paper's tables swap L and T
-    N  the B * G heads of all texts, which a compressor treats as one batch
+    N  in a compressor the B * G heads of all texts, which it treats as one batch; in
+       eval_ppl.py and train.py the documents that are scored
 """
 
 import copy
@@ -126,8 +127,8 @@ def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
     """Positions (...) -> cosine and sine of position * theta^(-2i/d) for channel pair i,
     each (..., D/2).
 
-    The first d/2 pairs rotate, usually all D/2. The others have angle 0. Angles are in
-    float32, as bfloat16 cannot tell position 256 from 257.
+    d = turned * D channels rotate, which is usually all D. Pairs from d/2 on have angle 0.
+    Angles are in float32, as bfloat16 cannot tell position 256 from 257.
     """
     d = config.turned * config.head_dim
     twice_i = widened(torch.arange(0, config.head_dim, 2, device=positions.device))
@@ -294,10 +295,14 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = widened(x)
         mean_square = h.pow(2).mean(-1, keepdim=True)
-        return (h * (mean_square + self.eps).rsqrt()).type_as(x) * self.weight
+        normed = (h * (mean_square + self.eps).rsqrt()).type_as(x)
+        return (normed * self.weight).type_as(x)  # an adapter's weight is in float32
 
 
 class Attention(nn.Module):
+    """The four projections. Between them stands `cache.attend`, in Block: it must not run a
+    second time where activations are computed again."""
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.H, self.G, self.D = config.n_heads, config.n_kv_heads, config.head_dim

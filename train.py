@@ -84,9 +84,9 @@ class TrainConfig:
     fact_form: str = "line"  # see support.facts.FORMS
     # Training.
     lora_rank: int = 8  # section 4.1; with 0 the convolutions train alone
-    # Of LoRA, embeddings and norms; section 4.1. Both rates fall linearly to 0.
+    # Rate of LoRA, embeddings and norms; section 4.1. Both rates fall linearly to 0.
     lr: float = 5e-5
-    conv_lr: float = 5e-2  # of the convolutions; section 4.1
+    conv_lr: float = 5e-2  # rate of the convolutions; section 4.1
     # The paper gives no number for context extension. 100 steps are 104.9 million tokens;
     # section 3.3 has 104 million for inference mode.
     steps: int = 100
@@ -98,11 +98,12 @@ class TrainConfig:
     bptt: int = 1
     recompute: bool = False
     # Ours.
-    # How many times a fact's word counts when it is told again, for the convolutions.
+    # How many times the loss of a fact's word counts when it is told again, in the
+    # convolutions' gradient.
     answer_weight: float = 1.0
     sharper: float = 1.0  # after training our compressors' logits are multiplied by this
     # Scoring and output.
-    score_tokens: int = 32768  # at most so many are scored: 4 documents of 8,192
+    score_tokens: int = 32768  # about so many are scored: 4 documents of 8,192
     save_every: int = 1  # steps
     out: str = ""  # the run's directory
 
@@ -165,6 +166,38 @@ def sequences_of(seq: int) -> int:
     return max(1, 4096 // seq)
 
 
+# --- What a run is made of --------------------------------------------------------------
+
+
+class Texts(NamedTuple):
+    """What a run trains on and scores."""
+
+    ids: np.ndarray  # tokens to train on
+    parts: list[str]  # the parts of --data that they come from
+    documents: Tensor  # to score, (N, L)
+    summary: str  # for the user
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What stays the same from the start of a run to its end."""
+
+    config: TrainConfig
+    settings: Settings
+    machine: Machine
+    tokenizer: Tokenizer
+    text: Texts
+
+
+def draw_sequence(setup: Setup, i: int) -> tuple[Tensor, Tensor]:
+    """Training sequence i with its facts, as support.facts.tell returns it: its tokens, and
+    how long ago the fact of each answer was told, both (L,)."""
+    config = setup.config
+    tokens = sequence(setup.text.ids, config.seq, config.seed, i)
+    form, tokenizer = config.fact_form, setup.tokenizer
+    return tell(tokens, config.facts, "training", config.seed, i, tokenizer, form)
+
+
 # --- Training ---------------------------------------------------------------------------
 
 EXTRA_EVERY = 3  # pieces; see `add_answers`
@@ -199,10 +232,9 @@ def gradients(
 ) -> float:  # fmt: skip
     """Add the gradient of the step's loss to p.grad; return the loss in nats per token.
 
-    draw(i) is sequence i, as support.facts.tell returns it: its tokens, and how long ago
-    the fact of each answer was told, both (L,). The processes share the sequences of a
-    step: this one is number RANK of WORLD (support/processes.py). done(n) is called when n
-    tokens more have had their backward pass.
+    draw(i) is sequence i, as `draw_sequence` returns it. The processes share the sequences
+    of a step: this one is number RANK of WORLD (support/processes.py). done(n) is called
+    when n tokens more have had their backward pass.
     """
     total = 0.0
     own = range(step * config.batch + RANK, (step + 1) * config.batch, WORLD)
@@ -232,7 +264,7 @@ def backward_by_pieces(
     longlora = adapted.settings.method == "longlora"
     cache = adapted.cache(plain=ShiftedGroups if longlora else KVCache)
     segment = config.seq if longlora else config.segment
-    scored_in_step = config.batch * (config.seq - 1)
+    targets_in_step = config.batch * (config.seq - 1)
     pieces = segment_losses(adapted.model, tokens, cache, segment, config.bptt)
     answers_of_pieces = answers[:, 1:].split(config.bptt * segment, dim=1)
     for piece, answer in enumerate(answers_of_pieces):
@@ -240,11 +272,11 @@ def backward_by_pieces(
             losses, _ = next(pieces)  # runs one piece forward; the next call cuts the graph
         # Outside autocast, as PyTorch advises: a backward pass has the dtypes of its forward
         # pass.
-        loss = losses.sum() / scored_in_step
+        loss = losses.sum() / targets_in_step
         # With --lora-rank 0 nothing before the first compression has a gradient.
         if loss.requires_grad:
             if (step + piece) % EXTRA_EVERY == 0:
-                add_answers(losses[answer] / scored_in_step, adapted, config)
+                add_answers(losses[answer] / targets_in_step, adapted, config)
             loss.backward()
         yield loss.item(), losses.numel()
 
@@ -283,12 +315,12 @@ def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
 
 
 def train(
-    setup: "Setup", adapted: AdaptedLlama, optimizer: AdamW, begin: int,
+    setup: Setup, adapted: AdaptedLlama, optimizer: AdamW, begin: int,
     save: Callable[[int], None], log: TextIO,
 ) -> int:  # fmt: skip
     """Steps from `begin` to `steps`; save(steps done) is called after every `save_every`. A
-    signal to any process ends all after the step that is under way. Returns its number, or
-    0."""
+    signal to any process ends all after the step that is under way. Returns the signal's
+    number, or 0 if all steps are done."""
     config, draw = setup.config, partial(draw_sequence, setup)
     # The tokens of a step that this process has.
     own = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
@@ -314,8 +346,8 @@ def train(
             stop = add_up(torch.tensor(len(noted))) > 0
             if stop or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
                 save(step + 1)
-            if stop:
-                return max(noted, default=signal.SIGTERM)
+            if stop:  # nothing is noted here if another process got the signal
+                return noted[0] if noted else signal.SIGTERM
     return 0
 
 
@@ -334,7 +366,9 @@ def save_state(
             tensors[f"{key} {name}"] = moment
     if RANK == 0:
         write_file(file, tensors, **record | {"step": step})
-    wait_for_all()  # for the file: torchrun ends all processes when one ends with an error
+    # Until process 0 has written the file: if another process ended with an error meanwhile,
+    # torchrun would end process 0 in the middle of it.
+    wait_for_all()
 
 
 @torch.no_grad()
@@ -457,8 +491,9 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
         recipe, stored = {}, record["config"]
         given["out"] = given.pop("resume")
     else:
+        refuse_out(flags, parser)
         tensors, record = {}, {"step": 0, "scores": {}}
-        recipe, stored = recipe_for(flags, parser), {}
+        recipe, stored = recipe_for(flags), {}
     config = TrainConfig(**recipe | stored | given)
     config = replace(  # what follows from the other fields
         config,
@@ -471,8 +506,8 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
     return config, tensors, record
 
 
-def recipe_for(flags: argparse.Namespace, parser: Parser) -> dict:
-    """What the recipe of a new run sets."""
+def refuse_out(flags: argparse.Namespace, parser: Parser) -> None:
+    """Refuse a folder in which a new run cannot begin."""
     if flags.out and flags.out.is_file():
         parser.error(f"--out {flags.out}: this is a file; name a folder")
     if RANK == 0 and flags.out and is_used(flags.out):
@@ -480,6 +515,10 @@ def recipe_for(flags: argparse.Namespace, parser: Parser) -> dict:
         if (flags.out / "state.safetensors").exists():
             remedy += ", or go on with it by --resume"
         parser.error(f"--out {flags.out}: it is there already; {remedy}")
+
+
+def recipe_for(flags: argparse.Namespace) -> dict:
+    """What the recipe of a new run sets."""
     model = (flags.model or TINY).resolve()
     name = flags.recipe or ("embedded" if model == TINY else "paper")
     return RECIPES[name] | {"recipe": name}
@@ -531,16 +570,7 @@ def refuse_changes(flags: argparse.Namespace, record: dict, parser: Parser) -> N
 PURPOSES = {"held-out": "held out", "choosing": "for choosing"}
 
 
-class Texts(NamedTuple):
-    """What a run trains on and scores."""
-
-    ids: np.ndarray  # tokens to train on
-    parts: list[str]  # the parts of --data that they come from
-    documents: Tensor  # to score, (N, L)
-    summary: str  # for the user
-
-
-def texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
+def read_texts(config: TrainConfig, tokenizer: Tokenizer) -> Texts:
     """Read the texts of --data and --held-out. Raises UserError."""
     split = split_by_flag if config.held_out else split_by_name
     ids, parts, held_out, summary = split(config, tokenizer)
@@ -626,25 +656,6 @@ def size_of(ids: np.ndarray, tokenizer: Tokenizer) -> str:
 
 
 # --- A run ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What stays the same from the start of a run to its end."""
-
-    config: TrainConfig
-    settings: Settings
-    machine: Machine
-    tokenizer: Tokenizer
-    text: Texts
-
-
-def draw_sequence(setup: Setup, i: int) -> tuple[Tensor, Tensor]:
-    """Training sequence i with its facts, as `tell` returns it."""
-    config = setup.config
-    tokens = sequence(setup.text.ids, config.seq, config.seed, i)
-    form, tokenizer = config.fact_form, setup.tokenizer
-    return tell(tokens, config.facts, "training", config.seed, i, tokenizer, form)
 
 
 def settings_of(config: TrainConfig) -> Settings:
@@ -780,7 +791,7 @@ def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> None:
     machine = prepare(config.device, config.dtype, config.seed)
     with explained(BEFORE):
         model, tokenizer = load_base(Path(config.model), machine)
-        text = texts(config, tokenizer)
+        text = read_texts(config, tokenizer)
         setup = Setup(config, settings, machine, tokenizer, text)
         draw_sequence(setup, 0)  # refuses a text that is too short
         if state:

@@ -131,10 +131,19 @@ def test_a_budget_has_the_kinds_of_slots_in_proportion():
     counts = [[getattr(in_layer(s, n), kind) for kind in KINDS] for n in range(3)]
     assert counts == [[0, 15, 10, 15], [0, 36, 24, 36], [0, 21, 14, 21]]
     s = settings("streaming", 10, positions="original", budgets=[9, 11])
-    assert (in_layer(s, 0).sinks, in_layer(s, 0).recent) == (3, 6)  # 3.6 and 5.4; 6 take the rest
+    assert [(in_layer(s, n).sinks, in_layer(s, n).recent) for n in (0, 1)] == [(4, 5), (4, 7)]
     s = settings("lococo+h2o", 8, budgets=[7, 9])
     counts = [[getattr(in_layer(s, n), kind) for kind in KINDS] for n in range(2)]
     assert counts == [[0, 4, 3, 0], [0, 5, 4, 0]]  # 3.5 and 4.5; no recent slots where none were
+
+
+def test_every_layer_keeps_all_sinks():
+    """What is left of a budget is divided. A budget that the sinks fill is refused."""
+    s = settings_for("lococo+sinks", 16, 8, 64, heavy=4, lora_rank=0, budgets=[8, 24])
+    kinds = [[getattr(in_layer(s, layer), kind) for kind in KINDS] for layer in (0, 1)]
+    assert kinds == [[4, 1, 3, 0], [4, 6, 14, 0]]
+    with pytest.raises(UserError, match="4 slots are too few for h2o"):
+        settings_for("h2o", 16, 8, 64, sinks=4, heavy=4, lora_rank=0, budgets=[4, 28])
 
 
 def test_each_layer_has_its_budget(model):
@@ -381,6 +390,18 @@ def test_lora_starts_unchanged_and_equals_merged_weights(model):
             getattr(other.attention, name).weight.data += 16 / 4 * lora.lora_b @ lora.lora_a
     assert torch.allclose(model(TOKENS), merged(TOKENS), atol=1e-3)
     assert not torch.allclose(model(TOKENS), before, atol=1e-1)
+
+
+def test_an_adapter_on_a_base_in_bfloat16_needs_no_autocast(model):
+    """What trains is in float32. It computes as under autocast, but for what is rounded."""
+    adapted = AdaptedLlama(model.bfloat16(), settings(lora_rank=2))
+    for p in adapted.trained().values():
+        p.data += 0.02 * torch.randn(p.shape)
+    with torch.no_grad():
+        plain = logits_of(model, adapted.cache())
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = logits_of(model, adapted.cache())
+    assert (plain - cast).abs().mean() < 0.02 * cast.abs().mean()
 
 
 def test_an_adapter_that_has_not_been_trained_changes_nothing_in_bfloat16(model):

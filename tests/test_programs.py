@@ -166,7 +166,7 @@ def test_a_text_is_scored_whole_if_a_run_held_nothing_out(run, words, parts):
     whole = parts is not None
     scored = f"(all parts): {len(rows)}" if whole else "(held-out): 2"
     assert code == 0 and f"documents {scored} of 64 tokens" in out, err
-    assert ("run: it held out none of its texts" in err) == whole
+    assert ("run: it trained on all of its --data" in err) == whole
     assert ": 20 of 64 tokens" in run(eval_ppl, "--data own.jsonl --lengths 64 --documents 99")[1]
 
 
