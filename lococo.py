@@ -581,9 +581,10 @@ def check_budgets(settings: Settings) -> None:
 # Scaling the shared filter by 3 triples its change per AdamW step: it learns what is relevant
 # before the slots' own filters, which share the work.
 COMMON_SCALE = 3
-# Chosen on the embedded model, and used on SmolLM2 as they are. In the embedded model, with positions by slot, the (centred) cosine of a fact that is told
-# twice is 0.995, that of two facts 0.52. To the power of 32 these are 0.85 and 0. The penalty
-# is so large that a slot hardly ever takes a copy, even where logits are 16 times larger.
+# The next two were chosen on the embedded model, and are used on SmolLM2 as they are. In the
+# embedded model, with positions by slot, the (centred) cosine of a fact that is told twice is
+# 0.995, that of two facts 0.52. To the power of 32 these are 0.85 and 0. The penalty is so
+# large that a slot hardly ever takes a copy, even where logits are 16 times larger.
 POWER = 32
 PENALTY = 1000
 # At the start an entry with twice the attention gets 2^2 times the weight.

@@ -280,8 +280,8 @@ def test_weights_of_another_shape_are_named(monkeypatch):
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
-    """Its logits reach 900, where numbers in bfloat16 are 4 apart, so that a slot would take another
-    entry. Autocast, which computes in bfloat16, changes nothing."""
+    """Its logits reach 900, where numbers in bfloat16 are 4 apart, so that a slot would take
+    another entry. Autocast, which computes in bfloat16, changes nothing."""
     compressor = COMPRESSORS[name](4, 3, 5)
     compressor.sharpen(100.0)
     k, v = torch.randn(2, 2, 2, 9, 4).bfloat16()

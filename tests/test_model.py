@@ -283,8 +283,8 @@ def test_a_wrong_tensor_is_named(tmp_path, model, files, fault, named):
     AttributeError("a bug of ours"), TypeError("another"),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")])
 def test_what_is_not_the_files_fault_is_not_called_so(tmp_path, model, monkeypatch, error):
-    """While the model is made and weights are copied, a bug is a traceback, and a full memory is told
-    as such."""
+    """While the model is made and weights are copied, a bug is a traceback, and a full memory is
+    told as such."""
     write_model(tmp_path, model, [HF])
     for place in ("model.check_weight", "model.FeedForward.__init__"):
         with monkeypatch.context() as patch:

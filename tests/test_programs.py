@@ -300,10 +300,12 @@ def test_a_table_has_one_set_of_documents(run, monkeypatch):
 def test_help_says_what_a_recipe_sets(run):
     table = cells(run(train, "--help")[1])
     assert table[""] == [*train.RECIPES]
-    for name, of_paper in {
-        "method": "lococo+h2o", "slots M, segment T": "512, 512", "tokens of a sequence L": "8,192",
-        "compressor": "paper, 21 taps", "steps x sequences": "100 x 128, 1 at once"}.items():  # fmt: skip
-        assert table[name][0] == of_paper
+    paper = {
+        "method": "lococo+h2o", "slots M, segment T": "512, 512",
+        "tokens of a sequence L": "8,192", "compressor": "paper, 21 taps",
+        "steps x sequences": "100 x 128, 1 at once"}  # fmt: skip
+    for name, cell in paper.items():
+        assert table[name][0] == cell
     config = train.TrainConfig(**train.RECIPES["embedded"])
     assert table["text"][3] == f"{config.facts} facts each, weight {config.answer_weight:g}"
     assert table["segments of a gradient"][3] == str(config.bptt)

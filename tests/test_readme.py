@@ -37,7 +37,8 @@ def blocks(page: Path, language: str = "") -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Commands that run a program: lines of blocks without a language, and `python ...` in prose."""
+    """Commands that run a program: lines of blocks without a language, and `python ...` in
+    prose."""
     lines = "".join(blocks(page)).replace("\\\n", " ").splitlines()
     found = [line for line in lines if line.startswith(("python ", "torchrun "))]
     prose = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S)
@@ -287,8 +288,8 @@ def test_nats_above_the_window():
 
 
 def test_the_comparison_with_the_official_h2o():
-    """Two documents. The official code is 1 and 2 above with seed 0, and 1 above with seed 1. It has
-    no partner with seed 2; other flags and other rows make other tables."""
+    """Two documents. The official code is 1 and 2 above with seed 0, and 1 above with seed 1. It
+    has no partner with seed 2; other flags and other rows make other tables."""
     same = {"model": "tiny", "mem": 512, "seq": 4096, "steps": 160, "facts": 0, "extra": ""}
     nats = [("official h2o", 0, [1, 3]), ("official h2o", 1, [2, 3]), ("official code", 0, [2, 5]),
             ("official code", 1, [3, 4]), ("official code", 2, [9, 9]), ("full", 0, [1, 1])]

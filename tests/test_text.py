@@ -205,7 +205,7 @@ def test_long_documents():
 @pytest.mark.parametrize("L, reach, edges", [
     (600, 100, [0, 100, 512, 600]), (1024, 512, [0, 512, 1024]), (90, 0, [0, 90]),
     (600, 1024, [0, 600]),
-    (40000, 800, [0, 800, 1024, 2048, 4096, 8192,  16384, 32768, 40000])])  # fmt: skip
+    (40000, 800, [0, 800, 1024, 2048, 4096, 8192, 16384, 32768, 40000])])  # fmt: skip
 def test_ranges_of_distances(L, reach, edges):
     """The last number of a range is in it. 0 is in none."""
     n = torch.arange(2, L + 1).repeat(2, 1)
