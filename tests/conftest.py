@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lococo import Settings
+from lococo import Settings, settings_for
 from model import Llama, LlamaConfig, Tokenizer
 from support.command_line import HERE, TINY, run_program
 
@@ -18,6 +18,11 @@ sys.path.insert(0, str(HERE / "tools"))  # tests import its programs
 
 FULL = Settings("full", 16, 1024, lora_rank=0)
 H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)
+
+
+def settings(method="lococo", mem=8, segment=6, length=40, **changes) -> Settings:
+    """Of a small memory."""
+    return settings_for(method, mem, segment, length, **{"kernel": 3, "lora_rank": 0} | changes)
 
 
 @pytest.fixture

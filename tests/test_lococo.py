@@ -10,6 +10,7 @@ import pytest
 import torch
 import official_code  # noqa: F401, it adds a compressor
 import variants  # noqa: F401, it adds compressors
+from conftest import settings
 from reference import by_loop, official_rows, slow_memory
 
 from generate import TracedMemory, describe_slots, prefill
@@ -26,10 +27,6 @@ TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(1)
-
-
-def settings(method="lococo", mem=8, segment=6, length=40, **changes):
-    return settings_for(method, mem, segment, length, **{"kernel": 3, "lora_rank": 0} | changes)
 
 
 def logits_of(model, cache, tokens=TOKENS, segment=6):

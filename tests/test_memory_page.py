@@ -13,8 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from conftest import settings
 from reference import by_loop, slow_memory
-from test_lococo import settings
 
 import generate
 from generate import TracedMemory
