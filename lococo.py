@@ -205,6 +205,16 @@ class Compressor(nn.Module):
             return w @ k, w @ v, w  # (4), (5)
 
     @torch.no_grad()
+    def rows_sum_to_1(self) -> bool:
+        """Whether the rows of w do, on random entries. A compressor of one's own may err."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (1, self.conv.in_channels, self.slots + 8)
+        entries = torch.randn(shape, generator=generator).to(self.conv.weight.device)
+        new, scores = entries[:, 0] > torch.inf, entries[:, 0].exp()  # none is from a slot
+        sums = self.weights(entries, new, scores).sum(dim=-1)
+        return torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
+
+    @torch.no_grad()
     def sharpen(self, factor: float) -> None:
         """Multiply the logits by `factor`, by scaling all parameters. Override this if your
         logits are not proportional to them. With the paper's (7) it has no effect."""

@@ -415,10 +415,13 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
         file = path / "params.json"
         name_in_file = str  # returns a name as it is: ours are Meta's
         read_config, read_weights = meta_config, meta_weights
-    else:
+    elif (path / "config.json").is_file():
         file = path / "config.json"
         name_in_file = hugging_face_name
         read_config, read_weights = hugging_face_config, hugging_face_weights
+    else:
+        none = "there is no model in it, as it has no config.json and no params.json"
+        raise UserError(f"{path}: {none}; {WHICH}")
     try:
         config = read_config(file)
     except FOREIGN as error:
@@ -638,11 +641,13 @@ class Tokenizer:
         return added or self.tokens.name(i)
 
 
+WHICH = "docs/models.md says which models load, and how to download one"
+
+
 def refuse_missing(path: Path) -> None:
     """Raises UserError if there is no such model."""
     if not path.is_dir():
-        remedy = "docs/models.md says which models load, and how to download one"
-        raise UserError(f"{path}: there is no such folder of a model; {remedy}")
+        raise UserError(f"{path}: there is no such folder of a model; {WHICH}")
 
 
 def tokenizer_file(path: Path) -> Path:

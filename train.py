@@ -738,6 +738,9 @@ def start_or_resume(
         print_changes(config, record)
     record["config"] = asdict(config)
     print(f"{sum(p.numel() for p in adapted.trained().values()):,} parameters train")
+    if not all(compressor.rows_sum_to_1() for compressor in adapted.compressors):
+        name = type(adapted.compressors[0]).__name__
+        print(f"warning: the rows of {name}.weights do not sum to 1: (4) and (5) do not mix")
     start_alike(adapted.trained().values())
     if config.recompute:
         adapted.recompute_in_backward()

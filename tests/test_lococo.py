@@ -320,6 +320,16 @@ def test_later_tokens_leave_earlier_logits_as_they_are(model, method):
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
+def test_rows_that_do_not_sum_to_1_are_noticed(name, monkeypatch):
+    """As those of a softmax over the slots."""
+    compressor = COMPRESSORS[name](4, 3, 5)
+    assert compressor.rows_sum_to_1()
+    softmax = lambda self, entries, *_: self.conv(entries).softmax(dim=1)  # noqa: E731
+    monkeypatch.setattr(type(compressor), "weights", softmax)
+    assert not compressor.rows_sum_to_1()
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
 def test_sharper_logits(name):
     """They are 16 times as large. What is no logit, the official code's gate, stays."""
     compressor = COMPRESSORS[name](4, 3, 5).double()

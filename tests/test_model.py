@@ -257,8 +257,7 @@ def test_what_is_not_this_llama_is_refused_by_name(tmp_path, model, key, value, 
 
 
 def test_missing_configurations_and_shards_are_noticed(tmp_path, model):
-    with pytest.raises(FileNotFoundError, match="config.json"):  # neither layout
-        load_llama(tmp_path)
+    refusal(tmp_path, "it has no config.json and no params.json; docs/models.md says")
     for files, lost, *parts in ((SHARDS, 0, "Missing", "tok_embeddings.weight"),
                                 (META[:2], 0, "consolidated.00.pth: cannot be read"),
                                 (META[:2], 1, "size mismatch", "[64, 16]", "[64, 32]")):
