@@ -268,6 +268,9 @@ def documents_to_score(
             raise UserError(f"--lengths {L}: {why_none(streams, parts, tokenizer.bos, L)}")
     if config.data:
         print_left_out(streams, parts, tokenizer.bos)
+    elif config.chosen.model.resolve() != TINY:
+        library = "no --data: it scores Python's standard library"
+        print(f"{library}; name your own text by --data", file=sys.stderr)
     return documents
 
 

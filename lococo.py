@@ -123,20 +123,25 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     if row and filler not in given:
         counts[filler] += mem - sum(counts.values())
 
-    total = sum(counts.values())  # fewer than M are allowed, as with --sinks 8 --recent 0
-    fits = 0 < total <= mem if row else total == 0
-    nothing_merged = "merged" in row and counts["merged"] == 0
-    if not fits or nothing_merged or min(counts.values()) < 0:
+    rule = broken_rule(row, counts, mem)
+    if rule:
         listed = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-        rule = f"together they must be from 1 to {mem}, and none negative"
-        if nothing_merged:
-            rule = "this method needs merged slots; leave room for them"
-        if not row:
-            rule = "this method keeps everything and has no slots"
         raise UserError(f"--method {method} --mem {mem}: {listed} slots do not fit; {rule}")
     settings = Settings(method, segment, length, **chosen | counts)
     check_budgets(settings)
     return settings
+
+
+def broken_rule(row: dict, counts: dict[str, int], mem: int) -> str | None:
+    """Why these counts of slots do not suit a row of METHODS; None if they do."""
+    total = sum(counts.values())
+    if not row:
+        return "this method keeps everything and has no slots" if total else None
+    if "merged" in row and counts["merged"] == 0:
+        return "this method needs merged slots; leave room for them"
+    if not 0 < total <= mem or min(counts.values()) < 0:
+        return f"together they must be from 1 to {mem}, and none negative"
+    return None
 
 
 # --- Compressor (section 3.2.1) ---------------------------------------------------------

@@ -463,7 +463,7 @@ def meta_config(file: Path) -> LlamaConfig:
         raise ValueError("use_scaled_rope is not implemented; take Hugging Face's layout")
     shard = read_tensors(file.parent / "consolidated.00.pth")
     shards = len(list(file.parent.glob("consolidated.*.pth")))
-    return LlamaConfig(
+    config = LlamaConfig(
         **{key: params[key] for key in ("dim", "n_layers", "n_heads", "norm_eps")},
         n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
         ffn_dim=shards * len(shard["layers.0.feed_forward.w1.weight"]),
@@ -473,6 +473,27 @@ def meta_config(file: Path) -> LlamaConfig:
         context=params.get("max_seq_len", 4096),
         rope_theta=params.get("rope_theta", 10000.0),
     )
+    refuse_contradiction(params, shard, config)
+    return config
+
+
+def refuse_contradiction(params: dict, shard: dict[str, Tensor], config: LlamaConfig) -> None:
+    """Raises ValueError where params.json says other sizes than the weights have."""
+    if params.get("vocab_size", -1) not in (-1, config.vocab_size):
+        sizes = f"vocab_size {params['vocab_size']}, but {config.vocab_size} in the weights"
+        raise ValueError(sizes)
+    if "multiple_of" in params:  # Meta's rule for the feed-forward size
+        size = int(8 * config.dim / 3)
+        size = int(size * (params.get("ffn_dim_multiplier") or 1))
+        size = math.ceil(size / params["multiple_of"]) * params["multiple_of"]
+        if size != config.ffn_dim:
+            rule = f"multiple_of and ffn_dim_multiplier give {size}"
+            missing = "is a file consolidated.NN.pth missing?"
+            raise ValueError(f"{rule}, but {config.ffn_dim} in the weights; {missing}")
+    pairs = len(shard.get("rope.freqs", ()))
+    if pairs and pairs != config.head_dim // 2:
+        heads = f"n_heads {config.n_heads} leaves {config.head_dim} channels for a head"
+        raise ValueError(f"{heads}, but {2 * pairs} in the weights")
 
 
 def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:

@@ -341,6 +341,8 @@ def train(
             bar.set_postfix_str(progress, refresh=False)
             before_clipping = [round(norm.item(), 6) for norm in norms]
             line = {"step": step + 1, "loss": loss, "gradient norms": before_clipping}
+            if config.sharper != 1:  # the loss is of the model before
+                line["sharper after training"] = config.sharper
             log.write(json.dumps(line) + "\n")
             log.flush()
             stop = add_up(torch.tensor(len(noted))) > 0

@@ -5,7 +5,6 @@ memory. Equations have the paper's numbers, letters are those of model.py."""
 import torch
 import torch.nn.functional as F
 
-from lococo import COMMON_SCALE, PENALTY, POWER
 from model import Llama, LlamaConfig
 
 # --- The second Llama -------------------------------------------------------------------
@@ -115,15 +114,15 @@ def facts_by_loop(compressor, slots, k, v, from_slot, scores):
             own, common = compressor.conv.weight, compressor.common
             if from_slot[j]:
                 own, common = compressor.slot_filters, compressor.slot_common
-            logit = filtered(entries, own, i, j) + COMMON_SCALE * filtered(entries, common, 0, j)
+            logit = filtered(entries, own, i, j) + 3 * filtered(entries, common, 0, j)
             if hasattr(compressor, "trust"):
                 logit += 2 * compressor.trust.item() * (received[j] - received.mean())
-            w[i, j] = (logit - PENALTY * taken[j]).exp()
+            w[i, j] = (logit - 1000 * taken[j]).exp()
         best = max(range(S), key=lambda j: w[i, j].item())
         w[i] = w[i] / w[i].sum()
         for j in range(S):  # the rows after it avoid copies of what it likes best
             cosine = F.cosine_similarity(centred[best], centred[j], dim=0)
-            taken[j] += cosine.clamp(min=0).detach() ** POWER
+            taken[j] += cosine.clamp(min=0).detach() ** 32
     return w.detach()
 
 

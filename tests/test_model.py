@@ -110,7 +110,7 @@ def write_model(path, model, files, edit=lambda state: None, **changes) -> Path:
     path.mkdir(exist_ok=True)
     (path / ("params.json" if meta else "config.json")).write_text(json.dumps(about | changes))
     ignored = "rope.freqs" if meta else "model.layers.0.self_attn.rotary_emb.inv_freq"
-    states = [{ignored: torch.zeros(4)} for _ in files]
+    states = [{ignored: torch.zeros(c.head_dim // 2)} for _ in files]
     for n, (name, w) in enumerate(meta_state(model).items()):
         kind = name.split(".")[-2]
         if meta:
@@ -220,7 +220,9 @@ def test_metas_layout_as_the_70b_has_it(tmp_path, tokenizer):
     up."""
     (tmp_path / "tokenizer.model").write_bytes(tokenizer.file.read_bytes())
     model = Llama(LlamaConfig(64, 1, 16, 8, ffn_dim=224, vocab_size=2048))
-    path = write_model(tmp_path / "70B", model, META, rope_theta=1e6, vocab_size=-1)
+    path = write_model(
+        tmp_path / "70B", model, META, rope_theta=1e6, vocab_size=-1, ffn_dim_multiplier=1.3
+    )
     load(path, model, rope_theta=1e6)
     assert Tokenizer(path).vocab_size == 2048
 
@@ -256,11 +258,20 @@ def test_what_is_not_this_llama_is_refused_by_name(tmp_path, model, key, value, 
     refusal(write_model(tmp_path, model, [HF], **{key: value}), sentence)
 
 
+@pytest.mark.parametrize("changes, sentence", [
+    ({"vocab_size": 50}, "vocab_size 50, but 64 in the weights"),
+    ({"multiple_of": 256}, "multiple_of and ffn_dim_multiplier give 256, but 96 in the weights"),
+    ({"ffn_dim_multiplier": 3.0}, "give 256, but 96 in the weights"),
+    ({"n_heads": 8}, "n_heads 8 leaves 4 channels for a head, but 8 in the weights")])
+def test_a_params_json_that_contradicts_its_weights(tmp_path, model, changes, sentence):
+    refusal(write_model(tmp_path, model, META[:1], **changes), sentence)
+
+
 def test_missing_configurations_and_shards_are_noticed(tmp_path, model):
     refusal(tmp_path, "it has no config.json and no params.json; docs/models.md says")
     for files, lost, *parts in ((SHARDS, 0, "Missing", "tok_embeddings.weight"),
                                 (META[:2], 0, "consolidated.00.pth: cannot be read"),
-                                (META[:2], 1, "size mismatch", "[64, 16]", "[64, 32]")):
+                                (META[:2], 1, "is a file consolidated.NN.pth missing")):
         (write_model(tmp_path, model, files) / files[lost]).unlink()
         refusal(tmp_path, *parts)
     write_model(tmp_path, model, META[:2], lambda s: s.update({WQ: s[WQ][:, 1:].clone()}))

@@ -146,10 +146,11 @@ class Options:
 def parse() -> Options:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=at_least(1), default=1500)
-    parser.add_argument("--batch", type=at_least(1), default=16)
-    parser.add_argument("--lr", type=at_least(0, float), default=2e-3)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the model; a run there goes on")
+    add("--steps", type=at_least(1), default=1500, help="of the optimizer (default: 1500)")
+    add("--batch", type=at_least(1), default=16, help="sequences per step (default: 16)")
+    add("--lr", type=at_least(0, float), default=2e-3, help="highest rate (default: 2e-3)")
     return Options(**vars(parser.parse_args()))
 
 

@@ -18,9 +18,8 @@ keep everything while it has LEAST of M slots, and its need is what the loss ris
 The needs are measured on texts that may be trained on; what is scored must not be among them.
 """
 
-import argparse
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import token_losses  # noqa: E402
 from lococo import METHODS, AdaptedLlama, Settings, settings_for  # noqa: E402
 from model import Llama, load_base  # noqa: E402
-from support.command_line import Machine, Parser, at_least, counted, method_flags  # noqa: E402
-from support.command_line import named_path, prepare, run_program  # noqa: E402
+from support.command_line import Machine, Parser, at_least, config_of, counted  # noqa: E402
+from support.command_line import method_flags, named_path, prepare, run_program  # noqa: E402
 from support.facts import FORMS, tell_all  # noqa: E402
 from support.files import UserError  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
@@ -94,7 +93,26 @@ def shared_out(needs: np.ndarray, mem: int) -> list[int]:
     return budgets.tolist()
 
 
-def parse() -> argparse.Namespace:
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    model: Path
+    device: str | None
+    dtype: str | None
+    seed: int
+    method: str
+    mem: int
+    segment: int | None
+    changes: dict  # of the method's row of METHODS
+    data: list[Path]
+    length: int  # tokens of a document
+    documents: int  # at most
+    recall: bool
+    fact_form: str
+
+
+def parse() -> Options:
     parser = Parser(__doc__)
     parser.set_defaults(mem=64)
     parser.epilog = "Here --mem is 64 if it is not given."
@@ -109,44 +127,45 @@ def parse() -> argparse.Namespace:
     add("--recall", action="store_true", help="what recalling facts needs, as said above")
     add("--fact-form", choices=FORMS, default="line",
         help="with --recall: lines `@ name name = word` (default), or sentences as RULER's needles")
-    args = parser.parse_args()
-    if args.budgets:
+    flags = parser.parse_args()
+    if flags.budgets:
         parser.error("--budgets are what this program finds; leave the flag out")
-    return args
+    flags.changes = method_flags(vars(flags)) | {"lora_rank": 0}
+    return config_of(Options, flags)
 
 
 def main() -> None:
-    args = parse()
-    machine = prepare(args.device, args.dtype, args.seed)
-    model, tokenizer = load_base(args.model, machine)
-    mem = args.mem
-    flags = method_flags(vars(args)) | {"lora_rank": 0}
-    settings = settings_for(args.method, mem, args.segment or mem, args.length, **flags)
+    options = parse()
+    machine = prepare(options.device, options.dtype, options.seed)
+    model, tokenizer = load_base(options.model, machine)
+    mem = options.mem
+    segment = options.segment or mem
+    settings = settings_for(options.method, mem, segment, options.length, **options.changes)
     if settings.merged or not settings.mem:
-        raise UserError(f"--method {args.method}: take one that has slots and merges nothing")
+        raise UserError(f"--method {options.method}: take one that has slots and merges nothing")
     if settings.positions == "slots":
-        remedy = "take --positions interpolated"
-        raise UserError(f"--method {args.method}: budgets cannot have positions by slot; {remedy}")
-    ids = np.concatenate([*token_streams(args.data, tokenizer).values()])
-    if args.length <= settings.room:
+        reason = "budgets cannot have positions by slot; take --positions interpolated"
+        raise UserError(f"--method {options.method}: {reason}")
+    ids = np.concatenate([*token_streams(options.data, tokenizer).values()])
+    if options.length <= settings.room:
         sizes = f"a memory of {mem} slots and a segment of {settings.segment} tokens hold it"
         remedy = "so that nothing is compressed; take a larger --length, or a smaller --mem"
-        raise UserError(f"--length {args.length}: {sizes}, {remedy}")
-    documents = long_documents(ids, tokenizer.bos, args.length, args.documents)
+        raise UserError(f"--length {options.length}: {sizes}, {remedy}")
+    documents = long_documents(ids, tokenizer.bos, options.length, options.documents)
     if not len(documents):
-        raise UserError(f"--data: no document has --length {args.length} tokens")
+        raise UserError(f"--data: no document has --length {options.length} tokens")
     scored = Scored(documents, torch.ones_like(documents[:, 1:], dtype=torch.bool))
     what = "nats per token if it alone keeps all"
-    if args.recall:
+    if options.recall:
         # The names of facts are those for training.
-        told, ago = tell_all(documents, "training", tokenizer, args.fact_form)
+        told, ago = tell_all(documents, "training", tokenizer, options.fact_form)
         scored = Scored(told, ago > settings.room)
         what = f"nats per answer if it alone has {least_of(mem)} slots"
         print(counted(int(scored.mask.sum()), "answer"))
         if not scored.mask.any():
             none = f"no fact is told again more than {settings.room} tokens later"
             raise UserError(f"--recall: {none}; take a larger --length, or more --documents")
-    found = measure_needs(model, settings, scored, machine, args.recall)
+    found = measure_needs(model, settings, scored, machine, options.recall)
     for layer, nats in enumerate(found):
         print(f"layer {layer:>2}  {nats:+.4f} {what}")
     if found.max() <= 0:

@@ -342,8 +342,8 @@ def table(stored: list[dict], **about) -> str:
     nats = {key: np.mean([c["by document"] for c in some], axis=0) for key, some in rows.items()}
     h2o = best_of(("h2o", "h2o text", "h2o lora"), nats)
     full = best_of(("full", "full lora"), nats)
-    lines = ["| memory | steps | seeds | nats per token | perplexity | from H2O | gap closed, % |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    head = "memory | steps | seeds | nats per token | perplexity | from H2O, nats per token"
+    lines = [f"| {head} | gap closed, % |", "|---|---|---|---|---|---|---|"]
     for (row, steps, extra), values in nats.items():
         some = rows[row, steps, extra]
         label = ROWS[row].label
@@ -425,7 +425,7 @@ def parse() -> Options:
     add("--prose", type=Path, help=f"folder with {', '.join((*BOOKS, *PARTS.values()))}")
     add("--rows", nargs="+", choices=ROWS, metavar="ROW",
         help=f"rows to make: {', '.join(ROWS)} (default: all); {each}")  # fmt: skip
-    add("--seeds", nargs="+", type=at_least(0), default=[0])
+    add("--seeds", nargs="+", type=at_least(0), default=[0], help="of training (default: 0)")
     add("--steps", type=positive,
         help=f"training steps of 4,096 tokens (default: 60); {each}")
     add("--mem", type=positive, default=64,
