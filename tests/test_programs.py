@@ -253,6 +253,8 @@ def test_a_real_model_without_a_text_is_told_what_it_trains_on(run, monkeypatch)
     for flags, said in (("", False), ("--model base", True), ("--model base --data text", False)):
         code, out, err = run(train, f"{words} {flags} --out run{len(flags)}")
         assert code == 0 and (asked in out) == said, err
+        code, _, err = run(eval_ppl, f"{flags} --method h2o --mem 16 --lengths 64 --documents 1")
+        assert code == 0 and ("no --data: it scores Python's standard library" in err) == said, err
 
 
 def test_ctrl_c_before_the_first_step_and_after_the_last(run, monkeypatch):
