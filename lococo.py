@@ -215,8 +215,9 @@ class Compressor(nn.Module):
         generator = torch.Generator().manual_seed(0)
         shape = (1, self.conv.in_channels, self.slots + 8)
         entries = torch.randn(shape, generator=generator).to(self.conv.weight.device)
-        new, scores = entries[:, 0] > torch.inf, entries[:, 0].exp()  # none is from a slot
-        sums = self.weights(entries, new, scores).sum(dim=-1)
+        from_slot = torch.zeros_like(entries[:, 0], dtype=torch.bool)
+        scores = entries[:, 0].exp()
+        sums = self.weights(entries, from_slot, scores).sum(dim=-1)
         return torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
 
     @torch.no_grad()
@@ -593,8 +594,7 @@ def check_budgets(settings: Settings) -> None:
 
 # --- Ours: compressors whose slots choose in order --------------------------------------
 
-# Scaling the shared filter by 3 triples its change per AdamW step: it learns what is relevant
-# before the slots' own filters, which share the work.
+# Scaling the shared filter by 3 triples its change per AdamW step.
 COMMON_SCALE = 3
 # The next two were chosen on the embedded model, and are used on SmolLM2 as they are. In the
 # embedded model, with positions by slot, the (centred) cosine of a fact that is told twice is
