@@ -37,8 +37,8 @@ from support.command_line import HERE, TINY, Machine, Parser, at_least, counted
 from support.command_line import method_flags, named_path, prepare, resume_command, run_program
 from support.facts import FORMS, tell, tell_all
 from support.files import UserError, checksum, read_file, write_file
-from support.processes import RANK, WORLD, add_up, explained, join, many_processes
-from support.processes import noted_signals, start_alike, wait_for_all
+from support.processes import RANK, WORLD, add_up, end_together, explained, join
+from support.processes import noted_signals, start_alike, start_process, wait_for_all
 from support.run_folder import claim, is_used, never_began
 from support.text import PARTS, find_files, long_documents, sequence, token_streams
 
@@ -789,8 +789,9 @@ def print_start(setup: Setup) -> None:
 BEFORE = "stopped before the first step: no training is lost; give the same command again"
 
 
-def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> None:
-    """Refuse what cannot work, claim the folder of the run, then train and score."""
+def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> int:
+    """Refuse what cannot work, claim the folder of the run, then train and score. Returns
+    the exit code."""
     settings = settings_of(config)
     refuse_idle(config, settings)
     machine = prepare(config.device, config.dtype, config.seed)
@@ -806,15 +807,15 @@ def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> None:
         setup = replace(setup, config=replace(config, out=str(out)))
     with log:
         if WORLD > 1 and RANK == 0:
-            join()  # the others wait in many_processes
+            join()  # the others wait in start_process
         print_start(setup)
-        train_and_score(setup, model, state, record, log)
+        return train_and_score(setup, model, state, record, log)
 
 
 def train_and_score(
     setup: Setup, model: Llama, state: dict[str, Tensor], record: dict, log: TextIO
-) -> None:
-    """All that is written goes into the folder of the run."""
+) -> int:
+    """All that is written goes into the folder of the run. Returns the exit code."""
     config, settings, documents = setup.config, setup.settings, setup.text.documents
     out = Path(config.out)
     add_score = partial(score_into, setup, record)
@@ -834,7 +835,7 @@ def train_and_score(
     again = resume_command(out) + (" (by torchrun, as before)" if WORLD > 1 else "")
     if stopped:
         print(f"stopped; to go on: {again}")
-        raise SystemExit(128 + stopped)
+        return 128 + stopped
     if RANK == 0:
         with explained(f"stopped after the last step; to score: {again}"):
             sharpen(adapted, config)
@@ -842,6 +843,7 @@ def train_and_score(
             add_score(f"{config.method}, after training", adapted)
         print_scores(record["scores"], len(documents))
         print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
+    return 0
 
 
 def score_into(setup: Setup, record: dict, name: str, adapted: AdaptedLlama) -> None:
@@ -880,8 +882,9 @@ def write_adapter(adapted: AdaptedLlama, config: TrainConfig, parts: list[str]) 
 
 
 def main(line: list[str] | None = None) -> None:
-    with many_processes():
-        run(*parse(line))
+    start_process()
+    code = run(*parse(line))
+    end_together(code)
 
 
 if __name__ == "__main__":

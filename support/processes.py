@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Iterable, Iterator
@@ -30,29 +29,28 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # --- Start and end ----------------------------------------------------------------------
 
 
-@contextmanager
-def many_processes() -> Iterator[None]:
-    """A program of many processes, or of one. Process 0 calls `join` inside, when it knows that the
-    work can begin: until then it refuses flags and texts, and tokenizes. All end together."""
+def start_process() -> None:
+    """Begin a program of many processes, or of one. Process 0 calls `join` when it knows that the
+    work can begin: until then it refuses flags and texts, and tokenizes, while the others wait
+    here."""
     check_environment()
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")
         join()
-    try:
-        yield
-        if WORLD > 1:
-            # Process 0 still scores, and torchrun ends it when another one dies.
-            wait_for_all()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            # At once, as gloo's threads may abort a process that ends in the usual way (PyTorch
-            # issue 190489).
-            os._exit(0)
-    except BaseException:
-        if RANK > 0:
-            # Process 0 prints the error first: torchrun ends all when one has ended.
-            time.sleep(3)
-        raise
+
+
+def end_together(code: int) -> None:
+    """End all processes with this exit code, when all have done their work: process 0 still scores,
+    and torchrun ends all when one has ended. One process alone goes on if the code is 0."""
+    if WORLD > 1:
+        wait_for_all()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At once, as gloo's threads may abort a process that ends in the usual way (PyTorch
+        # issue 190489).
+        os._exit(code)
+    if code:
+        sys.exit(code)
 
 
 def check_environment() -> None:
