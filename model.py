@@ -34,7 +34,7 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from support.files import DAMAGED, UserError, read_json, read_tensors, read_text, why
+from support.files import FOREIGN, UserError, read_json, read_tensors, read_text, why
 
 if TYPE_CHECKING:
     from support.command_line import Machine
@@ -402,10 +402,6 @@ class Llama(nn.Module):
 # --- Official weights -------------------------------------------------------------------
 
 
-# Errors that reading another model's config.json or params.json can raise.
-FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-
-
 def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
     """A model from a directory in Meta's layout (params.json) or Hugging Face's
     (config.json), with its weights in `dtype`. Raises UserError if a file is missing,
@@ -634,14 +630,13 @@ class Tokenizer:
             self.tokens = reader(self.file)
             self.vocab_size = self.tokens.vocab_size
             self.prefix = read_json(prefix) if prefix.is_file() else [self.tokens.bos]
-            if not all(type(i) is int and i >= 0 for i in self.prefix):
-                raise ValueError(f"no ids that begin a text: {self.prefix!r}")
-            self.bos = self.prefix[0]  # begins each text
-            self.ends = self.tokens.ends  # ids, each of which ends a text
-        except DAMAGED as error:
+            refuse_prefix(self.prefix)
+        except ValueError as error:
             reason = why(self.file, error)
             sentence = f"{self.file.name} is not a readable tokenizer ({reason})"
             raise UserError(f"{path}: {sentence}") from None
+        self.bos = self.prefix[0]  # begins each text
+        self.ends = self.tokens.ends  # ids, each of which ends a text
         self.letter = self.tokens.encode("x")[-1:]  # what `piece` puts in front of a token
 
     def encode(self, text: str) -> list[int]:
@@ -660,6 +655,13 @@ class Tokenizer:
             return f"<{i}>"
         added = self.decode([*self.letter, i]).removeprefix(self.decode(self.letter))
         return added or self.tokens.name(i)
+
+
+def refuse_prefix(prefix: list[int]) -> None:
+    """Raises ValueError if these are no ids that can begin a text."""
+    ids = isinstance(prefix, list) and prefix
+    if not ids or not all(type(i) is int and i >= 0 for i in prefix):
+        raise ValueError(f"no ids that begin a text: {prefix!r}")
 
 
 WHICH = "docs/models.md says which models load, and how to download one"
@@ -684,8 +686,13 @@ def tokenizer_file(path: Path) -> Path:
 
 
 class SentencePieceTokens:
+    """A tokenizer.model. Raises ValueError if it cannot be used."""
+
     def __init__(self, file: Path):
-        self.sp = SentencePieceProcessor(model_file=str(file))
+        try:
+            self.sp = SentencePieceProcessor(model_file=str(file))
+        except (RuntimeError, OSError) as error:
+            raise ValueError(error) from None
         self.vocab_size = self.sp.vocab_size()
         self.ends = {self.sp.eos_id()} - {-1}  # -1: there is none
         begins = [self.sp.bos_id()] if self.sp.bos_id() >= 0 else sorted(self.ends)
@@ -701,7 +708,7 @@ class JsonTokens:
     """A tokenizer.json. Which tokens begin and end a text is taken from the files beside
     it: by name (tokenizer_config.json) or by id (config.json, generation_config.json).
     Where they name none that begins a text, the one with the smallest id that ends a text
-    does."""
+    does. Raises ValueError if it cannot be used."""
 
     def __init__(self, file: Path):
         try:
@@ -735,11 +742,14 @@ class JsonTokens:
         for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
             file = folder / name
             content = read_json(file) if file.is_file() else {}
-            token = content.get(f"{role}_token")  # "<s>", or {"content": "<s>", ...}
-            if token:
-                text = token["content"] if isinstance(token, dict) else token
-                found.append(self.tokenizer.token_to_id(text))
-            ids = content.get(f"{role}_token_id")  # 1, or [1, 2]
+            try:
+                token = content.get(f"{role}_token")  # "<s>", or {"content": "<s>", ...}
+                if token:
+                    text = token["content"] if isinstance(token, dict) else token
+                    found.append(self.tokenizer.token_to_id(text))
+                ids = content.get(f"{role}_token_id")  # 1, or [1, 2]
+            except FOREIGN as error:
+                raise ValueError(f"{name} is of another form ({error!r})") from None
             found += ids if isinstance(ids, list) else [ids]
         return [i for i in dict.fromkeys(found) if i is not None]
 

@@ -23,7 +23,11 @@ class UserError(Exception):
 
 UTF8 = "utf-8-sig"  # of all text files, whatever the locale says; a byte order mark is no text
 
-# What reading a damaged or foreign file can raise.
+# What taking values from a JSON file of another program can raise.
+FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+
+# What a library can raise that reads damaged weights. A .bin file is a pickle, and a damaged pickle
+# can raise nearly anything. Code of ours should not run under this, as its bugs would be hidden.
 DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionError, TypeError,
            AttributeError, ArithmeticError, pickle.UnpicklingError, SafetensorError)  # fmt: skip
 

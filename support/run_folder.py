@@ -7,7 +7,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Iterator, TextIO
 
-from support.files import DAMAGED, UserError
+from support.files import FOREIGN, UserError
 from support.processes import RANK
 
 HALF = "state.safetensors.*.part"  # what a power cut leaves of a state
@@ -78,6 +78,6 @@ def forget_crash(out: Path, log: TextIO, step: int) -> None:
     kept = takewhile(is_kept, log)
     try:
         log.truncate(sum(len(line) for line in kept))  # each character is a byte
-    except DAMAGED as error:
+    except FOREIGN as error:
         sentence = f"damaged ({error!r}); move it elsewhere to go on"
         raise UserError(f"{os.path.relpath(log.name)}: {sentence}") from None

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from support.command_line import counted
-from support.files import DAMAGED, UTF8, UserError, read_file, read_text, write_file
+from support.files import FOREIGN, UTF8, UserError, read_file, read_text, write_file
 
 if TYPE_CHECKING:
     from model import Tokenizer
@@ -55,7 +55,8 @@ def find_files(paths: list[Path], say: bool = True) -> list[Path]:
 
 
 def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, dict]]:
-    """Number and object of each line of a .jsonl or .jsonl.gz file, for which `check` must hold."""
+    """Number and object of each line of a .jsonl or .jsonl.gz file, for which `check` must hold. It
+    may also raise what looking for values raises."""
     opener = gzip.open if file.suffix.lower() == ".gz" else open
     number = 1
     with opener(file, "rb") as content:  # bytes: text is decoded ahead of the line that is read
@@ -67,7 +68,7 @@ def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, 
                         raise ValueError(f"{row}"[:80])
                     yield number, row
                 number += 1
-        except (*DAMAGED, zlib.error) as error:
+        except (*FOREIGN, RecursionError, OSError, EOFError, zlib.error) as error:
             raise UserError(f"{file}, line {number}: not as --help says ({error!r})") from None
 
 

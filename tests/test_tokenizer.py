@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -101,6 +102,10 @@ def test_what_cannot_be_used_is_one_sentence(folder, monkeypatch):
         write(folder, "config", bos_token_id=name)
         with pytest.raises(UserError, match=rf"no ids that begin a text: \[{name!r}\]"):
             Tokenizer(folder)
+    for content in ("[]", '{"bos_token": {"text": "<s>"}}'):
+        (folder / "generation_config.json").write_text(content)
+        with pytest.raises(UserError, match="generation_config.json is of another form"):
+            Tokenizer(folder)
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(UserError, match="base/generation_config.json: cannot be read as JSON"):
         Tokenizer(folder)
@@ -110,6 +115,14 @@ def test_what_cannot_be_used_is_one_sentence(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     with pytest.raises(UserError, match="pip install tokenizers"):
         Tokenizer(folder)
+
+
+def test_a_bug_of_ours_is_no_damaged_tokenizer(folder, monkeypatch):
+    """It is a traceback, not the user's mistake."""
+    for error in (AttributeError, LookupError, RuntimeError):
+        monkeypatch.setattr("model.JsonTokens.special_ids", Mock(side_effect=error))
+        with pytest.raises(error):
+            Tokenizer(folder)
 
 
 def test_a_tokenizer_without_the_letter_x(folder):

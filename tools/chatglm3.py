@@ -18,11 +18,11 @@ from torch import Tensor
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from model import FOREIGN, ROTATED, Llama, Tokenizer, hugging_face_config  # noqa: E402
+from model import ROTATED, Llama, Tokenizer, hugging_face_config  # noqa: E402
 from model import hugging_face_name, not_a_llama  # noqa: E402
 from support.command_line import run_program  # noqa: E402
 from support.files import (  # noqa: E402
-    DAMAGED, UserError, read_json, read_tensors, write_json, write_whole,
+    FOREIGN, UserError, read_json, read_tensors, write_json, write_whole,
 )  # fmt: skip
 
 NAMES = {  # theirs, without "transformer.": ours, the rows that it is cut into
@@ -58,7 +58,7 @@ def model_for(path: Path, out: Path) -> Llama:
     no program takes half a model for a whole one."""
     try:
         config = converted(read_json(path / "config.json"))
-    except DAMAGED as error:
+    except FOREIGN as error:
         raise UserError(f"{path}/config.json: not that of ChatGLM3 ({error!r})") from None
     out.mkdir(parents=True)
     write_json(out / "about.json", config)
