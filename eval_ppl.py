@@ -378,6 +378,27 @@ def print_documents(documents: dict[int, Tensor], parts: list[str]) -> None:
     print(f"documents ({of}): {listed}; cache bytes at {[*documents][-1]}")
 
 
+def print_ranges(
+    config: EvalConfig, documents: dict[int, Tensor], told_ago: Tensor | None,
+    tokenizer: Tokenizer, scores: Scores,
+) -> dict[str, dict]:  # fmt: skip
+    """What --by-position and --recall ask for. Returns the rows of these tables by their
+    name. `told_ago` (N, L - 1) is that of `tell_all` in the documents of the last length."""
+    L, last = list(documents.items())[-1]
+    reach = max(scores.reaches, default=0)
+    tables = {}
+    if config.by_position:
+        title = f"nats in {L} tokens"
+        position = torch.arange(1, L).expand(len(last), -1)
+        masks = ranges("position ", position, reach)
+        tables["nats by position"] = print_means(title, "tokens", masks, scores.losses)
+    if config.recall:
+        title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer).words)}"
+        masks = ranges("told ago ", told_ago, reach)
+        tables["recall"] = print_means(title, "answers", masks, scores.hits)
+    return tables
+
+
 def main() -> None:
     config = parse()
     chosen = config.chosen
@@ -390,30 +411,21 @@ def main() -> None:
     # With --recall a window and H2O stand beside each RUN, unless methods are named.
     sizes = memory_sizes(adapters) if config.recall and not chosen.method else []
     documents = documents_to_score(config, parts, tokenizer)
-    L, last = list(documents.items())[-1]
-    told = None
+    told = told_ago = None
     if config.recall:
         # Facts have names of their own for each part, too. With all parts take some that do
         # not train.
         names = parts[0] if len(parts) == 1 else "held-out"
+        last = list(documents.values())[-1]
         told, told_ago = tell_all(last, names, tokenizer, config.fact_form)
     scores = score_all(config, machine, sizes, documents, told)
 
     print_documents(documents, parts)
-    counts = {length: len(rows) for length, rows in documents.items()}
-    report = {"parts": parts, "documents": counts, "methods": scores.methods}
-    reach = max(scores.reaches, default=0)
-    if config.by_position:
-        title = f"nats in {L} tokens"
-        position = torch.arange(1, L).expand(len(last), -1)
-        masks = ranges("position ", position, reach)
-        report["nats by position"] = print_means(title, "tokens", masks, scores.losses)
-    if config.recall:
-        title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer).words)}"
-        masks = ranges("told ago ", told_ago, reach)
-        report["recall"] = print_means(title, "answers", masks, scores.hits)
+    figures = {"parts": parts, "documents": {L: len(rows) for L, rows in documents.items()}}
+    figures["methods"] = scores.methods
+    figures |= print_ranges(config, documents, told_ago, tokenizer, scores)
     if config.json:
-        write_json(config.json, report)
+        write_json(config.json, figures)
 
 
 if __name__ == "__main__":

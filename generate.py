@@ -446,6 +446,13 @@ def make_page(config: GenerateConfig, machine: Machine, text: str) -> None:
     print(f"open {config.page} in a browser", file=sys.stderr)
 
 
+def print_text(new: Iterator[int], tokenizer: Tokenizer, ids: list[int]) -> None:
+    """Print the new tokens behind `ids` as they come."""
+    for piece in as_text(new, tokenizer, ids):
+        print(piece, end="", flush=True)
+    print(flush=True)
+
+
 def main() -> None:
     config = parse()
     machine = prepare(config.device, config.dtype, config.seed)
@@ -478,10 +485,7 @@ def main() -> None:
             print(*describe_slots(cache, *config.place, ids, tokenizer), sep="\n")
         else:
             most, temperature = config.max_new_tokens, config.temperature
-            new = decode(model, tokenizer, logits, cache, most, temperature)
-            for piece in as_text(new, tokenizer, ids):
-                print(piece, end="", flush=True)
-            print(flush=True)
+            print_text(decode(model, tokenizer, logits, cache, most, temperature), tokenizer, ids)
     print(figures(cache, settings), file=sys.stderr)
 
 

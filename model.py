@@ -26,7 +26,7 @@ import copy
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING, Callable, Iterator, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -402,32 +402,45 @@ class Llama(nn.Module):
 # --- Official weights -------------------------------------------------------------------
 
 
-def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
-    """A model from a directory in Meta's layout (params.json) or Hugging Face's
-    (config.json), with its weights in `dtype`. Raises UserError if a file is missing,
-    damaged or of another model."""
+class Layout(NamedTuple):
+    """How the files of a model's directory are read."""
+
+    file: Path  # of the configuration
+    read_config: Callable[[Path], LlamaConfig]
+    # Yields the name in the file and the tensor of each weight.
+    read_weights: Callable[[Path, LlamaConfig], Iterator[tuple[str, Tensor]]]
+    name_in_file: Callable[[str], str]  # of a weight, from its name in `Llama`
+
+
+def layout_of(path: Path) -> Layout:
+    """Meta's layout (params.json) or Hugging Face's (config.json). Raises UserError."""
     refuse_missing(path)
-    if (path / "params.json").is_file():
-        file = path / "params.json"
-        name_in_file = str  # returns a name as it is: ours are Meta's
-        read_config, read_weights = meta_config, meta_weights
-    elif (path / "config.json").is_file():
-        file = path / "config.json"
-        name_in_file = hugging_face_name
-        read_config, read_weights = hugging_face_config, hugging_face_weights
-    else:
-        none = "there is no model in it, as it has no config.json and no params.json"
-        raise UserError(f"{path}: {none}; {WHICH}")
+    metas, hugging_faces = path / "params.json", path / "config.json"
+    if metas.is_file():
+        return Layout(metas, meta_config, meta_weights, str)  # our names are Meta's
+    if hugging_faces.is_file():
+        return Layout(
+            hugging_faces, hugging_face_config, hugging_face_weights, hugging_face_name
+        )
+    none = "there is no model in it, as it has no config.json and no params.json"
+    raise UserError(f"{path}: {none}; {WHICH}")
+
+
+def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
+    """A model from a directory of either layout, with its weights in `dtype`. Raises
+    UserError if a file is missing, damaged or of another model."""
+    layout = layout_of(path)
+    file = layout.file
     try:
-        config = read_config(file)
+        config = layout.read_config(file)
     except FOREIGN as error:
         raise not_a_llama(file, error) from None
     with torch.device("meta"):  # just shapes
         model = Llama(config)
-    ours = {name_in_file(name): name for name in model.state_dict()}
+    ours = {layout.name_in_file(name): name for name in model.state_dict()}
     state = {}
     try:
-        for name, tensor in read_weights(path, config):
+        for name, tensor in layout.read_weights(path, config):
             check_weight(name, tensor, ours)
             if ours[name] in state:
                 raise ValueError(f"{name} is in two files; remove the one that is left over")

@@ -400,7 +400,7 @@ def odd(text: str) -> int:
 
 def make_parser() -> Parser:
     """A flag that is not given is None. Then the recipe decides, or TrainConfig."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, mem="the recipe's", segment="the recipe's")
     recipes = {name: TrainConfig(**RECIPES[name]) for name in RECIPES}
     parser.epilog = f"what a recipe sets:\n{table_of(recipes)}"
     parser.set_defaults(model=None, seed=None)

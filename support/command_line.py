@@ -64,9 +64,10 @@ def counted(number: int, thing: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """The flags of all programs. A mistake is one sentence."""
+    """The flags of all programs. A mistake is one sentence. `mem` and `segment` say in --help what
+    these flags are by default."""
 
-    def __init__(self, doc: str):
+    def __init__(self, doc: str, mem: str = "512", segment: str = "as --mem"):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.machine = self.add_argument_group("model and machine")
         add = self.machine.add_argument
@@ -78,9 +79,9 @@ class Parser(argparse.ArgumentParser):
         self.memory = self.add_argument_group("memory")
         add = self.memory.add_argument
         add("--mem", type=at_least(4), metavar="M",
-            help="slots, from 4 on (default: 512; in train.py the recipe's)")
+            help=f"slots, from 4 on (default: {mem})")
         add("--segment", type=at_least(1), metavar="T",
-            help="tokens that enter together (default: as --mem; in train.py the recipe's)")
+            help=f"tokens that enter together (default: {segment})")
         for flag, kept in KEPT.items():
             add(flag, type=at_least(0), metavar="N",
                 help=f"slots that keep the {kept} (default: the method's)")
