@@ -223,23 +223,23 @@ def test_what_a_run_says_at_its_start(run, tokenizer, monkeypatch):
     assert shown["steps x sequences"] == ["2 x 2, 1 at once"]
     assert "slots: 4 sinks, 4 merged, 8 recent; positions: slots\n" in out
     assert "these are" not in out and "warning" not in out
-    fewer = f"{LINES[train].replace('run', 'fewer')} --score-tokens 0 --method h2o"
+    fewer = f"{LINES[train]} --out fewer --score-tokens 0 --method h2o"
     fewer += " --heavy 4 --recent 4"
     assert "these are 8 slots, and not --mem 16\n" in run(train, fewer)[1]
 
-    words = f"{LINES[train]} --score-tokens 200 --seq 192 --steps 1".replace("run", "long")
+    words = f"{LINES[train]} --score-tokens 200 --seq 192 --steps 1"
     shorter = Path("text/0.py").read_text()[:300]
     for file in Path("text").iterdir():
         file.write_text(shorter)
-    code, out, _ = run(train, words)
+    code, out, _ = run(train, f"{words} --out long")
     reason = "no document that is held out has --seq 192 tokens"
     assert code == 0
     assert f"0 documents to score: {reason}; others can be named by --held-out" in out
     Path("short.py").write_text(shorter)
-    code, _, err = run(train, f"{words.replace('long', 'own')} --held-out short.py")
+    code, _, err = run(train, f"{words} --out own --held-out short.py")
     assert code == 2 and "short.py: " in err and f"{reason}; give longer ones" in err
     code, out, _ = run(
-        train, f"{words.replace('long', 'own')} --held-out short.py --score-tokens 0"
+        train, f"{words} --out own --held-out short.py --score-tokens 0"
     )
     assert code == 0 and "1 document (" in out and "tokens) held out\n0 documents" in out
 
@@ -294,7 +294,7 @@ def test_a_table_has_one_set_of_documents(run, monkeypatch):
         assert code == 2 and "run: its compressor 'facts' is unknown" in err
     again = cells(run(train, "--resume run --facts 0")[1])  # the documents of the state
     assert again["1 held-out document"] == ["perplexity"] and len(again[H2O_ROW]) == 1
-    other = run(train, f"{LINES[train]} --score-tokens 200".replace("run", "other"))[1]
+    other = run(train, f"{LINES[train]} --score-tokens 200 --out other")[1]
     for name in (WINDOW_ROW, H2O_ROW):
         assert cells(other)[name] == cells(out)[name]
 

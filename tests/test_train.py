@@ -265,7 +265,8 @@ def test_what_a_job_leaves_in_the_environment(variables, sentence, monkeypatch, 
 
 def test_a_port_that_does_not_exist(own_folders):
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999999", "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, train.__file__, *f"{SMALL} --seq 64 --score-tokens 0 --steps 1".split()]
+    words = f"{SMALL} --seq 64 --score-tokens 0 --steps 1 --out run"
+    line = [sys.executable, train.__file__, *words.split()]
     environment = os.environ | OTHERS | variables | {"LOCOCO_CACHE": support.text.CACHE}
     done = subprocess.run(line, capture_output=True, text=True, env=environment)
     place = "MASTER_ADDR=localhost MASTER_PORT=99999999"

@@ -102,8 +102,10 @@ def draw_recall(lines: dict[str, list[float]], kinds: list[str], path: Tensor, l
     left.set_xlabel("tokens since the fact was last told")
     left.set_ylabel("share recalled exactly")
     left.legend(fontsize=9, loc=(0.45, 0.2))
+    compressions, slots = path.shape
+    place = (0.5, compressions + 0.5, slots - 0.5, -0.5)  # the first compression is number 1
     picture = right.imshow(path.T, cmap="Blues", vmin=0, vmax=1, aspect="auto",
-                           interpolation="nearest")  # fmt: skip
+                           interpolation="nearest", extent=place)  # fmt: skip
     right.set_xlabel("compression")
     right.set_ylabel("slot")
     title = f"ours: share of the fact's word, layer {layer}, head {head}"
