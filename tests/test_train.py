@@ -355,24 +355,31 @@ def test_a_gradient_that_is_not_finite_ends_the_run(trained, ends_well, monkeypa
     assert trained("--resume run")[0] == 0 and ends_well()
 
 
-def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
-    """Its own arguments, where none is given; nothing that has changed or is damaged."""
+@pytest.fixture
+def stopped(trained, monkeypatch):
+    """Run train.py by a line, beside the folder `run` of a run that was stopped in the second of
+    its four steps. Its model is in the folder `base`."""
     shutil.copytree(TINY, "base", ignore=shutil.ignore_patterns("adapter*"))
     before_step(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
     assert trained(f"{RUN} 9 --model base")[0] == 130
-    for words, sentence in (("--save-every 0", "--save-every 0: "),
-                            ("--steps 1", "--steps 1: this run is at step 2")):
-        code, _, err = trained(f"--resume run {words}")
-        assert code == 2 and err.startswith(f"train.py: {sentence}"), err
+    return trained
+
+
+def test_flags_that_a_resumed_run_refuses(stopped):
+    kept = "a run that is resumed keeps its own; start a new run for another"
     for words in ("--mem 32", "--seq 128", "--method h2o", "--lora-rank 0", "--recipe paper",
                   "--budgets 16 16"):
-        code, _, err = trained(f"--resume run {words}")
-        kept = "a run that is resumed keeps its own; start a new run for another"
+        code, _, err = stopped(f"--resume run {words}")
         assert (code, err) == (2, f"train.py: {words}: {kept}\n")
-    for words, sentence in (("--out other", "a run that is resumed keeps its folder"),
+    for words, sentence in (("--save-every 0", ""), ("--steps 1", "this run is at step 2"),
+                            ("--out other", "a run that is resumed keeps its folder"),
                             ("--held-out text", "this run began without it, and holds out")):
-        code, _, err = trained(f"--resume run {words}")
+        code, _, err = stopped(f"--resume run {words}")
         assert code == 2 and err.startswith(f"train.py: {words}: {sentence}"), err
+
+
+def test_a_resumed_run_refuses_what_has_changed(stopped, monkeypatch):
+    """Another base, other texts in the same files or in others, and a damaged state."""
     base, text, state = Path("base/model.safetensors"), Path("text/0.py"), STATE.read_bytes()
     other_base = save({name: w * 1.1 for name, w in load_file(base).items()}, {"format": "pt"})
     other_text = text.read_bytes().replace(b"+ 7", b"+ 8")  # as many tokens
@@ -382,19 +389,22 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
     ):
         before = file.read_bytes()
         file.write_bytes(content)
-        code, _, err = trained("--resume run")
+        code, _, err = stopped("--resume run")
         file.write_bytes(before)
         assert (code, err.count("\n")) == (2, 1) and sentence in err, err
     shutil.copytree("text", "other")
     for file in Path("other").glob("*.py"):
         file.write_text("# other\n" + file.read_text())
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "score", None)  # it is refused before anything is scored
-        code, _, err = trained("--resume run --data other")
+    monkeypatch.setattr(train, "score", None)  # it is refused before anything is scored
+    code, _, err = stopped("--resume run --data other")
     assert code == 2 and CHANGED.format("text") in err, err
+
+
+def test_flags_that_a_resumed_run_takes(stopped):
+    """It says what they change. Where none is given it has its own."""
     words = "--micro-batch 2 --recompute --data text --steps 3 --seed 5"
     words += " --mem 16 --recent 8 --positions slots --recipe embedded"  # these are its own
-    code, out, _ = trained(f"--resume run {words}")
+    code, out, _ = stopped(f"--resume run {words}")
     assert code == 0 and "--steps 3 instead of 4: from here on the rates fall to 0 at step 3" in out
     assert "--seed 5 instead of 0: sequences are dealt out otherwise from here on" in out
     about = read_file(STATE)[1]
