@@ -117,15 +117,22 @@ def memory_sizes(adapters: list[Adapter]) -> list[tuple[int, int]]:
 
 
 def name_of(s: Settings) -> str:
-    """A method without training, as a table names it."""
+    """A method without training, as a table names it: with all that differs from its row of
+    METHODS."""
     name = f"base, {s.method}"
-    if s.mem:
-        name += f" M={s.mem}"
-    if s.mem and s.segment != s.mem:
+    if not s.mem:
+        return name
+    name += f" M={s.mem}"
+    if s.segment != s.mem:
         name += f" T={s.segment}"
-    if s.mem and s.positions != METHODS[s.method](s.mem).get("positions", "interpolated"):
+    usual = {"sinks": 0, "heavy": 0, "recent": 0, "forget": 1.0, "positions": "interpolated"}
+    usual |= METHODS[s.method](s.mem)
+    if s.positions != usual["positions"]:
         name += f" {s.positions}"
-    return name
+    for key in ("sinks", "heavy", "recent", "forget"):
+        if getattr(s, key) != usual[key]:
+            name += f" {key}={getattr(s, key):g}"
+    return name + " budgets" if s.budgets else name
 
 
 def baselines(model: Llama, mem: int, segment: int) -> list[AdaptedLlama]:
@@ -226,8 +233,9 @@ def parts_to_score(config: EvalConfig, adapters: list[Adapter]) -> list[str]:
     left_out = []
     for run, adapter in zip(config.chosen.runs, adapters):
         if "held-out" in adapter.parts:
-            sentence = "it trained on all of its --data; score texts that it has not read"
-            print(f"{run}: {sentence}", file=sys.stderr)
+            sentence = "it trained on all of its --data, and held out no part of it"
+            remedy = "the figures hold for texts that it has not read"
+            print(f"{run}: {sentence}; {remedy}", file=sys.stderr)
         elif run.resolve() != TINY or not config.data:  # tiny/ has read Python's library alone
             left_out.append(run)
     usual = "held-out" if left_out or not config.data else "all"
@@ -327,8 +335,7 @@ def score(
 ) -> tuple[dict, Tensor]:  # fmt: skip
     """Print the row of a model. Returns its cells, and the nats at the last length,
     (N, L - 1)."""
-    if adapted.settings.method != "full":  # this row is always there, to compare with
-        warn_if_too_long(adapted.settings, max(documents))
+    warn_if_too_long(adapted.settings, max(documents))
     by_length = {}
     for length, rows in documents.items():
         nats, _, held = token_losses(adapted, rows, machine, micro_batch)

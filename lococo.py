@@ -29,14 +29,15 @@ from support.files import UserError, checksum, read_file
 
 # Sinks keep the first tokens, heavy slots the entries that have received most attention,
 # and recent slots the last tokens. Merged slots mix the rest.
-KINDS = ("sinks", "heavy", "merged", "recent")  # in this order
+KINDS = ("sinks", "heavy", "merged", "recent")  # in their order in the cache
 
 # A method is a function of M. It gives the fields of Settings (below) that it sets. Another
 # rule of which entries are kept goes into `Memory.choose`.
 METHODS = {
     # What the paper compares with.
     "full": lambda M: {},
-    # It keeps everything, too. While it trains, its attention is train.ShiftedGroups.
+    # `longlora` keeps everything, too. While it trains, its attention is
+    # train.ShiftedGroups.
     "longlora": lambda M: {},
     # StreamingLLM with M slots. The LoCoCo paper's version keeps 8 sinks and no window.
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
@@ -149,7 +150,7 @@ def broken_rule(row: dict, counts: dict[str, int], mem: int) -> str | None:
 
 class Compressor(nn.Module):
     """A convolution says how much of each entry goes into each slot. The heads of a layer
-    share it.
+    share it. `slots` is the number of slots that it fills, the merged ones.
 
     One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. All its
     parameters train at the rate --conv-lr.
@@ -210,20 +211,9 @@ class Compressor(nn.Module):
             return w @ k, w @ v, w  # (4), (5)
 
     @torch.no_grad()
-    def rows_sum_to_1(self) -> bool:
-        """Whether the rows of w do, on random entries. A compressor of one's own may err."""
-        generator = torch.Generator().manual_seed(0)
-        shape = (1, self.conv.in_channels, self.slots + 8)
-        entries = torch.randn(shape, generator=generator).to(self.conv.weight.device)
-        from_slot = torch.zeros_like(entries[:, 0], dtype=torch.bool)
-        scores = entries[:, 0].exp()
-        sums = self.weights(entries, from_slot, scores).sum(dim=-1)
-        return torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
-
-    @torch.no_grad()
     def sharpen(self, factor: float) -> None:
-        """Multiply the logits by `factor`, by scaling all parameters. Override this if your
-        logits are not proportional to them. With the paper's (7) it has no effect."""
+        """Multiply what the filters give by `factor`, by scaling all parameters. Override
+        this if yours is not proportional to them. With the paper's (7) it has no effect."""
         for p in self.parameters():
             p *= factor
 
@@ -243,8 +233,8 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, group)).flatten(2, 3)  # (B, G, H/G * T, D)
     products = widened(q @ k.mT) / q.shape[-1] ** 0.5
-    hidden = ~causal_mask(T, S, q.device).repeat(group, 1)
-    return products.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    unseen = ~causal_mask(T, S, q.device).repeat(group, 1)
+    return products.masked_fill(unseen, -torch.inf).softmax(dim=-1)
 
 
 # --- Memory (algorithm 2) ---------------------------------------------------------------
@@ -260,13 +250,15 @@ class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer.
 
     When the next segment does not fit, the mixing matrix turns S entries into M slots. Each
-    method is a choice of this matrix. For M = 4 and T = 3, with one sink, two merged slots
-    and one recent slot (the paper's own methods have no recent slots):
+    method is a choice of this matrix. For M = 4 and T = 3, with one heavy slot, two merged
+    slots and one recent slot (the paper's own methods have no recent slots), let the entry
+    at place 4 have received most attention. Then
 
+        place      0  1  2  3   4  5  6
                      memory     segment
-        sink       1  .  .  .   .  .  .     kept: a one-hot row
-        merged     .  w  w  w   w  w  .     from the convolution; the row sums to 1
-        merged     .  w  w  w   w  w  .
+        heavy      .  .  .  .   1  .  .     kept: a one-hot row
+        merged     w  w  w  w   .  w  .     from the convolution; the row sums to 1
+        merged     w  w  w  w   .  w  .
         recent     .  .  .  .   .  .  1
 
     The convolution runs over the columns with a w, from left to right. When an entry is
@@ -337,8 +329,7 @@ class Memory(KVCache):
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         """The operator C of (3), steps 4 and 5: S entries become M slots.
 
-        For M = 4 and T = 3, with one heavy slot, two merged ones and a recent one, let the
-        entry at place 4 have received most attention. Then
+        In the example of the class
 
             order    4 | 0 1 2 3 5 | 6      front | rest | recent
             slots    0 |   1   2   | 3      one head; another one may choose another entry
@@ -359,23 +350,28 @@ class Memory(KVCache):
         k_front, k_rest, k_recent = k.split(sizes, dim=2)
         v_front, v_rest, v_recent = v.split(sizes, dim=2)
 
-        # If compressed before, the cache was [front | merged | recent slots | segment].
-        compressed_before = self.keys[layer].size < self.seen
-        places = order[:, :, s.front : S - s.recent]  # of the rest
-        from_slot = (places < s.front + s.merged) & compressed_before
+        from_slot = self.from_slot(layer, order)
         scores = self.scores[layer].gather(2, order) if self.scoring else None
         scores_rest = None if scores is None else scores.split(sizes, dim=2)[1]
 
         k_new, v_new, w = self.merge(layer, k_rest, v_rest, from_slot, scores_rest)
         if by_slot:  # what was mixed at place 0 goes to the places of the merged slots
-            slots = torch.arange(s.front, s.front + s.merged, device=k.device)
-            k_new = self.move(k_new, slots)
+            places = torch.arange(s.front, s.front + s.merged, device=k.device)
+            k_new = self.move(k_new, places)
 
         self.keys[layer] = Entries(torch.cat((k_front, k_new, k_recent), dim=2))
         self.values[layer] = Entries(torch.cat((v_front, v_new, v_recent), dim=2))
         if self.scoring:
             self.scores[layer] = self.new_scores(w, *scores.split(sizes, dim=2))
         return order, w
+
+    def from_slot(self, layer: int, order: Tensor) -> Tensor:
+        """Which of the entries that are merged stood in a heavy or merged slot, (B, G, R).
+        If compressed before, the cache was [front | merged | recent slots | segment]."""
+        s = self.layer_settings[layer]
+        compressed_before = self.keys[layer].size < self.seen
+        places = order[:, :, s.front : order.shape[2] - s.recent]
+        return (places < s.front + s.merged) & compressed_before
 
     def merge(
         self, layer: int, k: Tensor, v: Tensor, from_slot: Tensor, scores: Tensor | None

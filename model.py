@@ -18,8 +18,8 @@ Letters:
     G  key/value heads
     D  channels of a head
     L  tokens of a whole text; the paper's tables swap L and T
-    N  in a compressor the B * G heads of all texts, which it treats as one batch; in
-       eval_ppl.py and train.py the documents that are scored
+    N  in a compressor: the B * G heads of all texts, which it treats as one batch;
+       in the programs: documents that are scored
 """
 
 import copy
@@ -96,7 +96,8 @@ class LlamaConfig:
         return self.dim // self.n_heads
 
 
-LARGEST = 2**24  # of the whole numbers of a model; the longest context today is 10 million
+# No whole number in a configuration may be larger. The longest context today is 10 million.
+LARGEST = 2**24
 
 
 def check_numbers(config: "LlamaConfig | Llama3Rope") -> None:
@@ -115,8 +116,8 @@ def check_numbers(config: "LlamaConfig | Llama3Rope") -> None:
 
 
 def widened(t: Tensor) -> Tensor:
-    """In torch's default dtype, float32, if that is wider: for what bfloat16 is too coarse
-    for, such as sums and angles."""
+    """t in torch's default dtype, float32, if its own is narrower. bfloat16 is too coarse
+    for sums and angles."""
     return t.to(torch.promote_types(t.dtype, torch.get_default_dtype()))
 
 
@@ -300,8 +301,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The four projections. Between them stands `cache.attend`, in Block: it must not run a
-    second time where activations are computed again."""
+    """The four projections. Block uses wq, wk and wv before `cache.attend`, and wo after it."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -334,6 +334,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    """A layer. Its two parts, `project` and `finish`, can run a second time in the backward
+    pass. `cache.attend` between them cannot, as it appends to the cache."""
+
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
         self.layer = layer
@@ -357,7 +360,7 @@ class Block(nn.Module):
             q, k, v = self.project(x, cos, sin)
             return self.finish(x, cache.attend(self.layer, q, k, v))
         # Activations inside `project` and `finish` are not stored; the backward pass
-        # computes them again. Attention is not repeated, as the cache would append twice.
+        # computes them again.
         q, k, v = checkpoint(self.project, x, cos, sin, use_reentrant=False)
         read = cache.attend(self.layer, q, k, v)
         return checkpoint(self.finish, x, read, use_reentrant=False)
@@ -375,8 +378,8 @@ class Llama(nn.Module):
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Token ids (B, T) that follow those in the cache -> last normalised output
-        (B, T, dim)."""
+        """Token ids (B, T) that follow those in the cache -> the output of the last block,
+        normalised, (B, T, dim)."""
         cache = KVCache(self.config) if cache is None else cache
         T = tokens.shape[1]
         # A Memory makes room now.

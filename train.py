@@ -30,8 +30,8 @@ from torch.optim import AdamW
 from tqdm import tqdm
 
 from eval_ppl import baselines, name_of, perplexity, ranges, token_losses
-from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Settings, check_names
-from lococo import identity, segment_losses, settings_for
+from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Settings
+from lococo import check_names, identity, segment_losses, settings_for
 from model import KVCache, Llama, Tokenizer, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, counted
 from support.command_line import method_flags, named_path, prepare, resume_command, run_program
@@ -98,8 +98,8 @@ class TrainConfig:
     bptt: int = 1
     recompute: bool = False
     # Ours.
-    # How many times the loss of a fact's word counts when it is told again, in the
-    # convolutions' gradient.
+    # An answer is the word of a fact that is told again. In the convolutions' gradient its
+    # loss counts so many times.
     answer_weight: float = 1.0
     sharper: float = 1.0  # after training our compressors' logits are multiplied by this
     # Scoring and output.
@@ -129,8 +129,7 @@ RECIPES = {  # what each changes of the defaults above
 
 
 def table_of(configs: dict[str, TrainConfig]) -> str:
-    """What configurations set, one in a line."""
-    # A line for each field; with a column for each recipe the table fits a terminal.
+    """What configurations set: a line for each field, a column for each configuration."""
     table = {"": list(configs)}
     for c in configs.values():
         batch = c.batch or sequences_of(c.seq)
@@ -189,12 +188,14 @@ class Setup:
     text: Texts
 
 
-def draw_sequence(setup: Setup, i: int) -> tuple[Tensor, Tensor]:
-    """Training sequence i with its facts, as support.facts.tell returns it: its tokens, and
-    how long ago the fact of each answer was told, both (L,)."""
-    config = setup.config
-    tokens = sequence(setup.text.ids, config.seq, config.seed, i)
-    form, tokenizer = config.fact_form, setup.tokenizer
+def draw_sequence(
+    config: TrainConfig, ids: np.ndarray, tokenizer: Tokenizer, i: int
+) -> tuple[Tensor, Tensor]:
+    """Training sequence i of the tokens `ids`, with its facts, as support.facts.tell returns
+    it: its tokens, and how long ago the fact of each answer was told, both (L,). Raises
+    UserError if the text is too short."""
+    tokens = sequence(ids, config.seq, config.seed, i)
+    form = config.fact_form
     return tell(tokens, config.facts, "training", config.seed, i, tokenizer, form)
 
 
@@ -255,11 +256,11 @@ def backward_by_pieces(
     adapted: AdaptedLlama, tokens: Tensor, answers: Tensor, config: TrainConfig,
     machine: Machine, step: int,
 ) -> Iterator[tuple[float, int]]:  # fmt: skip
-    """Backward passes of sequences (n, L), one for each piece of `bptt` segments, so that
+    """Backward passes of sequences (B, L), one for each piece of `bptt` segments, so that
     the graph never spans more. Yields what each adds to the step's loss, and how many
     tokens it has scored.
 
-    `answers` (n, L) marks the tokens that count more, see `add_answers`.
+    `answers` (B, L) marks the tokens that count more, see `add_answers`.
     """
     longlora = adapted.settings.method == "longlora"
     cache = adapted.cache(plain=ShiftedGroups if longlora else KVCache)
@@ -267,7 +268,7 @@ def backward_by_pieces(
     targets_in_step = config.batch * (config.seq - 1)
     pieces = segment_losses(adapted.model, tokens, cache, segment, config.bptt)
     answers_of_pieces = answers[:, 1:].split(config.bptt * segment, dim=1)
-    for piece, answer in enumerate(answers_of_pieces):
+    for number, is_answer in enumerate(answers_of_pieces):
         with machine.precision():
             losses, _ = next(pieces)  # runs one piece forward; the next call cuts the graph
         # Outside autocast, as PyTorch advises: a backward pass has the dtypes of its forward
@@ -275,16 +276,16 @@ def backward_by_pieces(
         loss = losses.sum() / targets_in_step
         # With --lora-rank 0 nothing before the first compression has a gradient.
         if loss.requires_grad:
-            if (step + piece) % EXTRA_EVERY == 0:
-                add_answers(losses[answer] / targets_in_step, adapted, config)
+            if (step + number) % EXTRA_EVERY == 0:
+                add_answers(losses[is_answer] / targets_in_step, adapted, config)
             loss.backward()
         yield loss.item(), losses.numel()
 
 
 def add_answers(losses: Tensor, adapted: AdaptedLlama, config: TrainConfig) -> None:
     """In the convolutions' gradient an answer counts `answer_weight` times. The usual
-    backward pass counts it once. This adds the others, from the answers' losses (n,) in a
-    piece.
+    backward pass counts it once. This adds the others, from the losses of the
+    answers in a piece, (answers,).
 
     This costs a second backward pass. To save time, one piece in EXTRA_EVERY has it,
     EXTRA_EVERY times as large, so that the mean gradient over the steps, before it is
@@ -321,7 +322,8 @@ def train(
     """Steps from `begin` to `steps`; save(steps done) is called after every `save_every`. A
     signal to any process ends all after the step that is under way. Returns the signal's
     number, or 0 if all steps are done."""
-    config, draw = setup.config, partial(draw_sequence, setup)
+    config = setup.config
+    draw = partial(draw_sequence, config, setup.text.ids, setup.tokenizer)
     # The tokens of a step that this process has.
     own = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
     bar = tqdm(desc="training", total=config.steps * own, initial=begin * own,
@@ -667,7 +669,8 @@ def settings_of(config: TrainConfig) -> Settings:
 
 
 def refuse_idle(config: TrainConfig, settings: Settings) -> None:
-    """Raises UserError if nothing would train."""
+    """Raises UserError if there is nothing to train, or if texts are so short that the
+    convolutions would not be used."""
     least = min(settings.budgets, default=settings.mem)  # slots of the smallest layer
     if settings.merged and config.seq - 1 <= least + config.segment:
         sizes = f"a memory of {least} slots and a segment of {config.segment} tokens"
@@ -701,7 +704,7 @@ def checksum_of_text(ids: np.ndarray) -> str:
 
 def refuse_others(record: dict, owner: dict, config: TrainConfig) -> None:
     """Raises UserError if a resumed run would get another model, text or method than it had.
-    `owner` has some of their checksums."""
+    `owner` has some of these: checksums of model and text, and the settings."""
     before = record.get("owner", owner)  # at a start it is not there yet
     names = {"base": "model", "text": "text", "settings": "row of lococo.METHODS"}
     changed = [names[key] for key in owner if owner[key] != before[key]]
@@ -726,6 +729,19 @@ def print_changes(config: TrainConfig, record: dict) -> None:
         print("all steps are done; the adapter is written and scored again")
 
 
+@torch.no_grad()
+def rows_sum_to_1(compressor: Compressor, head_dim: int, machine: Machine) -> bool:
+    """Whether each row of w sums to 1, on random entries. A compressor of one's own may
+    err."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 2 * head_dim, compressor.slots + 8)
+    entries = torch.randn(shape, generator=generator).to(machine.device)
+    from_slot = torch.zeros_like(entries[:, 0], dtype=torch.bool)
+    scores = entries[:, 0].exp()
+    sums = compressor.weights(entries, from_slot, scores).sum(dim=-1)
+    return torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
+
+
 def start_or_resume(
     setup: Setup, adapted: AdaptedLlama, state: dict[str, Tensor], record: dict
 ) -> AdamW:
@@ -740,9 +756,10 @@ def start_or_resume(
         print_changes(config, record)
     record["config"] = asdict(config)
     print(f"{sum(p.numel() for p in adapted.trained().values()):,} parameters train")
-    if not all(compressor.rows_sum_to_1() for compressor in adapted.compressors):
-        name = type(adapted.compressors[0]).__name__
-        print(f"warning: the rows of {name}.weights do not sum to 1: (4) and (5) do not mix")
+    for compressor in adapted.compressors[:1]:  # all are of one class
+        if not rows_sum_to_1(compressor, adapted.model.config.head_dim, setup.machine):
+            name = type(compressor).__name__
+            print(f"warning: the rows of {name}.weights do not sum to 1: (4) and (5) do not mix")
     start_alike(adapted.trained().values())
     if config.recompute:
         adapted.recompute_in_backward()
@@ -798,13 +815,12 @@ def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> int:
     with explained(BEFORE):
         model, tokenizer = load_base(Path(config.model), machine)
         text = read_texts(config, tokenizer)
-        setup = Setup(config, settings, machine, tokenizer, text)
-        draw_sequence(setup, 0)  # refuses a text that is too short
+        draw_sequence(config, text.ids, tokenizer, 0)  # refuses a text that is too short
         if state:
             refuse_others(record, {"text": checksum_of_text(text.ids)}, config)
         usual = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
         out, log = claim(config.out, usual, record["step"] if state else None)
-        setup = replace(setup, config=replace(config, out=str(out)))
+    setup = Setup(replace(config, out=str(out)), settings, machine, tokenizer, text)
     with log:
         if WORLD > 1 and RANK == 0:
             join()  # the others wait in start_process

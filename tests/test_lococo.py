@@ -20,6 +20,7 @@ from model import Entries, KVCache, Llama, load_base
 from support.command_line import TINY, Machine
 from support.facts import tell_all
 from support.files import UserError
+from train import rows_sum_to_1
 
 TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -323,10 +324,11 @@ def test_later_tokens_leave_earlier_logits_as_they_are(model, method):
 def test_rows_that_do_not_sum_to_1_are_noticed(name, monkeypatch):
     """As those of a softmax over the slots."""
     compressor = COMPRESSORS[name](4, 3, 5)
-    assert compressor.rows_sum_to_1()
+    machine = Machine("cpu", torch.float32)
+    assert rows_sum_to_1(compressor, 4, machine)
     softmax = lambda self, entries, *_: self.conv(entries).softmax(dim=1)  # noqa: E731
     monkeypatch.setattr(type(compressor), "weights", softmax)
-    assert not compressor.rows_sum_to_1()
+    assert not rows_sum_to_1(compressor, 4, machine)
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)

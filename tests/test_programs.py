@@ -324,7 +324,8 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     assert code == 0 and "documents (training): 3 of 64 tokens, 3 of 300 tokens" in out, err
     work = re.findall(r"([\d,]+) tokens to score with 4 models take about \d+ minutes?;", err)
     assert work == [f"{4 * 3 * (64 + 300):,}"]
-    settings = {"base, full": FULL, "base, streaming M=16": WINDOW, "base, h2o M=16": H2O}
+    settings = {"base, full": FULL, "base, streaming M=16": WINDOW,
+                "base, h2o M=16 sinks=4 recent=4": H2O}  # what H2O has not by itself
     ids = token_streams([Path("text")], tokenizer)["training"]
     texts = [long_documents(ids, tokenizer.bos, L, 3) for L in (64, 300)]
     table, near, far = cells(out), [], []
@@ -361,11 +362,13 @@ def test_a_warning_if_positions_pass_the_context(run, flags, remedy):
 
 
 def test_a_score_beyond_the_context_has_a_warning(run):
-    """H2O has the positions of the text here. Full attention, which is always there, has none."""
+    """Full attention, which is always scored, and H2O, which has the positions of the text here."""
     words = f"--method h2o --mem 128 --data {HERE}/assets/prompt.txt --lengths 2048"
     code, _, err = run(eval_ppl, words)
-    assert code == 0 and err.count("warning") == 1
-    assert "warning: h2o: positions may reach 2,048, and the memory is for 1,024" in err
+    assert code == 0 and err.count("warning") == 2
+    for method in ("full", "h2o"):
+        sentence = f"warning: {method}: positions may reach 2,048, and the memory is for 1,024"
+        assert sentence in err
 
 
 def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, monkeypatch):
@@ -373,8 +376,9 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, mon
     found = []
 
     def measure(setup, adapted, *_):
-        losses, model, tokens = [], adapted.model, train.draw_sequence(setup, 0)[0][None]
-        segment = setup.config.segment
+        losses, model, config = [], adapted.model, setup.config
+        first, _ = train.draw_sequence(config, setup.text.ids, setup.tokenizer, 0)
+        tokens, segment = first[None], config.segment
         pieces = segment_losses(model, tokens, adapted.cache(), segment, bptt=99)
         kept = remembered(lambda: losses.extend(nats for nats, _ in pieces))
         losses[0].sum().backward()
