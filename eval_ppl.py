@@ -62,15 +62,18 @@ def perplexity(nats: Tensor) -> float:
     return nats.double().mean().exp().item()
 
 
-def ranges(what: str, n: Tensor, reach: int) -> dict[str, Tensor]:
-    """`n`: a position or a distance of each token, (N, L - 1). Returns a mask for each
-    range; "a-b" has a < n <= b. The first range ends at `reach` = M + T, as no window holds
+def ranges(what: str, numbers: Tensor, reach: int) -> dict[str, Tensor]:
+    """`numbers`: a position or a distance of each token, (N, L - 1). Returns a mask for each
+    range; "a-b" has those above a up to b. The first range ends at `reach` = M + T, as no window holds
     older tokens; the others end at 512, 1024 ... L. A distance of 0, which marks a token
     that is no answer, is in no range."""
-    L = n.shape[1] + 1
+    L = numbers.shape[1] + 1
     doubled = {2**e for e in range(9, L.bit_length()) if reach < 2**e < L}
     edges = sorted({0, min(reach, L), L} | doubled)
-    return {f"{what}{a}-{b}": (a < n) & (n <= b) for a, b in zip(edges, edges[1:])}
+    masks = {}
+    for above, to in zip(edges, edges[1:]):
+        masks[f"{what}{above}-{to}"] = (above < numbers) & (numbers <= to)
+    return masks
 
 
 # --- The program ------------------------------------------------------------------------

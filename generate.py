@@ -110,12 +110,11 @@ class TracedMemory(Memory):
         """`args` as those of Memory."""
         super().__init__(*args)
         self.seen_at = []  # tokens that had entered at each compression
-        # For each layer: the share that each token which was read has in each slot,
-        # (G, M, tokens).
+        # shares[layer][g, slot, place] is how much of the slot is the token at this place of
+        # the text, (G, M, tokens).
         self.shares = {layer: torch.zeros(self.config.n_kv_heads, 0, 0) for layer in layers}
-        # For each layer, after each compression: the three largest shares of each slot and
-        # the tokens that they are of, both (G, M, 3). The shares grow with the text, these
-        # do not.
+        # For each layer, after each compression: the three largest shares of each slot, and
+        # their tokens' places, both (G, M, 3). `shares` grows with the text, these do not.
         self.largest = {layer: [] for layer in layers}
 
     def copy(self) -> "TracedMemory":
@@ -134,8 +133,9 @@ class TracedMemory(Memory):
             before = self.shares[layer]
             # Entries in slots: 0 before the first compression, then M. Every other entry is
             # one whole token.
-            slots = before.shape[1]
-            shares = torch.cat((matrix[:, :, :slots] @ before, matrix[:, :, slots:]), dim=2)
+            in_slots = before.shape[1]
+            old, new = matrix.tensor_split([in_slots], dim=2)
+            shares = torch.cat((old @ before, new), dim=2)
             self.shares[layer] = shares
             self.largest[layer].append(shares.topk(min(3, shares.shape[2])))
         return order, w
@@ -147,7 +147,7 @@ def describe_slots(
     """Lines about what the slots hold; ids are the tokens that were read.
 
     The bars at a line's end follow its first token, one bar for each compression. A bar is
-    the largest share that the token had in any slot of which it was the main token.
+    the token's largest share among the slots in which it came first then.
     """
     held = memory.keys[layer].size
     yield f"layer {layer}, head {head}: {held} entries after {len(ids)} tokens"
@@ -156,14 +156,14 @@ def describe_slots(
     for slot, kind in enumerate(kinds if memory.largest[layer] else []):
         line = f"{slot:>4} {kind:7}"
         last = memory.largest[layer][-1]  # after the last compression
-        shares, tokens = (part[head, slot].tolist() for part in last)
-        for share, n in zip(shares, tokens):
+        shares, places = (part[head, slot].tolist() for part in last)
+        for share, place in zip(shares, places):
             if share >= 0.01:
-                piece = repr(tokenizer.piece(ids[n]))
-                line += f"  {'█' * round(4 * share):·<4} {share:.2f} {piece:<10} {n:<5}"
+                piece = repr(tokenizer.piece(ids[place]))
+                line += f"  {'█' * round(4 * share):·<4} {share:.2f} {piece:<10} {place:<5}"
         bars = ""
-        for shares_then, tokens_then in memory.largest[layer]:
-            same = tokens_then[head, :, 0] == tokens[0]
+        for shares_then, places_then in memory.largest[layer]:
+            same = places_then[head, :, 0] == places[0]
             first = shares_then[head, :, 0] * same
             bars += " ▁▂▃▄▅▆▇█"[round(8 * float(first.max()))]
         yield f"{line}  {bars}"
@@ -224,7 +224,7 @@ class GenerateConfig:
     # Output.
     save_memory: Path | None
     load_memory: Path | None
-    place: tuple[int, int] | None  # layer and head of --show-memory
+    layer_and_head: tuple[int, int] | None  # of --show-memory
     page: Path | None  # the file of --show-memory
 
 
@@ -291,9 +291,9 @@ def make_parser() -> Parser:
 def parse() -> GenerateConfig:
     parser = make_parser()
     flags = parser.parse_args()
-    flags.place = flags.page = None
+    flags.layer_and_head = flags.page = None
     if flags.show_memory:
-        flags.place, flags.page = what_to_show(flags.show_memory, parser)
+        flags.layer_and_head, flags.page = what_to_show(flags.show_memory, parser)
     parser.refuse_counts(flags)
     flags.method = list(dict.fromkeys(flags.method))
     flags.changes = method_flags(vars(flags))
@@ -328,7 +328,7 @@ def refuse_conflicts(config: GenerateConfig, parser: Parser) -> None:
         parser.error(f"{', '.join(asked)}: one at a time, or --show-memory page.html")
     if len(asked) > MOST_MEMORIES:
         parser.error(f"{', '.join(asked)}: a page shows at most {MOST_MEMORIES} memories")
-    if config.save_memory and (config.place or config.page):
+    if config.save_memory and (config.layer_and_head or config.page):
         parser.error("--save-memory and --show-memory: one at a time, as each ends the program")
 
 
@@ -350,11 +350,11 @@ def model_with_memory(config: GenerateConfig, model: Llama) -> AdaptedLlama:
 def empty_cache(config: GenerateConfig, adapted: AdaptedLlama) -> KVCache:
     """The cache that reads the prompt: with --show-memory LAYER HEAD a TracedMemory. Raises
     UserError."""
-    if config.save_memory or config.load_memory or config.place:
+    if config.save_memory or config.load_memory or config.layer_and_head:
         refuse_without_slots(adapted.settings)
-    if not config.place:
+    if not config.layer_and_head:
         return adapted.cache()
-    layer, head = config.place
+    layer, head = config.layer_and_head
     sizes = adapted.model.config
     if layer >= sizes.n_layers or head >= sizes.n_kv_heads:
         has = f"layers 0 to {sizes.n_layers - 1} and heads 0 to {sizes.n_kv_heads - 1}"
@@ -386,36 +386,49 @@ def figures(cache: KVCache, settings: Settings) -> str:
     return "\n".join(lines)
 
 
-def memories_of_page(
-    config: GenerateConfig, machine: Machine
-) -> Iterator[tuple[str, AdaptedLlama]]:
-    """Names and models: each --method, then the adapter. The methods share a base and have
-    the adapter's M and T, unless --mem says otherwise. Delete a model before asking for the
-    next: a GPU may hold just one."""
+def adapter_of_page(config: GenerateConfig) -> Path | None:
+    """The run whose memory a page shows; None if it shows methods alone. Raises
+    UserError."""
     run = config.adapter
     if not run and not config.method:
         run = TINY
         if config.model.resolve() != TINY:
             remedy = f"name a memory: {SUGGESTED}, or --adapter RUN after train.py"
             raise UserError(f"--show-memory {config.page}: this base has no adapter; {remedy}")
-    mem, segment = config.mem or 512, config.segment
     if run:
+        refuse_for_page(read_adapter(run).settings)
+    return run
+
+
+def methods_of_page(
+    config: GenerateConfig, model: Llama, run: Path | None
+) -> list[AdaptedLlama]:
+    """Each --method on one base. Without --mem they have the adapter's M and T."""
+    mem, segment = config.mem or 512, config.segment
+    if run and not config.mem:
         settings = read_adapter(run).settings
-        refuse_for_page(settings)
-        if config.method:  # the adapter reads last, but one of another base is refused now
-            load_adapter(run, load_base(config.model, machine)[0])
-        if not config.mem:
-            mem, segment = settings.mem, config.segment or settings.segment
+        mem, segment = settings.mem, segment or settings.segment
+    models = []
+    for method in config.method:
+        adapted = untrained(model, method, mem, segment or mem, **config.changes)
+        refuse_for_page(adapted.settings)
+        models.append(adapted)
+    return models
+
+
+def memories_of_page(
+    config: GenerateConfig, machine: Machine
+) -> Iterator[tuple[str, AdaptedLlama]]:
+    """Names and models: each --method, then the adapter. The methods share a base. Delete a
+    model before asking for the next: a GPU may hold just one."""
+    run = adapter_of_page(config)
     if config.method:
+        if run:  # it reads last, but one of another base is refused now
+            load_adapter(run, load_base(config.model, machine)[0])
         model, _ = load_base(config.model, machine)
-        models = [
-            untrained(model, method, mem, segment or mem, **config.changes)
-            for method in config.method
-        ]
-        for adapted in models:
-            refuse_for_page(adapted.settings)
+        models = methods_of_page(config, model, run)
         yield from zip(config.method, models)
-        del model, models, adapted
+        del model, models
     if run:
         adapted = load_adapter(run, load_base(config.model, machine)[0])
         yield f"{adapted.settings.method}, adapter {run.resolve().name}", adapted
@@ -472,7 +485,7 @@ def main() -> None:
         # The question continues a text, so it has no BOS. Sentencepiece still puts a blank
         # first.
         ids = ids[len(tokenizer.prefix) :]
-    answer = 0 if config.save_memory or config.place else config.max_new_tokens
+    answer = 0 if config.save_memory or config.layer_and_head else config.max_new_tokens
     warn_if_too_long(settings, cache.seen + len(ids) + answer)
 
     saved = created(config.save_memory) if config.save_memory else nullcontext()
@@ -481,8 +494,8 @@ def main() -> None:
         logits = prefill(model, prompt, cache, settings.segment)
         if config.save_memory:
             save_memory(config.save_memory, cache, owner)
-        elif config.place:
-            print(*describe_slots(cache, *config.place, ids, tokenizer), sep="\n")
+        elif config.layer_and_head:
+            print(*describe_slots(cache, *config.layer_and_head, ids, tokenizer), sep="\n")
         else:
             most, temperature = config.max_new_tokens, config.temperature
             print_text(decode(model, tokenizer, logits, cache, most, temperature), tokenizer, ids)
