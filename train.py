@@ -731,8 +731,7 @@ def print_changes(config: TrainConfig, record: dict) -> None:
 
 @torch.no_grad()
 def rows_sum_to_1(compressor: Compressor, head_dim: int, machine: Machine) -> bool:
-    """Whether each row of w sums to 1, on random entries. A compressor of one's own may
-    err."""
+    """Whether each row of w sums to 1, on random entries."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, 2 * head_dim, compressor.slots + 8)
     entries = torch.randn(shape, generator=generator).to(machine.device)
@@ -740,6 +739,15 @@ def rows_sum_to_1(compressor: Compressor, head_dim: int, machine: Machine) -> bo
     scores = entries[:, 0].exp()
     sums = compressor.weights(entries, from_slot, scores).sum(dim=-1)
     return torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
+
+
+def print_trained(adapted: AdaptedLlama, machine: Machine) -> None:
+    """How much trains, and a warning if a compressor of one's own does not mix."""
+    print(f"{sum(p.numel() for p in adapted.trained().values()):,} parameters train")
+    for compressor in adapted.compressors[:1]:  # all are of one class
+        if not rows_sum_to_1(compressor, adapted.model.config.head_dim, machine):
+            name = type(compressor).__name__
+            print(f"warning: the rows of {name}.weights do not sum to 1: (4) and (5) do not mix")
 
 
 def start_or_resume(
@@ -755,14 +763,7 @@ def start_or_resume(
         restore_state(adapted, optimizer, state)
         print_changes(config, record)
     record["config"] = asdict(config)
-    print(f"{sum(p.numel() for p in adapted.trained().values()):,} parameters train")
-    for compressor in adapted.compressors[:1]:  # all are of one class
-        if not rows_sum_to_1(compressor, adapted.model.config.head_dim, setup.machine):
-            name = type(compressor).__name__
-            print(f"warning: the rows of {name}.weights do not sum to 1: (4) and (5) do not mix")
     start_alike(adapted.trained().values())
-    if config.recompute:
-        adapted.recompute_in_backward()
     return optimizer
 
 
@@ -841,7 +842,10 @@ def train_and_score(
             for other in baselines(model, settings.mem or config.mem, config.segment):
                 add_score(name_of(other.settings), other)
         adapted = AdaptedLlama(model, settings)
+        if config.recompute:
+            adapted.recompute_in_backward()
         optimizer = start_or_resume(setup, adapted, state, record)
+        print_trained(adapted, setup.machine)
         save = partial(save_state, adapted, optimizer, out / "state.safetensors", record)
         if not state:
             add_score(f"{config.method}, before training", adapted)
