@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ import train
 from eval_ppl import token_losses
 from lococo import COMPRESSORS, load_adapter, settings_for
 from model import load_base
-from support.command_line import TINY, Machine, method_flags
+from support.command_line import HERE, TINY, Machine, method_flags
 from support.files import UserError, read_file
 from support.text import token_streams
 
@@ -231,3 +232,18 @@ def test_the_tables_of_the_pages_are_made_of_the_stored_cells():
         assert "<!-- tools/real_llama.py: " in text
         made = real_llama.tables(cells.read(real_llama.RESULTS))
         assert cells.with_tables(text, "real_llama.py", made) == text
+
+
+def test_the_picture_has_the_figures_of_the_table():
+    pytest.importorskip("matplotlib")
+    import result
+
+    drawn = result.losses_above_full()
+    page = (HERE / "README.md").read_text("utf-8")
+    nats = [float(row.split("|")[4]) for row in page.splitlines() if re.match(r"\|.*\d \|$", row)]
+    full, window, h2o, official, ours, budgets = nats
+    expected = {"window": window, "h2o": h2o, "official code": official, "ours": ours}
+    expected["ours budgets"] = budgets
+    assert drawn.keys() == expected.keys()
+    for row, (mean, error) in drawn.items():
+        assert mean == pytest.approx(expected[row] - full, abs=2e-4) and 0 < error < 0.05

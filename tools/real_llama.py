@@ -322,12 +322,10 @@ def best_of(rows: tuple[str, ...], nats: dict[tuple, np.ndarray]) -> np.ndarray 
     return min(some, key=lambda values: values.mean(), default=None)
 
 
-def table(stored: list[dict], **about) -> str:
-    """A line for each row that has cells like `about`: nats per token, the mean of its seeds;
-    perplexity; the paired difference from H2O, with the positions that suit it better, and its
-    standard error over documents; and which part of that H2O's gap to full attention is closed, by
-    each seed. Rows that are tuned stand in tables of their own, with H2O tuned alike."""
-    today = []  # cells that are made by today's flags
+def cells_of_rows(stored: list[dict], **about) -> dict[tuple[str, int, str], list[dict]]:
+    """Cells like `about` that today's flags make, the newest of each seed in the order of seeds: by
+    row, steps and further flags, in the order of ROWS."""
+    today = []
     for cell in stored:
         flags = all_flags(ROWS[cell["row"]], cell["mem"], cell["extra"])
         if cell["flags"] == flags and about.items() <= cell.items():
@@ -338,8 +336,24 @@ def table(stored: list[dict], **about) -> str:
     for some in rows.values():
         some.sort(key=lambda cell: cell["seed"])
     order = list(ROWS)
-    rows = dict(sorted(rows.items(), key=lambda item: (order.index(item[0][0]), item[0][1:])))
-    nats = {key: np.mean([c["by document"] for c in some], axis=0) for key, some in rows.items()}
+    return dict(sorted(rows.items(), key=lambda item: (order.index(item[0][0]), item[0][1:])))
+
+
+def nats_of_rows(rows: dict[tuple, list[dict]]) -> dict[tuple, np.ndarray]:
+    """Nats per token of each document, (documents,): the mean of the seeds."""
+    nats = {}
+    for key, some in rows.items():
+        nats[key] = np.mean([cell["by document"] for cell in some], axis=0)
+    return nats
+
+
+def table(stored: list[dict], **about) -> str:
+    """A line for each row that has cells like `about`: nats per token, the mean of its seeds;
+    perplexity; the paired difference from H2O, with the positions that suit it better, and its
+    standard error over documents; and which part of that H2O's gap to full attention is closed, by
+    each seed. Rows that are tuned stand in tables of their own, with H2O tuned alike."""
+    rows = cells_of_rows(stored, **about)
+    nats = nats_of_rows(rows)
     h2o = best_of(("h2o", "h2o text", "h2o lora"), nats)
     full = best_of(("full", "full lora"), nats)
     head = "memory | steps | seeds | nats per token | perplexity | from H2O, nats per token"
