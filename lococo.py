@@ -502,29 +502,6 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     return max(config.rope_scale, highest / config.context)
 
 
-def warn_if_too_long(settings: Settings, tokens: int) -> None:
-    """Print a warning if positions pass those that a memory is for. Positions in the text
-    end at `tokens`, those in the cache at M + T."""
-    by_slot = settings.positions == "slots" and settings.mem
-    positions = min(tokens, settings.room) if by_slot else tokens
-    if positions <= settings.length:
-        return
-    if settings.merged or settings.lora_rank:
-        remedy = "train with a larger --seq"
-        if settings.mem and not by_slot and not settings.budgets:
-            remedy += ", or with --positions slots"
-    elif settings.budgets:
-        remedy = "take --positions slots instead of --budgets"
-    elif by_slot:
-        remedy = "take a smaller --mem or --segment"
-    elif settings.mem:
-        remedy = "--positions slots keeps them small"
-    else:
-        remedy = "--method h2o --mem 512 --positions slots keeps them small"
-    reached = f"positions may reach {positions:,}, and the memory is for {settings.length:,}"
-    print(f"warning: {settings.method}: {reached}; {remedy}", file=sys.stderr)
-
-
 # --- LoRA (arXiv 2106.09685) ------------------------------------------------------------
 
 
@@ -763,6 +740,29 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> Ada
         missing = f"its convolution must be trained first: {command}, then take RUN"
         raise UserError(f"--method {method}: {missing}")
     return AdaptedLlama(model, settings)
+
+
+def warn_if_too_long(settings: Settings, tokens: int) -> None:
+    """Print a warning if positions pass those that a memory is for. Positions in the text
+    end at `tokens`, those in the cache at M + T."""
+    by_slot = settings.positions == "slots" and settings.mem
+    positions = min(tokens, settings.room) if by_slot else tokens
+    if positions <= settings.length:
+        return
+    if settings.merged or settings.lora_rank:
+        remedy = "train with a larger --seq"
+        if settings.mem and not by_slot and not settings.budgets:
+            remedy += ", or with --positions slots"
+    elif settings.budgets:
+        remedy = "take --positions slots instead of --budgets"
+    elif by_slot:
+        remedy = "take a smaller --mem or --segment"
+    elif settings.mem:
+        remedy = "--positions slots keeps them small"
+    else:
+        remedy = "--method h2o --mem 512 --positions slots keeps them small"
+    reached = f"positions may reach {positions:,}, and the memory is for {settings.length:,}"
+    print(f"warning: {settings.method}: {reached}; {remedy}", file=sys.stderr)
 
 
 def identity(adapted: AdaptedLlama) -> dict:
