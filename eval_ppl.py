@@ -64,9 +64,11 @@ def perplexity(nats: Tensor) -> float:
 
 def ranges(what: str, numbers: Tensor, reach: int) -> dict[str, Tensor]:
     """`numbers`: a position or a distance of each token, (N, L - 1). Returns a mask for each
-    range; "a-b" has those above a up to b. The first range ends at `reach` = M + T, as no window holds
-    older tokens; the others end at 512, 1024 ... L. A distance of 0, which marks a token
-    that is no answer, is in no range."""
+    range; "a-b" has those above a up to b.
+
+    The first range ends at `reach` = M + T, as no window holds older tokens. The others end
+    at 512, 1024 ... L. A distance of 0, which marks a token that is no answer, is in no
+    range."""
     L = numbers.shape[1] + 1
     doubled = {2**e for e in range(9, L.bit_length()) if reach < 2**e < L}
     edges = sorted({0, min(reach, L), L} | doubled)

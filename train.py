@@ -177,6 +177,19 @@ class Texts(NamedTuple):
     summary: str  # for the user
 
 
+@dataclass
+class Record:
+    """What the state of a run says beside its tensors. It changes while the run goes on."""
+
+    step: int = 0  # steps done
+    config: dict = field(default_factory=dict)  # fields of TrainConfig; none at a start
+    # Checksums of model and text, and the settings: what a resumed run must have, too.
+    owner: dict = field(default_factory=dict)
+    documents: str = ""  # a checksum of what is scored, and how
+    # Rows of figures by the name of a memory, see `score`.
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Setup:
     """What stays the same from the start of a run to its end."""
@@ -359,7 +372,7 @@ def train(
 
 
 def save_state(
-    adapted: AdaptedLlama, optimizer: AdamW, file: Path, record: dict, step: int
+    adapted: AdaptedLlama, optimizer: AdamW, file: Path, record: Record, step: int
 ) -> None:
     """Write what trains, AdamW's moments and `record`. Nothing in a step is random, so that
     a run which goes on from here ends with the same bytes."""
@@ -369,7 +382,7 @@ def save_state(
         for key, moment in optimizer.state[p].items():
             tensors[f"{key} {name}"] = moment
     if RANK == 0:
-        write_file(file, tensors, **record | {"step": step})
+        write_file(file, tensors, **asdict(replace(record, step=step)))
     # Until process 0 has written the file: if another process ended with an error meanwhile,
     # torchrun would end process 0 in the middle of it.
     wait_for_all()
@@ -478,11 +491,9 @@ def with_absolute_paths(value):
     return value
 
 
-def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor], dict]:
+def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor], Record]:
     """The configuration that a command line asks for (None: the program's own), and the
-    state to resume from: its tensors (none at a start) and its record, which has the steps
-    done, the configuration, the scores so far, and checksums of model, text and
-    documents."""
+    state to resume from: its tensors (none at a start) and its record."""
     parser = make_parser()
     flags = parser.parse_args(line)
     given = {
@@ -492,11 +503,11 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
     }
     if flags.resume:
         tensors, record = state_of_run(flags, parser)
-        recipe, stored = {}, record["config"]
+        recipe, stored = {}, record.config
         given["out"] = given.pop("resume")
     else:
         refuse_out(flags, parser)
-        tensors, record = {}, {"step": 0, "scores": {}}
+        tensors, record = {}, Record()
         recipe, stored = recipe_for(flags), {}
     config = TrainConfig(**recipe | stored | given)
     config = replace(  # what follows from the other fields
@@ -504,8 +515,8 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, dict[str, Tensor]
         segment=config.segment or config.mem,
         batch=config.batch or sequences_of(config.seq),
     )
-    if record["step"] > config.steps:
-        done = f"this run is at step {record['step']}"
+    if record.step > config.steps:
+        done = f"this run is at step {record.step}"
         parser.error(f"--steps {config.steps}: {done}; it cannot have fewer")
     return config, tensors, record
 
@@ -535,30 +546,33 @@ FIXED = (
 )  # fmt: skip
 
 
-def state_of_run(flags: argparse.Namespace, parser: Parser) -> tuple[dict, dict]:
+def state_of_run(
+    flags: argparse.Namespace, parser: Parser
+) -> tuple[dict[str, Tensor], Record]:
     """Tensors and record of the run to resume."""
     if never_began(flags.resume):
         sentence = "this run has not begun; give its command again, without --resume"
         parser.error(f"--resume {flags.resume}: {sentence}")
-    tensors, record = read_file(flags.resume / "state.safetensors")
-    if record.get("config", {}).keys() != {f.name for f in fields(TrainConfig)}:
+    tensors, about = read_file(flags.resume / "state.safetensors")
+    same = about.keys() == {f.name for f in fields(Record)}
+    if not same or about["config"].keys() != {f.name for f in fields(TrainConfig)}:
         other = "made by another version of this program; start a new run"
         parser.error(f"--resume {flags.resume}: {other}")
+    record = Record(**about)
     refuse_changes(flags, record, parser)
-    config = record["config"]
-    check_names(flags.resume, config["method"], config["compressor"])
+    check_names(flags.resume, record.config["method"], record.config["compressor"])
     return tensors, record
 
 
-def refuse_changes(flags: argparse.Namespace, record: dict, parser: Parser) -> None:
+def refuse_changes(flags: argparse.Namespace, record: Record, parser: Parser) -> None:
     """Refuse flags that a resumed run cannot take."""
     if flags.out:
         parser.error(f"--out {flags.out}: a run that is resumed keeps its folder")
-    if flags.held_out and not record["config"]["held_out"]:
+    if flags.held_out and not record.config["held_out"]:
         held = "this run began without it, and holds out a part of --data; start a new run"
         parser.error(f"--held-out {flags.held_out[0]}: {held}")
-    own = {name: value for name, value in record["config"].items() if value is not None}
-    own = record["owner"]["settings"] | own  # what the method has set, and what the user has
+    own = {name: value for name, value in record.config.items() if value is not None}
+    own = record.owner["settings"] | own  # what the method has set, and what the user has
     for name in FIXED:
         value = getattr(flags, name)
         if value is not None and value != own[name]:
@@ -702,10 +716,10 @@ def checksum_of_text(ids: np.ndarray) -> str:
     return checksum({"ids": torch.from_numpy(ids)}, "")
 
 
-def refuse_others(record: dict, owner: dict, config: TrainConfig) -> None:
+def refuse_others(record: Record, owner: dict, config: TrainConfig) -> None:
     """Raises UserError if a resumed run would get another model, text or method than it had.
-    `owner` has some of these: checksums of model and text, and the settings."""
-    before = record.get("owner", owner)  # at a start it is not there yet
+    `owner` has all or some of what record.owner has."""
+    before = record.owner or owner  # at a start it is empty
     names = {"base": "model", "text": "text", "settings": "row of lococo.METHODS"}
     changed = [names[key] for key in owner if owner[key] != before[key]]
     if changed:
@@ -714,9 +728,9 @@ def refuse_others(record: dict, owner: dict, config: TrainConfig) -> None:
         raise UserError(f"--resume {os.path.relpath(config.out)}: {since}; {remedy}")
 
 
-def print_changes(config: TrainConfig, record: dict) -> None:
+def print_changes(config: TrainConfig, record: Record) -> None:
     """Say what other flags change in the run to resume."""
-    before = record["config"]
+    before = record.config
     if config.steps != before["steps"]:
         print(f"--steps {config.steps} instead of {before['steps']}: "
               f"from here on the rates fall to 0 at step {config.steps}")  # fmt: skip
@@ -725,7 +739,7 @@ def print_changes(config: TrainConfig, record: dict) -> None:
         if new != before[name]:
             print(f"--{name} {new} instead of {before[name]}: sequences are dealt out "
                   "otherwise from here on; some are left out or read again")  # fmt: skip
-    if record["step"] == config.steps:
+    if record.step == config.steps:
         print("all steps are done; the adapter is written and scored again")
 
 
@@ -751,18 +765,18 @@ def print_trained(adapted: AdaptedLlama, machine: Machine) -> None:
 
 
 def start_or_resume(
-    setup: Setup, adapted: AdaptedLlama, state: dict[str, Tensor], record: dict
+    setup: Setup, adapted: AdaptedLlama, state: dict[str, Tensor], record: Record
 ) -> AdamW:
     """Make everything as it is at the start, or as it was in the run to resume."""
     config = setup.config
     owner = identity(adapted) | {"text": checksum_of_text(setup.text.ids)}
     refuse_others(record, owner, config)
-    record["owner"] = owner
+    record.owner = owner
     optimizer = make_optimizer(adapted, config)
     if state:
         restore_state(adapted, optimizer, state)
         print_changes(config, record)
-    record["config"] = asdict(config)
+    record.config = asdict(config)
     start_alike(adapted.trained().values())
     return optimizer
 
@@ -807,7 +821,7 @@ def print_start(setup: Setup) -> None:
 BEFORE = "stopped before the first step: no training is lost; give the same command again"
 
 
-def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> int:
+def run(config: TrainConfig, state: dict[str, Tensor], record: Record) -> int:
     """Refuse what cannot work, claim the folder of the run, then train and score. Returns
     the exit code."""
     settings = settings_of(config)
@@ -820,7 +834,7 @@ def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> int:
         if state:
             refuse_others(record, {"text": checksum_of_text(text.ids)}, config)
         usual = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
-        out, log = claim(config.out, usual, record["step"] if state else None)
+        out, log = claim(config.out, usual, record.step if state else None)
     setup = Setup(replace(config, out=str(out)), settings, machine, tokenizer, text)
     with log:
         if WORLD > 1 and RANK == 0:
@@ -830,7 +844,7 @@ def run(config: TrainConfig, state: dict[str, Tensor], record: dict) -> int:
 
 
 def train_and_score(
-    setup: Setup, model: Llama, state: dict[str, Tensor], record: dict, log: TextIO
+    setup: Setup, model: Llama, state: dict[str, Tensor], record: Record, log: TextIO
 ) -> int:
     """All that is written goes into the folder of the run. Returns the exit code."""
     config, settings, documents = setup.config, setup.settings, setup.text.documents
@@ -851,7 +865,7 @@ def train_and_score(
             add_score(f"{config.method}, before training", adapted)
             save(0)
 
-    stopped = train(setup, adapted, optimizer, record["step"], save, log)
+    stopped = train(setup, adapted, optimizer, record.step, save, log)
     again = resume_command(out) + (" (by torchrun, as before)" if WORLD > 1 else "")
     if stopped:
         print(f"stopped; to go on: {again}")
@@ -861,26 +875,26 @@ def train_and_score(
             sharpen(adapted, config)
             write_adapter(adapted, config, setup.text.parts)
             add_score(f"{config.method}, after training", adapted)
-        print_scores(record["scores"], len(documents))
+        print_scores(record.scores, len(documents))
         print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
     return 0
 
 
-def score_into(setup: Setup, record: dict, name: str, adapted: AdaptedLlama) -> None:
+def score_into(setup: Setup, record: Record, name: str, adapted: AdaptedLlama) -> None:
     """Add a row to the run's scores. One process scores, if there is anything to score."""
     if RANK == 0 and len(setup.text.documents):
-        record["scores"][name] = score(setup, adapted)
+        record.scores[name] = score(setup, adapted)
 
 
-def forget_other_scores(setup: Setup, record: dict) -> bool:
+def forget_other_scores(setup: Setup, record: Record) -> bool:
     """Empty the scores, and return True, at a start and where a run that is resumed scores
     other documents, facts or numbers than before."""
     config = setup.config
     how = f"{config.facts > 0} {config.fact_form} {setup.machine.dtype}"
     scored = checksum({"documents": setup.text.documents}, how)
-    if record.get("documents") == scored:
+    if record.documents == scored:
         return False
-    record["documents"], record["scores"] = scored, {}
+    record.documents, record.scores = scored, {}
     return True
 
 

@@ -176,8 +176,8 @@ def test_commands_are_understood(command, monkeypatch):
     program = HERE / words[0]
     assert program.is_file()
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    config, _, about = train.parse()
-    stored = about | {"config": asdict(config), "owner": {"settings": {}}}
+    config, _, record = train.parse()
+    stored = asdict(record) | {"config": asdict(config), "owner": {"settings": {}}}
     monkeypatch.setattr(train, "read_file", lambda file: ({}, stored))  # for --resume
     monkeypatch.setattr(sys, "argv", words)
     module = import_module(program.stem)
