@@ -81,6 +81,7 @@ def ranges(what: str, numbers: Tensor, reach: int) -> dict[str, Tensor]:
 # --- The program ------------------------------------------------------------------------
 
 NAME = 36  # columns for a method's name in a table
+BASE = "base, full"  # the first row, to compare with
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def name_of(s: Settings) -> str:
     usual = {"sinks": 0, "heavy": 0, "recent": 0, "forget": 1.0, "positions": "interpolated"}
     usual |= METHODS[s.method](s.mem)
     if s.positions != usual["positions"]:
-        name += f" {s.positions}"
+        name += f" positions={s.positions}"
     for key in ("sinks", "heavy", "recent", "forget"):
         if getattr(s, key) != usual[key]:
             name += f" {key}={getattr(s, key):g}"
@@ -238,8 +239,8 @@ def parts_to_score(config: EvalConfig, adapters: list[Adapter]) -> list[str]:
     left_out = []
     for run, adapter in zip(config.chosen.runs, adapters):
         if "held-out" in adapter.parts:
-            sentence = "it trained on all of its --data, and held out no part of it"
-            remedy = "the figures hold for texts that it has not read"
+            sentence = "it trained on all of its --data"
+            remedy = "score it only on other texts, which is not checked"
             print(f"{run}: {sentence}; {remedy}", file=sys.stderr)
         elif run.resolve() != TINY or not config.data:  # tiny/ has read Python's library alone
             left_out.append(run)
@@ -329,9 +330,16 @@ def print_work(
         token_losses(base, some, machine, config.micro_batch)
         seconds = time.perf_counter() - begun
     minutes = math.ceil(models * tokens * seconds / some.numel() / 60)
-    work = f"{models * tokens:,} tokens to score with {counted(models, 'model')}"
-    work += f" take about {counted(minutes, 'minute')}"
+    work = f"{counted(models, 'model')} will score {tokens:,} tokens each"
+    work += f" in about {counted(minutes, 'minute')}"
     print(f"{work}; fewer --documents or --lengths take less", file=sys.stderr)
+
+
+def print_limit(base: AdaptedLlama, longest: int) -> None:
+    """A note if documents are longer than what the base was pretrained on."""
+    if longest > base.settings.length:
+        limit = f"the base was pretrained on {base.settings.length:,} tokens"
+        print(f"note: {limit}; the row `base, full` goes beyond that", file=sys.stderr)
 
 
 def score(
@@ -340,7 +348,8 @@ def score(
 ) -> tuple[dict, Tensor]:  # fmt: skip
     """Print the row of a model. Returns its cells, and the nats at the last length,
     (N, L - 1)."""
-    warn_if_too_long(adapted.settings, max(documents))
+    if name != BASE:  # about this row there is a note already, see `print_limit`
+        warn_if_too_long(adapted.settings, max(documents))
     by_length = {}
     for length, rows in documents.items():
         nats, _, held = token_losses(adapted, rows, machine, micro_batch)
@@ -371,6 +380,7 @@ def score_all(
     for name, adapted in compared(config.chosen, machine, sizes):
         if not scores.methods:
             print_work(number, documents, adapted, config, machine)
+            print_limit(adapted, max(documents))
             lengths = (f"{L:>8}" for L in documents)
             title = "perplexity, by tokens of a document"
             print(f"{title:{NAME}} {'slots':>6} {'cache bytes':>12}", *lengths)

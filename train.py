@@ -360,12 +360,19 @@ def train(
                 line["sharper after training"] = config.sharper
             log.write(json.dumps(line) + "\n")
             log.flush()
-            stop = add_up(torch.tensor(len(noted))) > 0
+            stop = agreed(noted)
             if stop or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
                 save(step + 1)
-            if stop:  # nothing is noted here if another process got the signal
-                return noted[0] if noted else signal.SIGTERM
-    return 0
+            if stop:
+                return stop
+        return agreed(noted)  # one may have come while the last state was written
+
+
+def agreed(noted: list[int]) -> int:
+    """The number of a signal, if any process has noted one; else 0."""
+    if add_up(torch.tensor(len(noted))) == 0:
+        return 0
+    return noted[0] if noted else signal.SIGTERM
 
 
 # --- The state of a run -----------------------------------------------------------------
@@ -839,7 +846,6 @@ def run(config: TrainConfig, state: dict[str, Tensor], record: Record) -> int:
     with log:
         if WORLD > 1 and RANK == 0:
             join()  # the others wait in start_process
-        print_start(setup)
         return train_and_score(setup, model, state, record, log)
 
 
@@ -851,6 +857,7 @@ def train_and_score(
     out = Path(config.out)
     add_score = partial(score_into, setup, record)
     with explained(BEFORE):
+        print_start(setup)
         if forget_other_scores(setup, record):
             # A window and H2O are scored first, as the adapter changes the base.
             for other in baselines(model, settings.mem or config.mem, config.segment):
@@ -865,18 +872,20 @@ def train_and_score(
             add_score(f"{config.method}, before training", adapted)
             save(0)
 
-    stopped = train(setup, adapted, optimizer, record.step, save, log)
-    again = resume_command(out) + (" (by torchrun, as before)" if WORLD > 1 else "")
-    if stopped:
-        print(f"stopped; to go on: {again}")
-        return 128 + stopped
-    if RANK == 0:
-        with explained(f"stopped after the last step; to score: {again}"):
+    again = f"stopped; to go on: {resume_command(out)}"
+    if WORLD > 1:
+        again += " (by torchrun, as before)"
+    with explained(again):
+        stopped = train(setup, adapted, optimizer, record.step, save, log)
+        if stopped:
+            print(again)
+            return 128 + stopped
+        if RANK == 0:
             sharpen(adapted, config)
             write_adapter(adapted, config, setup.text.parts)
             add_score(f"{config.method}, after training", adapted)
-        print_scores(record.scores, len(documents))
-        print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
+            print_scores(record.scores, len(documents))
+            print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
     return 0
 
 
@@ -904,7 +913,7 @@ def sharpen(adapted: AdaptedLlama, config: TrainConfig) -> None:
         compressor.sharpen(config.sharper)
     if config.sharper != 1 and len(adapted.compressors) and config.compressor != "paper":
         print(f"the convolutions' logits are multiplied by {config.sharper:g} now "
-              "(--sharper); the losses in log.jsonl are those of the model before")  # fmt: skip
+              "(--sharper); the losses in log.jsonl are without this factor")  # fmt: skip
 
 
 def write_adapter(adapted: AdaptedLlama, config: TrainConfig, parts: list[str]) -> None:

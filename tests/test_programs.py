@@ -40,7 +40,7 @@ WINDOW = Settings("streaming", 16, 96, sinks=4, recent=12, positions="slots", lo
 MIXED = Settings("lococo+window", 16, 96, 4, 0, 2, 10, "slots", "facts", 3)
 H2O_BY_SLOT = Settings("h2o", 16, 96, heavy=8, recent=8, positions="slots", lora_rank=0)
 WINDOW_ROW = "base, streaming M=16"
-H2O_ROW = "base, h2o M=16 slots"
+H2O_ROW = "base, h2o M=16 positions=slots"
 ENTRY = 2 * 4 * 2 * 64 * 4  # bytes of a key and a value in 4 layers of 2 heads of 64 floats
 
 
@@ -274,7 +274,7 @@ def test_ctrl_c_before_the_first_step_and_after_the_last(run, monkeypatch):
     assert code == 2 and "this run has not begun; give its command again" in err
     Path("run/state.safetensors.0af1.part").touch()  # as if the power had gone at the first state
     code, _, err = run(train, f"{LINES[train]} --score-tokens 100")
-    assert code == 130 and f"to score: python {train.__file__} --resume run" in err.splitlines()[-1]
+    assert code == 130 and f"to go on: python {train.__file__} --resume run" in err.splitlines()[-1]
     code, out, err = run(train, "--resume run")
     assert code == 0 and "lococo+window, after training" in out, err
 
@@ -322,8 +322,8 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     code, out, err = run(eval_ppl, f"adapter {words}")
     figures = json.loads(Path("figures.json").read_text())
     assert code == 0 and "documents (training): 3 of 64 tokens, 3 of 300 tokens" in out, err
-    work = re.findall(r"([\d,]+) tokens to score with 4 models take about \d+ minutes?;", err)
-    assert work == [f"{4 * 3 * (64 + 300):,}"]
+    work = re.findall(r"4 models will score ([\d,]+) tokens each in about \d+ minutes?;", err)
+    assert work == [f"{3 * (64 + 300):,}"]
     settings = {"base, full": FULL, "base, streaming M=16": WINDOW,
                 "base, h2o M=16 sinks=4 recent=4": H2O}  # what H2O has not by itself
     ids = token_streams([Path("text")], tokenizer)["training"]
@@ -362,13 +362,14 @@ def test_a_warning_if_positions_pass_the_context(run, flags, remedy):
 
 
 def test_a_score_beyond_the_context_has_a_warning(run):
-    """Full attention, which is always scored, and H2O, which has the positions of the text here."""
+    """H2O has the positions of the text here. About full attention there is a note."""
     words = f"--method h2o --mem 128 --data {HERE}/assets/prompt.txt --lengths 2048"
     code, _, err = run(eval_ppl, words)
-    assert code == 0 and err.count("warning") == 2
-    for method in ("full", "h2o"):
-        sentence = f"warning: {method}: positions may reach 2,048, and the memory is for 1,024"
-        assert sentence in err
+    assert code == 0 and err.count("warning") == 1
+    assert "warning: h2o: positions may reach 2,048, and the memory is for 1,024" in err
+    note = "note: the base was pretrained on 1,024 tokens; the row `base, full` goes beyond that\n"
+    assert note in err
+    assert "note: " not in run(eval_ppl, words.replace("2048", "1024"))[2]
 
 
 def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, monkeypatch):
@@ -404,8 +405,8 @@ def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
     trained = cells(run(train, f"{words} --score-tokens 900")[1])
     words = "run adapter --recall --data text --lengths 64 300 --documents 3"
     table = cells(run(eval_ppl, words)[1])
-    names = ["base, full", "base, streaming M=64", "base, h2o M=64 slots", "base, streaming M=16",
-             "base, h2o M=16 slots", "run", "adapter"]  # fmt: skip
+    names = ["base, full", "base, streaming M=64", "base, h2o M=64 positions=slots",
+             "base, streaming M=16", H2O_ROW, "run", "adapter"]  # fmt: skip
     assert list(table)[1:8] == names
     assert table["recalled; by chance 1 in 220"] == ["answers", *names]
     ids = token_streams([Path("text")], tokenizer)["held-out"]

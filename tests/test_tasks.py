@@ -152,7 +152,7 @@ def test_the_table_of_choices(run, tokenizer):
     entry = 2 * 4 * 2 * 64 * 4 / 2e6  # half a key and a value in 4 layers of 2 heads of 64 floats
     full, small = (f"{(n + a) * entry:.3f} ±{(n - a) * entry:.3f}" for n in (b, kept))
     same, names = [half, small, half, half], [line.pop(0) for line in lines]
-    assert names[:3] == ["base, full", "base, streaming M=128", "base, h2o M=128 slots"]
+    assert names[:3] == ["base, full", "base, streaming M=128", "base, h2o M=128 positions=slots"]
     assert lines == [["0.000 ±0.000", full, half, half] + note, same + note, same + note, same]
 
 

@@ -304,6 +304,24 @@ def test_a_signal_lets_the_step_end(trained, ends_well, monkeypatch, step, numbe
     assert trained("--resume run")[0] == 0 and ends_well()
 
 
+def test_a_signal_while_the_last_state_is_written(trained, ends_well, monkeypatch):
+    """The run ends, and goes on with scoring."""
+    usual = train.save_state
+
+    def save(adapted, optimizer, file, record, step):
+        usual(adapted, optimizer, file, record, step)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save_state", save)
+        code, out, err = trained(f"{RUN} 9")
+    assert code == 128 + signal.SIGTERM, err
+    assert f"stopped; to go on: python {train.__file__} --resume run\n" in out
+    assert not Path("run/adapter.safetensors").exists()
+    assert trained("--resume run")[0] == 0 and ends_well()
+
+
 def test_a_hint_is_what_a_shell_takes(own_folders, monkeypatch, capsys):
     before_step(monkeypatch, 1, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit):
