@@ -174,7 +174,8 @@ def test_commands_are_understood(command, monkeypatch):
     # A method and a compressor that a reader adds.
     words = [{"both": "h2o", "mine": "facts"}.get(word, word) for word in words]
     program = HERE / words[0]
-    assert program.is_file()
+    if "matplotlib" in program.read_text():  # not in requirements.txt
+        pytest.importorskip("matplotlib")
     monkeypatch.setattr(sys, "argv", ["train.py"])
     config, _, record = train.parse()
     stored = asdict(record) | {"config": asdict(config), "owner": {"settings": {}}}
