@@ -339,7 +339,7 @@ def print_limit(base: AdaptedLlama, longest: int) -> None:
     """A note if documents are longer than what the base was pretrained on."""
     if longest > base.settings.length:
         limit = f"the base was pretrained on {base.settings.length:,} tokens"
-        print(f"note: {limit}; the row `base, full` goes beyond that", file=sys.stderr)
+        print(f"note: {limit}; the row `{BASE}` goes beyond that", file=sys.stderr)
 
 
 def score(

@@ -297,8 +297,8 @@ def backward_by_pieces(
 
 def add_answers(losses: Tensor, adapted: AdaptedLlama, config: TrainConfig) -> None:
     """In the convolutions' gradient an answer counts `answer_weight` times. The usual
-    backward pass counts it once. This adds the others, from the losses of the
-    answers in a piece, (answers,).
+    backward pass counts it once. This adds the others, from the losses of the answers
+    in a piece, (answers,).
 
     This costs a second backward pass. To save time, one piece in EXTRA_EVERY has it,
     EXTRA_EVERY times as large, so that the mean gradient over the steps, before it is
@@ -356,7 +356,7 @@ def train(
             bar.set_postfix_str(progress, refresh=False)
             before_clipping = [round(norm.item(), 6) for norm in norms]
             line = {"step": step + 1, "loss": loss, "gradient norms": before_clipping}
-            if config.sharper != 1:  # the loss is of the model before
+            if config.sharper != 1:  # the loss is without this factor
                 line["sharper after training"] = config.sharper
             log.write(json.dumps(line) + "\n")
             log.flush()

@@ -22,7 +22,7 @@ import generate
 import train
 from generate import as_text, decode, sample
 from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, identity, load_adapter
-from lococo import segment_losses, untrained
+from lococo import segment_losses, settings_for, untrained
 from model import load_llama
 from support.command_line import HERE, TINY, run_program
 from support.facts import tell
@@ -359,6 +359,14 @@ def test_a_warning_if_positions_pass_the_context(run, flags, remedy):
     code, _, err = run(generate, f"--prompt {HERE}/assets/prompt.txt --max-new-tokens 1 {flags}")
     assert code == 0 and ("warning" in err) == bool(remedy), err
     assert not remedy or f"and the memory is for 1,024; {remedy}" in err
+
+
+@pytest.mark.parametrize("changes, ending", [
+    ({}, ""), ({"heavy": 4, "forget": 0.5}, " heavy=4 recent=12 forget=0.5"),
+    ({"positions": "slots"}, " positions=slots"), ({"budgets": [12, 20]}, " budgets")])
+def test_a_row_is_named_by_all_that_differs(changes, ending):
+    name = eval_ppl.name_of(settings_for("h2o", 16, 16, 96, **changes))
+    assert name == f"base, h2o M=16{ending}"
 
 
 def test_a_score_beyond_the_context_has_a_warning(run):
