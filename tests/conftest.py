@@ -2,17 +2,23 @@
 by hand, and programs that are run by a line."""
 
 import io
+import os
 import re
+import shutil
 import sys
 from types import ModuleType
 
-import numpy as np
-import pytest
-import torch
+# Before torch is imported, and for the programs that tests start: small models are faster with one
+# thread, and adapters are equal to the last bit only if sums have one order.
+os.environ["OMP_NUM_THREADS"] = "1"
 
-from lococo import Settings, settings_for
-from model import Llama, LlamaConfig, Tokenizer
-from support.command_line import HERE, TINY, run_program
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from lococo import Settings, settings_for  # noqa: E402
+from model import Llama, LlamaConfig, Tokenizer  # noqa: E402
+from support.command_line import HERE, TINY, run_program  # noqa: E402
 
 sys.path.insert(0, str(HERE / "tools"))  # tests import its programs
 
@@ -61,16 +67,21 @@ def own_folders(tmp_path, monkeypatch):
     for i in range(60):  # enough names that every part has some
         lines = (f"def f{i}_{j}(x):\n    return x + {j}\n" for j in range(20))
         (folder / f"{i}.py").write_text("".join(lines))
+    yield
+    # pytest keeps what is in tmp_path for three runs. To remove so many files then takes minutes.
+    shutil.rmtree(folder)
 
 
 @pytest.fixture
 def run(own_folders, monkeypatch, capsys):
-    """Run a program with a command line; returns (exit code, stdout, stderr)."""
+    """Run a program with a command line; returns (exit code, stdout, stderr). `stdin` is None if
+    it is closed."""
 
     def call(program, words, stdin=b""):
         words = [word.strip("'") for word in words.split()]
         monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", "--device", "cpu", *words])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        text = None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin))
+        monkeypatch.setattr(sys, "stdin", text)
         try:
             run_program(program.main)
         except SystemExit as stop:

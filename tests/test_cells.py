@@ -158,18 +158,20 @@ def test_cells_from_before_there_were_checksums_are_only_printed(make):
     assert "8103.084" not in reproduce.plain_table(stored, 64, 1, model="tiny")
 
 
-@pytest.mark.parametrize("tool", [reproduce, real_llama], ids=lambda tool: tool.TOOL)
-def test_the_sources_are_all_that_a_program_imports(tool):
+def test_the_sources_are_all_that_a_program_imports():
     """Of this project, but for cells.py, which computes no figure."""
     code = "import sys; sys.path[:0] = ['.', 'tools']; import {}; print(*filter(None, (getattr("
     code += "module, '__file__', None) for module in [*sys.modules.values()])), sep='\\n')"
-    line = [sys.executable, "-c", code.format(Path(tool.TOOL).stem)]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=HERE, check=True)
-    files = {Path(name) for name in done.stdout.splitlines()}
+    running = {}
+    for tool in (reproduce, real_llama):
+        line = [sys.executable, "-c", code.format(Path(tool.TOOL).stem)]
+        running[tool.TOOL] = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=HERE)
     places = (HERE, HERE / "support", HERE / "tools")  # not a virtual environment in the folder
-    own = {str(file.relative_to(HERE)) for file in files if file.parent in places}
-    named = {*cells.SOURCES, f"tools/{tool.TOOL}"}
-    assert own - {"support/__init__.py", "tools/cells.py"} == named
+    for tool, process in running.items():
+        files = {Path(name) for name in process.communicate()[0].splitlines()}
+        own = {str(file.relative_to(HERE)) for file in files if file.parent in places}
+        named = {*cells.SOURCES, f"tools/{tool}"}
+        assert own - {"support/__init__.py", "tools/cells.py"} == named
 
 
 def test_a_full_disk_leaves_the_cells_that_are_there(tmp_path, monkeypatch):

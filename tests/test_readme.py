@@ -306,7 +306,7 @@ def test_every_row_of_the_benchmark_has_figures(monkeypatch, capsys):
     """A column has values, and how many times the window's these are. The last two, memory of
     training, do not grow with the sequence. Nothing is timed here."""
     words = "--dim 64 --layers 1 --heads 2 --ffn 128 --vocab 64 --mem 16 --segment 16 --rounds 1"
-    words += " --bptt 1 --seq 128 --long 512 --contexts 64 256"
+    words += " --bptt 1 --seq 64 --long 256 --contexts 64 128"
     monkeypatch.setattr(sys, "argv", ["bench.py", *words.split()])
     bench.main()
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[2:]}
