@@ -140,6 +140,13 @@ def test_the_table_by_hand():
     tuned = [cell("full lora", [1.0, 3.0]), cell("h2o lora", [3.0, 5.0]),
              cell("ours lora", [2.5, 4.5])]  # fmt: skip
     assert "| -0.5000 ± 0.0000 | 25 |" in real_llama.table(tuned, part="test", mem=64, seq=1024)
+    # Tuned for longer, H2O is 1 lower. A row of 20 steps has nothing that it is compared with.
+    tuned += [cell("full lora", [0.0, 2.0], steps=90), cell("h2o lora", [2.0, 4.0], steps=90),
+              cell("ours lora", [1.5, 3.5], steps=90), cell("ours lora", [1.5, 3.5], steps=20)]
+    lines = real_llama.table(tuned, part="test", mem=64, seq=1024)
+    assert "| 60 | 1 | 3.5000 | 33.115 | -0.5000 ± 0.0000 | 25 |" in lines
+    assert "| 90 | 1 | 2.5000 | 12.182 | -0.5000 ± 0.0000 | 25 |" in lines
+    assert "| 20 | 1 | 2.5000 | 12.182 | | |" in lines
     again = [*stored, cell("ours", [2.0, 3.0])]  # a newer cell of the same row and seed
     assert "| 2 | 3.0000 |" in real_llama.table(again, part="test", mem=64, seq=1024)
 
@@ -187,6 +194,19 @@ def test_rows_with_further_flags_stand_in_a_table_of_their_own():
     assert alone[name] == both[name]
     line = "| 60 | 1 | 3.0000 | 20.086 | -1.0000 ± 0.0000 | 50 |"
     assert line in both[f"{name}, with further flags"]
+    # If H2O has these flags, too, it is compared with that one.
+    flags = real_llama.all_flags(real_llama.ROWS["h2o"], 64, "--bptt 4")
+    h2o = cell("h2o", [2.5, 4.5], flags=flags) | {"extra": "--bptt 4"}
+    made = real_llama.tables([*stored, more, h2o])[f"{name}, with further flags"]
+    assert "| 60 | 1 | 3.0000 | 20.086 | -0.5000 ± 0.0000 | 33 |" in made
+
+
+def test_further_flags_win():
+    """Over M of the segment, too."""
+    name = {"flags": "--method h2o --segment 128", "mem": 64, "seq": 1024}
+    assert real_llama.train.parse(real_llama.train_line(name, TINY))[0].segment == 128
+    usual = name | {"flags": "--method h2o"}
+    assert real_llama.train.parse(real_llama.train_line(usual, TINY))[0].segment == 64
 
 
 def test_rows_are_settings():

@@ -259,10 +259,11 @@ def train_cell(name: dict, options: Options) -> Path:
 
 
 def train_line(name: dict, model: Path) -> list[str]:
-    """The command line of train.py for a cell, without what only training needs."""
-    line = ["--model", str(model), "--recipe", "inference", *name["flags"].split()]
+    """The command line of train.py for a cell, without what only training needs. The flags of the
+    cell come last, as the last of two values counts."""
+    line = ["--model", str(model), "--recipe", "inference", "--seq", str(name["seq"])]
     slots = str(name["mem"])
-    return [*line, "--mem", slots, "--segment", slots, "--seq", str(name["seq"])]
+    return [*line, "--mem", slots, "--segment", slots, *name["flags"].split()]
 
 
 def documents_to_score(options: Options, tokenizer: Tokenizer) -> torch.Tensor:
@@ -316,10 +317,17 @@ def mean_and_error(values: np.ndarray) -> str:
     return f"{values.mean():+.4f} ± {values.std(ddof=1) / len(values) ** 0.5:.4f}"
 
 
-def best_of(rows: tuple[str, ...], nats: dict[tuple, np.ndarray]) -> np.ndarray | None:
-    """Of these rows, without further flags, the one with the lowest loss."""
-    some = [values for (row, _, extra), values in nats.items() if row in rows and not extra]
-    return min(some, key=lambda values: values.mean(), default=None)
+def best_of(
+    rows: tuple[str, ...], nats: dict[tuple, np.ndarray], steps: int, extra: str
+) -> np.ndarray | None:
+    """Of these rows the one with the lowest loss. If some are tuned for as many steps, or if some
+    have the same further flags, these alone count."""
+    some = {key: values for key, values in nats.items() if key[0] in rows}
+    for place, value in ((1, steps), (2, extra)):
+        alike = {key: values for key, values in some.items() if key[place] == value}
+        usual = {key: values for key, values in some.items() if not key[place]}
+        some = alike or usual
+    return min(some.values(), key=lambda values: values.mean(), default=None)
 
 
 def cells_of_rows(stored: list[dict], **about) -> dict[tuple[str, int, str], list[dict]]:
@@ -351,11 +359,10 @@ def table(stored: list[dict], **about) -> str:
     """A line for each row that has cells like `about`: nats per token, the mean of its seeds;
     perplexity; the paired difference from H2O, with the positions that suit it better, and its
     standard error over documents; and which part of that H2O's gap to full attention is closed, by
-    each seed. Rows that are tuned stand in tables of their own, with H2O tuned alike."""
+    each seed. Rows that are tuned stand in tables of their own, with H2O tuned alike, for as many
+    steps."""
     rows = cells_of_rows(stored, **about)
     nats = nats_of_rows(rows)
-    h2o = best_of(("h2o", "h2o text", "h2o lora"), nats)
-    full = best_of(("full", "full lora"), nats)
     head = "memory | steps | seeds | nats per token | perplexity | from H2O, nats per token"
     lines = [f"| {head} | gap closed, % |", "|---|---|---|---|---|---|---|"]
     for (row, steps, extra), values in nats.items():
@@ -364,6 +371,8 @@ def table(stored: list[dict], **about) -> str:
         seeds = len(some) if steps else "-"  # without training all seeds are alike
         line = f"| {label}{' ' + extra if extra else ''} | {steps or '-'} | {seeds} "
         line += f"| {values.mean():.4f} | {np.exp(values.mean()):.3f} "
+        h2o = best_of(("h2o", "h2o text", "h2o lora"), nats, steps, extra)
+        full = best_of(("full", "full lora"), nats, steps, extra)
         if h2o is None or full is None or len(h2o) != len(values):
             line += "| | |"
         else:
