@@ -66,8 +66,8 @@ def ranges(what: str, numbers: Tensor, reach: int) -> dict[str, Tensor]:
     """`numbers`: a position or a distance of each token, (N, L - 1). Returns a mask for each
     range; "a-b" has those above a up to b.
 
-    The first range ends at `reach` = M + T, as no window holds older tokens. The others end
-    at 512, 1024 ... L. A distance of 0, which marks a token that is no answer, is in no
+    The first range ends at `reach` = M + T: up to here a window may hold the token. The
+    others end at 512, 1024 ... L. A distance of 0, which marks a token that is no answer, is in no
     range."""
     L = numbers.shape[1] + 1
     doubled = {2**e for e in range(9, L.bit_length()) if reach < 2**e < L}
@@ -415,7 +415,7 @@ def print_ranges(
         masks = ranges("position ", position, reach)
         tables["nats by position"] = print_means(title, "tokens", masks, scores.losses)
     if config.recall:
-        title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer).words)}"
+        title = f"recalled; by chance 1 in {len(fact_tokens(tokenizer, config.fact_form).words)}"
         masks = ranges("told ago ", told_ago, reach)
         tables["recall"] = print_means(title, "answers", masks, scores.hits)
     return tables

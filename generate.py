@@ -264,7 +264,7 @@ def refuse_for_page(settings: Settings) -> None:
 
 
 def make_parser() -> Parser:
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, mem="512; on a page that of the adapter")
     add = parser.add_argument_group("text").add_argument
     add("--prompt", required=True, metavar="FILE", help="a text file; - for standard input")
     add("--max-new-tokens", type=at_least(1), default=200, metavar="N",
@@ -366,24 +366,20 @@ def figures(cache: KVCache, settings: Settings) -> str:
     """How much is held, and what the full cache would hold."""
     held = sum(keys.size for keys in cache.keys) // len(cache.keys)  # mean over the layers
     slots = f"{settings.mem} slots" if settings.mem else "all entries"
-    full = f"the full cache would hold {cache.full_nbytes:,}"
-    lines = [
-        f"memory           {slots}; {held:,} entries held of {cache.seen:,}",
-        f"key/value cache  {cache.nbytes:,} bytes; {full}",
-    ]
+    memory = f"memory           {slots}; {held:,} entries held of {cache.seen:,}"
+    below = "\n" + 17 * " "
     if settings.budgets:
-        least, most = min(settings.budgets), max(settings.budgets)
-        layers = f"layers have {least} to {most} slots"
+        layers = f"layers have {min(settings.budgets)} to {max(settings.budgets)} slots"
         new = f"at most T = {settings.segment} new tokens"
-        lines.append(f"entries held     {held:,} on average; {layers} and {new}")
+        memory += f"{below}this is the mean; {layers} and {new}"
     elif settings.mem and cache.compressed:
         waiting = f"{cache.size - settings.mem} tokens since the last compression"
         most = f"at most T = {settings.segment}"
-        lines.append(f"entries held     {settings.mem} slots, and {waiting} ({most})")
+        memory += f"{below}these are {settings.mem} slots, and {waiting} ({most})"
     elif settings.mem:
-        most = f"M + T = {settings.room:,} entries"
-        lines.append(f"entries held     all: nothing is compressed up to {most}")
-    return "\n".join(lines)
+        memory += f"{below}nothing is compressed up to M + T = {settings.room:,} entries"
+    full = f"the full cache would hold {cache.full_nbytes:,}"
+    return f"{memory}\nkey/value cache  {cache.nbytes:,} bytes; {full}"
 
 
 def adapter_of_page(config: GenerateConfig) -> Path | None:

@@ -8,6 +8,8 @@ model.py, and R is the number of entries that are merged. Three matrices have si
     logits          the paper's W of (6), as the convolution gives it
     w               the paper's w of (7): each row sums to 1
     mixing matrix   ours: the rows of w, and one-hot rows that copy what is kept
+
+Only in the segment loop, logits are those of the next token.
 """
 
 import sys
@@ -41,7 +43,8 @@ METHODS = {
     "longlora": lambda M: {},
     # StreamingLLM with M slots. The LoCoCo paper's version keeps 8 sinks and no window.
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
-    # The paper does not say how H2O divides its slots; H2O's authors do it so.
+    # The paper does not say how H2O divides its slots; H2O's authors do it so. For texts
+    # beyond the base's context add `--positions slots`.
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
     # The paper: alone, with StreamingLLM's sinks, and with H2O (sections 3.2.3 and 5.2).
     # Half of M for heavy slots is the official code's.
@@ -111,7 +114,7 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     If changes replace some counts of slots, one kind gets the slots that remain: the merged
     slots, or the recent ones if the row merges none. With `lococo+window`, M = 128 and
     recent = 84 there are 4 sinks and 40 merged slots. If the count of this kind is given,
-    too, there may be fewer than M slots: `streaming` with sinks = 8 and recent = 0 has 8.
+    too, there may be fewer than M slots: `h2o` with M = 128 and recent = 0 has 64.
     A row without slots keeps all entries. Raises UserError.
     """
     # Where dictionaries are joined, the later one wins: first the row, then the flags that
@@ -212,8 +215,9 @@ class Compressor(nn.Module):
 
     @torch.no_grad()
     def sharpen(self, factor: float) -> None:
-        """Multiply what the filters give by `factor`, by scaling all parameters. Override
-        this if yours is not proportional to them. With the paper's (7) it has no effect."""
+        """Make the rows of w more nearly one-hot: scale all parameters by `factor`, and so
+        what they give. Override this if yours is not proportional to its parameters. With
+        the paper's (7) it has no effect."""
         for p in self.parameters():
             p *= factor
 
@@ -291,9 +295,13 @@ class Memory(KVCache):
         """Make room for T new tokens; return the first one's position.
 
         We compress when the next segment arrives, not right after a segment as algorithm 2
-        does. `segment_losses` cuts the graph in between, so that a compression before the
-        cut would get no gradient. (The paper does not say where it is cut.) Whole segments
-        are compressed as in algorithm 2. Only decoding differs: the paper compresses at each
+        does. So the order is
+
+            segment n enters, compression, loss of segment n, backward pass, cut of the graph
+
+        and the compression gets the gradient of the loss of segment n. Before the cut it
+        would get none. (The paper does not say where it is cut.) Whole segments are
+        compressed as in algorithm 2. Only decoding differs: the paper compresses at each
         token, and we compress once per segment.
         """
         most = self.settings.segment
@@ -316,14 +324,14 @@ class Memory(KVCache):
         if not self.scoring:
             return super().attend(layer, q, k, v)
         self.append(layer, k, v)
-        weights = attention_weights(q, self.keys[layer].held)
+        attention = attention_weights(q, self.keys[layer].held)
         T, group = q.shape[2], q.shape[1] // k.shape[1]  # H/G query heads
-        received = weights.detach().sum(dim=2) / group  # (B, G, S)
+        received = attention.detach().sum(dim=2) / group  # (B, G, S)
         if self.scores[layer] is not None:
             kept = self.settings.forget ** (T / self.settings.segment)
             received[:, :, :-T] += kept * self.scores[layer]  # the older entries
         self.scores[layer] = received
-        read = weights.type_as(v) @ self.values[layer].held  # (B, G, H/G * T, D)
+        read = attention.type_as(v) @ self.values[layer].held  # (B, G, H/G * T, D)
         return read.unflatten(2, (group, T)).flatten(1, 2)
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -345,7 +353,9 @@ class Memory(KVCache):
         k = in_order(self.keys[layer].held, order)
         v = in_order(self.values[layer].held, order)
         by_slot = s.positions == "slots"
-        if by_slot:  # `order` has the places, and so the positions, of the keys until now
+        if by_slot:
+            # The key at place p has been rotated by p, and `order` has these places. To
+            # rotate it by new - p leaves it rotated by new.
             k = self.move(k, self.new_places(layer, S, k.device) - order)
         k_front, k_rest, k_recent = k.split(sizes, dim=2)
         v_front, v_rest, v_recent = v.split(sizes, dim=2)
@@ -369,6 +379,8 @@ class Memory(KVCache):
         """Which of the entries that are merged stood in a heavy or merged slot, (B, G, R).
         If compressed before, the cache was [front | merged | recent slots | segment]."""
         s = self.layer_settings[layer]
+        # Until the first compression all tokens that were seen are held. The segment that
+        # is about to enter does not count yet.
         compressed_before = self.keys[layer].size < self.seen
         places = order[:, :, s.front : order.shape[2] - s.recent]
         return (places < s.front + s.merged) & compressed_before
@@ -498,7 +510,9 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
         return config.rope_scale
     highest = settings.length
     if settings.positions == "slots" and settings.mem:
+        # A text that is shorter than M + T never fills the cache.
         highest = min(settings.room, settings.length)
+    # The checkpoint may divide positions itself; they are never divided by less.
     return max(config.rope_scale, highest / config.context)
 
 
@@ -529,7 +543,8 @@ class LoRALinear(nn.Module):
 
 def in_layer(settings: Settings, layer: int) -> Settings:
     """The settings of one layer. It has all sinks; the rest of its budget is divided among
-    the kinds as it is at M.
+    the kinds as it is at M. For example, with 24 heavy, 16 merged and 24 recent slots a
+    budget of 30 gives 11, 7 and 11, and the one that is left over is heavy, too.
 
     Layers differ in how much of a long text they read, so that equal budgets waste slots
     (PyramidKV, arXiv 2406.02069). tools/budgets.py measures which layers need more. What it
@@ -580,19 +595,22 @@ TRUST_SCALE = 2
 
 
 class FactCompressor(Compressor):
-    """Slots choose in order. Each takes the most relevant entry that no earlier slot has
-    taken.
+    """Slots choose in order. Each prefers the most relevant entry that no earlier slot has
+    taken. Of entries A, A' (a copy of A) and B, in this order of relevance, the first of two
+    slots prefers A, and the second one B.
 
-    Of entries A, A' (a copy of A) and B, in this order of relevance, two slots hold A and
-    B. A common filter learns what is relevant. Each slot also has its own filter, which
-    learns which of the relevant entries it takes. An entry that is in a merged or heavy
-    slot already is judged by other filters, which learn to keep it. They are one tap wide,
-    because neighbours in slots are no neighbours in the text. Without them one of two runs
-    forgot its facts (docs/notebook.md).
-
-    Rows are soft while they learn. Afterwards `sharpen` makes them nearly one-hot: mixed
-    facts cannot be read, and on the prose of a real Llama a choice loses less than a mixture
+    `redundancy` finds the entry that each slot prefers, and lowers this entry and its copies
+    for the later slots. A slot still holds the mixture that its row of w says, a softmax.
+    While the filters learn, this row is softer. Afterwards `sharpen` makes it nearly one-hot,
+    so that a slot takes the entry that it prefers: the model cannot read a fact out of a
+    mixture of several, and on the prose of a real Llama a choice loses less than a mixture
     (docs/real-llama.md).
+
+    A common filter learns what is relevant. Each slot also has its own filter, which learns
+    which of the relevant entries it prefers. An entry that is in a merged or heavy slot
+    already is judged by other filters, which learn to keep it. They are one tap wide,
+    because neighbours in slots are no neighbours in the text. Without these filters one of
+    two runs forgot its facts (docs/notebook.md).
     """
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
@@ -715,8 +733,8 @@ class AdaptedLlama(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def recompute_in_backward(self) -> None:
-        """Train with less memory and more time: the backward pass runs all but attention
-        again."""
+        """Train with less memory and more time: the backward pass runs the layers, apart
+        from attention, and the compressors again."""
         self.recompute = True
         for block in self.model.layers:
             block.recompute = True

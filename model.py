@@ -179,8 +179,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Entries:
     """The keys that one layer holds, or its values: (B, G, S, D). Others can be appended.
 
-    Without gradients the tensor `buffer` is larger than what is held, and doubles when it
-    is full: torch.cat would copy all entries for each decoded token.
+    Without gradients the tensor `buffer` may be larger than what is held, and doubles when
+    it is full: torch.cat would copy all entries for each decoded token.
     """
 
     def __init__(self, held: Tensor | None = None):
@@ -399,7 +399,8 @@ class Llama(nn.Module):
 
     def logits(self, h: Tensor) -> Tensor:
         output = self.tok_embeddings if self.config.tied else self.output
-        return widened(F.linear(h, output.weight))
+        # An adapter keeps embeddings, which may be tied, in float32.
+        return widened(F.linear(h, output.weight.type_as(h)))
 
 
 # --- Official weights -------------------------------------------------------------------

@@ -49,7 +49,7 @@ from support.text import PARTS, find_files, long_documents, sequence, token_stre
 class TrainConfig:
     """Everything that a run depends on.
 
-    The defaults are the paper's context extension. What the paper has not, such as facts,
+    The defaults are the paper's context extension. What is not in the paper, such as facts,
     is off, and comments say where the paper gives no number. A recipe, a stored run and
     flags override the defaults, in this order. Paths are strings, so that a configuration
     can be stored as JSON.
@@ -101,7 +101,7 @@ class TrainConfig:
     # An answer is the word of a fact that is told again. In the convolutions' gradient its
     # loss counts so many times.
     answer_weight: float = 1.0
-    sharper: float = 1.0  # after training our compressors' logits are multiplied by this
+    sharper: float = 1.0  # after training our compressors' parameters are multiplied by this
     # Scoring and output.
     score_tokens: int = 32768  # about so many are scored: 4 documents of 8,192
     save_every: int = 1  # steps
@@ -142,7 +142,7 @@ def table_of(configs: dict[str, TrainConfig]) -> str:
             "text": text,
             "compressor": f"{c.compressor}, {c.kernel} taps",
             "convolutions' rate": f"{c.conv_lr:g}",
-            "logits after training": f"x {c.sharper:g}",
+            "sharper after training": f"x {c.sharper:g}",
             "LoRA": lora,
             "steps x sequences": f"{c.steps} x {batch}, {c.micro_batch} at once",
             "segments of a gradient": c.bptt,
@@ -281,6 +281,7 @@ def backward_by_pieces(
     targets_in_step = config.batch * (config.seq - 1)
     pieces = segment_losses(adapted.model, tokens, cache, segment, config.bptt)
     answers_of_pieces = answers[:, 1:].split(config.bptt * segment, dim=1)
+    # `next` is called by hand, as only the forward pass is to run in the machine's precision.
     for number, is_answer in enumerate(answers_of_pieces):
         with machine.precision():
             losses, _ = next(pieces)  # runs one piece forward; the next call cuts the graph
@@ -475,7 +476,8 @@ def add_training_flags(parser: Parser) -> None:
     add("--answer-weight", type=number, metavar="W",
         help="how many times the word of a fact that is told again counts, for the convolutions")
     add("--sharper", type=number, metavar="N",
-        help="multiply the convolutions' logits by N after training")
+        help="multiply the compressors' parameters by N after training, so that their choices "
+             "are sharper")
 
 
 def add_output_flags(parser: Parser) -> None:
@@ -736,7 +738,7 @@ def refuse_others(record: Record, owner: dict, config: TrainConfig) -> None:
 
 
 def print_changes(config: TrainConfig, record: Record) -> None:
-    """Say what other flags change in the run to resume."""
+    """Print what differs from the stored run, and what this changes."""
     before = record.config
     if config.steps != before["steps"]:
         print(f"--steps {config.steps} instead of {before['steps']}: "
@@ -852,7 +854,9 @@ def run(config: TrainConfig, state: dict[str, Tensor], record: Record) -> int:
 def train_and_score(
     setup: Setup, model: Llama, state: dict[str, Tensor], record: Record, log: TextIO
 ) -> int:
-    """All that is written goes into the folder of the run. Returns the exit code."""
+    """Score a window and H2O, adapt the base, restore what a run to resume has stored, score,
+    train, sharpen, write the adapter and score again. All that is written goes into the
+    folder of the run. Returns the exit code."""
     config, settings, documents = setup.config, setup.settings, setup.text.documents
     out = Path(config.out)
     add_score = partial(score_into, setup, record)
@@ -912,13 +916,13 @@ def sharpen(adapted: AdaptedLlama, config: TrainConfig) -> None:
     for compressor in adapted.compressors:
         compressor.sharpen(config.sharper)
     if config.sharper != 1 and len(adapted.compressors) and config.compressor != "paper":
-        print(f"the convolutions' logits are multiplied by {config.sharper:g} now "
+        print(f"the compressors' parameters are multiplied by {config.sharper:g} now "
               "(--sharper); the losses in log.jsonl are without this factor")  # fmt: skip
 
 
 def write_adapter(adapted: AdaptedLlama, config: TrainConfig, parts: list[str]) -> None:
-    """`parts` are those of the texts that it was trained on. The usual one is not
-    written."""
+    """`parts` are those of the texts that it was trained on. They are left out if it is the
+    training part alone."""
     file = Path(config.out, "adapter.safetensors")
     unusual = {} if parts == ["training"] else {"parts": parts}
     write_file(file, adapted.trained(), **identity(adapted), **unusual)

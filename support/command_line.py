@@ -86,10 +86,11 @@ class Parser(argparse.ArgumentParser):
             add(flag, type=at_least(0), metavar="N",
                 help=f"slots that keep the {kept} (default: the method's)")
         add("--positions", choices=POSITIONS,
-            help="of keys: in the text, divided; in the text; in the cache (default: the method's)")
+            help="of keys. interpolated: in the text, divided; original: in the text; slots: in "
+                 "the cache (default: the method's)")
         add("--forget", type=at_least(0, float, most=1), metavar="F",
-            help="heavy slots: factor of earlier attention at each segment, from 0 to 1 (default: "
-                 "the method's, which is 1 for most)")
+            help="what an entry has received of attention is multiplied by this at each segment, "
+                 "from 0 to 1 (default: the method's, which is 1 for most)")
         add("--budgets", type=at_least(4), nargs="+", metavar="N",
             help="slots of each layer, M on average; tools/budgets.py finds them (default: M each)")
 

@@ -401,9 +401,12 @@ def test_lora_starts_unchanged_and_equals_merged_weights(model):
     assert not torch.allclose(model(TOKENS), before, atol=1e-1)
 
 
-def test_an_adapter_on_a_base_in_bfloat16_needs_no_autocast(model):
-    """What trains is in float32. It computes as under autocast, but for what is rounded."""
-    adapted = AdaptedLlama(model.bfloat16(), settings(lora_rank=2))
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_adapter_on_a_base_in_bfloat16_needs_no_autocast(config, tied):
+    """What trains is in float32, with tied embeddings the output's weights, too. It computes as
+    under autocast, but for what is rounded."""
+    model = Llama(replace(config, tied=tied)).bfloat16()
+    adapted = AdaptedLlama(model, settings(lora_rank=2))
     for p in adapted.trained().values():
         p.data += 0.02 * torch.randn(p.shape)
     with torch.no_grad():

@@ -180,7 +180,7 @@ def test_the_log_has_the_norms_and_says_which_model_it_is_of(trained):
     lines = [json.loads(line) for line in open("run/log.jsonl")]
     assert all(len(line["gradient norms"]) == 1 for line in lines)
     assert all(line["gradient norms"][0] > 0 for line in lines[1:])
-    assert "the convolutions' logits are multiplied by 16 now (--sharper)" in out
+    assert "the compressors' parameters are multiplied by 16 now (--sharper)" in out
     assert all(line["sharper after training"] == 16 for line in lines)
     files = [Path("run", f"{name}.safetensors") for name in ("adapter", "state")]
     saved, state = (read_file(file)[0] for file in files)
