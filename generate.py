@@ -34,7 +34,7 @@ from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, identity, loa
 from lococo import read_adapter, untrained, warn_if_too_long
 from model import Entries, KVCache, Llama, Tokenizer, load_base
 from support.command_line import TINY, Machine, Parser, at_least, config_of, method_flags
-from support.command_line import output_file, prepare, run_program
+from support.command_line import counted, output_file, prepare, run_program
 from support.files import UTF8, UserError, checksum, created, read_file, write_file
 from support.memory_page import page_record, token_texts, write_page
 
@@ -373,7 +373,7 @@ def figures(cache: KVCache, settings: Settings) -> str:
         new = f"at most T = {settings.segment} new tokens"
         memory += f"{below}this is the mean; {layers} and {new}"
     elif settings.mem and cache.compressed:
-        waiting = f"{cache.size - settings.mem} tokens since the last compression"
+        waiting = f"{counted(cache.size - settings.mem, 'token')} since the last compression"
         most = f"at most T = {settings.segment}"
         memory += f"{below}these are {settings.mem} slots, and {waiting} ({most})"
     elif settings.mem:

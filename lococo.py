@@ -835,7 +835,7 @@ def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
     """Put the adapter of a run directory of train.py onto its base model. Raises
     UserError."""
     settings, tensors, base, _ = read_adapter(run)
-    remedy = "give --model as in its training, if it is not by another version"
+    remedy = "give --model as in its training; an adapter of another version must be trained again"
     other = f"{run}: its adapter is for another base; {remedy}"
     if settings.budgets and len(settings.budgets) != model.config.n_layers:
         raise UserError(other)
