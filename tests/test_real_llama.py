@@ -193,11 +193,11 @@ def test_rows_with_further_flags_stand_in_a_table_of_their_own():
     assert set(alone) == {name, f"{name}, in short", f"{name}, tuned"}
     assert alone[name] == both[name]
     line = "| 60 | 1 | 3.0000 | 20.086 | -1.0000 ± 0.0000 | 50 |"
-    assert line in both[f"{name}, with further flags"]
+    assert line in both[f"{name}, --bptt 4"]
     # If H2O has these flags, too, it is compared with that one.
     flags = real_llama.all_flags(real_llama.ROWS["h2o"], 64, "--bptt 4")
     h2o = cell("h2o", [2.5, 4.5], flags=flags) | {"extra": "--bptt 4"}
-    made = real_llama.tables([*stored, more, h2o])[f"{name}, with further flags"]
+    made = real_llama.tables([*stored, more, h2o])[f"{name}, --bptt 4"]
     assert "| 60 | 1 | 3.0000 | 20.086 | -0.5000 ± 0.0000 | 33 |" in made
 
 

@@ -82,7 +82,7 @@ ROWS = {
         "--method h2o --positions slots",
         trained=False,
     ),
-    "h2o text": Row("the same, positions of the text", "--method h2o", trained=False),
+    "h2o text": Row("H2O, positions of the text", "--method h2o", trained=False),
     "h2o forget": Row(
         "H2O with forgetting: earlier attention times 0.75 per segment",
         "--method h2o --forget 0.75",
@@ -412,7 +412,8 @@ def ablation_table(stored: list[dict], **about) -> str:
 
 def tables(stored: list[dict]) -> dict[str, str]:
     """All tables by name; a name that ends with "in short" has the rows of README.md. Rows with
-    further flags (--flags) stand in a table of their own, beside the others that are not tuned."""
+    further flags (--flags) stand in a table of their own, beside the same rows without them, full
+    attention and H2O."""
     frozen = [row for row in ROWS if "lora" not in row]
     rows_of_tables = {"": frozen, ", in short": SHORT, ", tuned": TUNED}
     usual = [cell for cell in stored if not cell["extra"]]
@@ -430,9 +431,12 @@ def tables(stored: list[dict]) -> dict[str, str]:
             some = [cell for cell in usual if cell["row"] in rows]
             if any(about.items() <= cell.items() for cell in some):
                 made[name + ending] = table(some, **about)
-        some = [cell for cell in stored if cell["row"] in frozen]
-        if any(about.items() <= cell.items() and cell["extra"] for cell in some):
-            made[f"{name}, with further flags"] = table(some, **about)
+        alike = [cell for cell in stored if about.items() <= cell.items()]
+        for flags in sorted({cell["extra"] for cell in alike} - {""}):
+            rows = {cell["row"] for cell in alike if cell["extra"] == flags}
+            rows |= {"full", "h2o", "h2o text"}
+            some = [cell for cell in alike if cell["row"] in rows and cell["extra"] in ("", flags)]
+            made[f"{name}, {flags}"] = table(some, **about)
         if cell["part"] == "choosing":
             made[f"ablations, {size}"] = ablation_table(stored, **about)
     return made
