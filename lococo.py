@@ -649,14 +649,14 @@ def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
     gradient; the filters learn through the softmax alone.
     """
     unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1)  # (N, 2D, R)
-    # From the cosine of two entries; an opposite is no copy.
-    alike = (unit.mT @ unit).clamp(min=0) ** POWER  # (N, R, R)
+    cosines = (unit.mT @ unit).clamp(min=0)  # (N, R, R); an opposite is no copy
     taken = torch.zeros_like(relevance[:, :1])  # (N, 1, R)
     taken_before = []  # for each slot
     for row in relevance.split(1, dim=1):  # (N, 1, R)
         taken_before.append(taken)
         best = (row - PENALTY * taken).argmax(dim=-1, keepdim=True)  # (N, 1, 1)
-        taken = taken + alike.gather(1, best.expand_as(row))  # the row of the best entry
+        # The row of cosines of the best entry, (N, 1, R).
+        taken = taken + cosines.gather(1, best.expand_as(row)) ** POWER
     return torch.cat(taken_before, dim=1)
 
 
