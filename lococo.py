@@ -297,12 +297,13 @@ class Memory(KVCache):
         We compress when the next segment arrives, not right after a segment as algorithm 2
         does. So the order is
 
-            segment n enters, compression, loss of segment n, backward pass, cut of the graph
+            segment n arrives, compression, loss of segment n, backward pass, cut of the graph
 
-        and the compression gets the gradient of the loss of segment n. Before the cut it
-        would get none. (The paper does not say where it is cut.) Whole segments are
-        compressed as in algorithm 2. Only decoding differs: the paper compresses at each
-        token, and we compress once per segment.
+        and the compression gets the gradient of the loss of segment n. A compression before
+        the previous cut would get none. (The paper does not say where it is cut.)
+
+        Whole segments are compressed as in algorithm 2. Only decoding differs: the paper
+        compresses at each token, and we compress once per segment.
         """
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
@@ -354,8 +355,8 @@ class Memory(KVCache):
         v = in_order(self.values[layer].held, order)
         by_slot = s.positions == "slots"
         if by_slot:
-            # The key at place p has been rotated by p, and `order` has these places. To
-            # rotate it by new - p leaves it rotated by new.
+            # A key at place p is rotated by p, and `order` has these places. Rotating it by
+            # new - p more makes that new.
             k = self.move(k, self.new_places(layer, S, k.device) - order)
         k_front, k_rest, k_recent = k.split(sizes, dim=2)
         v_front, v_rest, v_recent = v.split(sizes, dim=2)
@@ -607,8 +608,8 @@ class FactCompressor(Compressor):
     (docs/real-llama.md).
 
     A common filter learns what is relevant. Each slot also has its own filter, which learns
-    which of the relevant entries it prefers. An entry that is in a merged or heavy slot
-    already is judged by other filters, which learn to keep it. They are one tap wide,
+    which of the relevant entries it prefers. Entries that already stand in a merged or
+    heavy slot are judged by other filters, which learn to keep them. These are one tap wide,
     because neighbours in slots are no neighbours in the text. Without these filters one of
     two runs forgot its facts (docs/notebook.md).
     """

@@ -921,8 +921,8 @@ def sharpen(adapted: AdaptedLlama, config: TrainConfig) -> None:
 
 
 def write_adapter(adapted: AdaptedLlama, config: TrainConfig, parts: list[str]) -> None:
-    """`parts` are those of the texts that it was trained on. They are left out if it is the
-    training part alone."""
+    """`parts` are those of the texts that the adapter was trained on. They are left out if
+    this is the training part alone."""
     file = Path(config.out, "adapter.safetensors")
     unusual = {} if parts == ["training"] else {"parts": parts}
     write_file(file, adapted.trained(), **identity(adapted), **unusual)

@@ -89,8 +89,8 @@ class Parser(argparse.ArgumentParser):
             help="of keys. interpolated: in the text, divided; original: in the text; slots: in "
                  "the cache (default: the method's)")
         add("--forget", type=at_least(0, float, most=1), metavar="F",
-            help="what an entry has received of attention is multiplied by this at each segment, "
-                 "from 0 to 1 (default: the method's, which is 1 for most)")
+            help="factor of the attention that an entry has received, at each segment, from 0 to 1 "
+                 "(default: the method's, which is 1 for most)")
         add("--budgets", type=at_least(4), nargs="+", metavar="N",
             help="slots of each layer, M on average; tools/budgets.py finds them (default: M each)")
 

@@ -443,6 +443,21 @@ def test_recall_in_the_tables_of_both_programs(run, tokenizer, monkeypatch):
     assert not set.union(*drawn) & set.union(*[names_in(told, tokenizer) for told, _ in rows])
 
 
+def test_the_form_of_facts_reaches_all_that_is_scored(run, monkeypatch):
+    forms = []
+    for name in ("tell_all", "fact_tokens"):
+
+        def watched(*args, usual=getattr(eval_ppl, name)):
+            forms.append(args[-1])
+            return usual(*args)
+
+        monkeypatch.setattr(eval_ppl, name, watched)
+    words = f"{LINES[eval_ppl]} --lengths 300 --documents 1 --recall --fact-form sentence"
+    code, out, err = run(eval_ppl, words)
+    assert code == 0 and "recalled; by chance" in out, err
+    assert forms == ["sentence", "sentence"]
+
+
 @pytest.mark.parametrize("words", ["--method full", SINKS, "--adapter adapter"])
 def test_greedy_text_and_figures(run, tokenizer, words):
     book = Path("text/0.py").read_text()[:250]
@@ -478,6 +493,8 @@ def test_a_base_without_an_adapter_says_what_it_does(run):
         slots, held = re.search(r"(\d+) slots; (\d+) entries held", err).groups()
         waiting = int(held) - int(slots)
         assert f"{slots} slots, and {waiting} tokens since the last compression" in err
+    err = run(generate, f"{ask} --method h2o --mem 16 --budgets 8 24 8 24")[2]
+    assert "this is the mean; layers have 8 to 24 slots and at most T = 16 new tokens" in err
 
 
 def test_a_warning_where_a_text_with_its_answer_passes_the_trained_length(run, tokenizer):
@@ -732,9 +749,13 @@ def test_where_nothing_can_be_written(run, monkeypatch):
 
 
 def test_help(run):
+    """M has a default of its own in each program."""
+    defaults = {train: "the recipe's", generate: "512; on a page that of the adapter"}
     for program in LINES:
         code, out, _ = run(program, "--help")
         assert code == 0 and f"python {program.__name__}.py" in out and "--mem M " in out
+        default = defaults.get(program, "512")
+        assert f"slots, from 4 on (default: {default})" in " ".join(out.split())
 
 
 def test_a_terminal_of_ascii(run, monkeypatch):

@@ -147,6 +147,11 @@ def test_the_table_by_hand():
     assert "| 60 | 1 | 3.5000 | 33.115 | -0.5000 ± 0.0000 | 25 |" in lines
     assert "| 90 | 1 | 2.5000 | 12.182 | -0.5000 ± 0.0000 | 25 |" in lines
     assert "| 20 | 1 | 2.5000 | 12.182 | | |" in lines
+    # H2O that is not tuned does not count, even if it is better.
+    flags = real_llama.all_flags(real_llama.ROWS["ours lora"], 64, "--bptt 2")
+    more = [*tuned, *stored, cell("ours lora", [2.0, 4.0], flags=flags, extra="--bptt 2")]
+    lines = real_llama.table(more, part="test", mem=64, seq=1024)
+    assert "--bptt 2 | 60 | 1 | 3.0000 | 20.086 | -1.0000 ± 0.0000 | 50 |" in lines
     again = [*stored, cell("ours", [2.0, 3.0])]  # a newer cell of the same row and seed
     assert "| 2 | 3.0000 |" in real_llama.table(again, part="test", mem=64, seq=1024)
 

@@ -129,7 +129,7 @@ def trained(run):
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """For the adapter of the first test that asks for it."""
+    """Keeps the adapter of an undisturbed run for all tests of this file."""
     return {}
 
 

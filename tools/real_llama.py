@@ -245,7 +245,7 @@ def cell_name(change: Change, seed: int, options: Options, files: dict) -> dict:
 
 
 def train_cell(name: dict, options: Options) -> Path:
-    """Train as the cell's name says, but leave the logits as trained. So cells that differ in
+    """Train as the cell's name says, but leave the parameters as trained. So cells that differ in
     --sharper alone have one run. Returns its directory."""
     trained_by = {key: name[key] for key in name if key not in ("part", "documents", "scored")}
     trained_by["flags"] = re.sub(r"--sharper \S+ ?", "", name["flags"]).strip()
@@ -320,14 +320,14 @@ def mean_and_error(values: np.ndarray) -> str:
 def best_of(
     rows: tuple[str, ...], nats: dict[tuple, np.ndarray], steps: int, extra: str
 ) -> np.ndarray | None:
-    """Of these rows the one with the lowest loss. If some are tuned for as many steps, or if some
-    have the same further flags, these alone count."""
-    some = {key: values for key, values in nats.items() if key[0] in rows}
-    for place, value in ((1, steps), (2, extra)):
-        alike = {key: values for key, values in some.items() if key[place] == value}
-        usual = {key: values for key, values in some.items() if not key[place]}
-        some = alike or usual
-    return min(some.values(), key=lambda values: values.mean(), default=None)
+    """Of these rows, after so many steps, the one with the lowest loss: with the same further flags
+    if there is one, or else without any."""
+    for flags in (extra, ""):
+        alike = [values for key, values in nats.items()
+                 if key[0] in rows and key[1:] == (steps, flags)]  # fmt: skip
+        if alike:
+            return min(alike, key=lambda values: values.mean())
+    return None
 
 
 def cells_of_rows(stored: list[dict], **about) -> dict[tuple[str, int, str], list[dict]]:
@@ -371,8 +371,12 @@ def table(stored: list[dict], **about) -> str:
         seeds = len(some) if steps else "-"  # without training all seeds are alike
         line = f"| {label}{' ' + extra if extra else ''} | {steps or '-'} | {seeds} "
         line += f"| {values.mean():.4f} | {np.exp(values.mean()):.3f} "
-        h2o = best_of(("h2o", "h2o text", "h2o lora"), nats, steps, extra)
-        full = best_of(("full", "full lora"), nats, steps, extra)
+        if row in TUNED:
+            h2o = best_of(("h2o lora",), nats, steps, extra)
+            full = best_of(("full lora",), nats, steps, extra)
+        else:
+            h2o = best_of(("h2o", "h2o text"), nats, 0, extra)
+            full = best_of(("full",), nats, 0, extra)
         if h2o is None or full is None or len(h2o) != len(values):
             line += "| | |"
         else:
@@ -411,9 +415,9 @@ def ablation_table(stored: list[dict], **about) -> str:
 
 
 def tables(stored: list[dict]) -> dict[str, str]:
-    """All tables by name; a name that ends with "in short" has the rows of README.md. Rows with
-    further flags (--flags) stand in a table of their own, beside the same rows without them, full
-    attention and H2O."""
+    """All tables by name; a name that ends with "in short" has the rows of README.md. Rows that are
+    not tuned and have further flags (--flags) stand in a table of their own, beside the same rows
+    without them, full attention and H2O."""
     frozen = [row for row in ROWS if "lora" not in row]
     rows_of_tables = {"": frozen, ", in short": SHORT, ", tuned": TUNED}
     usual = [cell for cell in stored if not cell["extra"]]
@@ -431,7 +435,9 @@ def tables(stored: list[dict]) -> dict[str, str]:
             some = [cell for cell in usual if cell["row"] in rows]
             if any(about.items() <= cell.items() for cell in some):
                 made[name + ending] = table(some, **about)
-        alike = [cell for cell in stored if about.items() <= cell.items()]
+        alike = [
+            cell for cell in stored if about.items() <= cell.items() and cell["row"] in frozen
+        ]
         for flags in sorted({cell["extra"] for cell in alike} - {""}):
             rows = {cell["row"] for cell in alike if cell["extra"] == flags}
             rows |= {"full", "h2o", "h2o text"}
