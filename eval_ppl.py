@@ -67,8 +67,8 @@ def ranges(what: str, numbers: Tensor, reach: int) -> dict[str, Tensor]:
     range; "a-b" has those above a up to b.
 
     The first range ends at `reach` = M + T: up to here a window may hold the token. The
-    others end at 512, 1024 ... L. A distance of 0, which marks a token that is no answer, is in no
-    range."""
+    others end at 512, 1024 ... L. A distance of 0, which marks a token that is no answer,
+    is in no range."""
     L = numbers.shape[1] + 1
     doubled = {2**e for e in range(9, L.bit_length()) if reach < 2**e < L}
     edges = sorted({0, min(reach, L), L} | doubled)

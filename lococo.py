@@ -600,8 +600,8 @@ class FactCompressor(Compressor):
     taken. Of entries A, A' (a copy of A) and B, in this order of relevance, the first of two
     slots prefers A, and the second one B.
 
-    `redundancy` finds the entry that each slot prefers, and lowers this entry and its copies
-    for the later slots. A slot still holds the mixture that its row of w says, a softmax.
+    `redundancy` finds the entry that each slot prefers, and `weights` lowers the logits of
+    this entry and of its copies for the later slots. A slot still holds the mixture that its row of w says, a softmax.
     While the filters learn, this row is softer. Afterwards `sharpen` makes it nearly one-hot,
     so that a slot takes the entry that it prefers: the model cannot read a fact out of a
     mixture of several, and on the prose of a real Llama a choice loses less than a mixture

@@ -439,9 +439,9 @@ def tables(stored: list[dict]) -> dict[str, str]:
             cell for cell in stored if about.items() <= cell.items() and cell["row"] in frozen
         ]
         for flags in sorted({cell["extra"] for cell in alike} - {""}):
-            rows = {cell["row"] for cell in alike if cell["extra"] == flags}
-            rows |= {"full", "h2o", "h2o text"}
-            some = [cell for cell in alike if cell["row"] in rows and cell["extra"] in ("", flags)]
+            shown = {cell["row"] for cell in alike if cell["extra"] == flags}
+            shown |= {"full", "h2o", "h2o text"}
+            some = [cell for cell in alike if cell["row"] in shown and cell["extra"] in ("", flags)]
             made[f"{name}, {flags}"] = table(some, **about)
         if cell["part"] == "choosing":
             made[f"ablations, {size}"] = ablation_table(stored, **about)
