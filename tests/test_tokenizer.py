@@ -125,6 +125,16 @@ def test_a_bug_of_ours_is_no_damaged_tokenizer(folder, monkeypatch):
             Tokenizer(folder)
 
 
+def test_what_the_package_says_of_other_things_than_the_file_passes_on(folder, monkeypatch):
+    """It raises plain Exceptions about a file. Memory, for instance, may run out while it reads."""
+    package = pytest.importorskip("tokenizers")
+    for error, expected in ((Exception("broken"), UserError), (MemoryError(), MemoryError)):
+        broken = Mock(from_str=Mock(side_effect=error))
+        monkeypatch.setattr(package, "Tokenizer", broken)
+        with pytest.raises(expected):
+            Tokenizer(folder)
+
+
 def test_a_tokenizer_without_the_letter_x(folder):
     """`piece` asks what a token adds behind an x."""
     package = pytest.importorskip("tokenizers")
