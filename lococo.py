@@ -237,17 +237,19 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, group)).flatten(2, 3)  # (B, G, H/G * T, D)
     products = widened(q @ k.mT) / q.shape[-1] ** 0.5
-    unseen = ~causal_mask(T, S, q.device).repeat(group, 1)
-    return products.masked_fill(unseen, -torch.inf).softmax(dim=-1)
+    products += causal_mask(T, S, products).repeat(group, 1)
+    return products.softmax(dim=-1)
 
 
 # --- Memory (algorithm 2) ---------------------------------------------------------------
 
 
 def in_order(entries: Tensor, order: Tensor) -> Tensor:
-    """Entries (B, G, S, D) in the order (B, G, S) of each head. torch.take_along_dim does
-    the same, but keeps a copy of the order for each channel until the backward pass."""
-    return entries.gather(2, order[..., None].expand_as(entries))
+    """Entries (B, G, S, D) in the order (B, G, S) of each head."""
+    B, G = order.shape[:2]
+    text = torch.arange(B, device=order.device)[:, None, None]
+    head = torch.arange(G, device=order.device)[:, None]
+    return entries[text, head, order]
 
 
 class Memory(KVCache):

@@ -151,14 +151,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # --- Attention and its cache ------------------------------------------------------------
 
 
-def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
-    """A row for each of the last T entries: which of all S it may see. For T = 3 and S = 5:
+def causal_mask(T: int, S: int, like: Tensor) -> Tensor:
+    """What is added to the logits of the last T of S entries, (T, S), in the dtype of `like`:
+    0 where an entry may be seen, and -inf where it comes later. For T = 3 and S = 5:
 
-        1 1 1 . .
-        1 1 1 1 .
-        1 1 1 1 1
+        0  0  0  -inf  -inf
+        0  0  0  0     -inf
+        0  0  0  0     0
     """
-    return torch.ones(T, S, dtype=torch.bool, device=device).tril(diagonal=S - T)
+    return like.new_full((T, S), -torch.inf).triu(diagonal=S - T + 1)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -166,12 +167,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     (B, G, S, D) -> (B, H, T, D).
 
     Equation (1) multiplies the logits by the mask, which would leave 0 where nothing may be
-    seen. Here these logits become -inf.
+    seen. Here the mask is added, and makes these logits -inf.
     """
     T, S = q.shape[2], k.shape[2]
     # `is_causal` aligns its mask to the first key, which is right if no entries are older.
     # A single token sees all entries: without a mask PyTorch may take its fast kernel.
-    mask = causal_mask(T, S, q.device) if 1 < T < S else None
+    mask = causal_mask(T, S, q) if 1 < T < S else None
     options = dict(is_causal=T == S, enable_gqa=q.shape[1] != k.shape[1])
     return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
