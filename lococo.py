@@ -851,4 +851,7 @@ def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
         raise UserError(other)
     for name, p in trained.items():
         p.data = tensors[name].to(p.device, copy=True)
+    # It does not train any more. So trained embeddings, which can be the output matrix, too,
+    # get the base's dtype here, once; else the model would convert them for each token.
+    model.tok_embeddings.to(model.layers[0].feed_forward.w1.weight.dtype)
     return adapted

@@ -3,7 +3,7 @@
     python tools/bench.py                                        # minutes on one core of a CPU
     python tools/bench.py --device cuda --dtype bfloat16 --mem 512 --segment 512 --seq 8192
     python tools/bench.py --model SmolLM2-135M --dtype bfloat16 \\
-        --rows window h2o lococo+h2o+recent --parts prefill decode \\
+        --rows window h2o lococo+h2o+recent --parts prefill decode --lora-rank 0 \\
         --mem 64 --segment 64 --contexts 1024 8192
 
 The model has random weights, or those of --model. Methods take turns, for several rounds. The table
@@ -74,6 +74,7 @@ class Options:
     contexts: list[int]  # tokens before decoding
     bptt: int
     facts: int
+    lora_rank: int
     rounds: int
     device: str
     dtype: str
@@ -97,7 +98,9 @@ def seconds(work: Callable, options: Options) -> float:
 
 def make(row: str, model: Llama, options: Options) -> AdaptedLlama:
     segment = options.seq if row == "full" else options.segment
-    settings = settings_for(mem=options.mem, segment=segment, length=options.seq, **ROWS[row])
+    settings = settings_for(
+        mem=options.mem, segment=segment, length=options.seq, lora_rank=options.lora_rank, **ROWS[row]
+    )
     return AdaptedLlama(copy.deepcopy(model), settings)
 
 
@@ -268,12 +271,17 @@ def parse() -> Options:
         help="segments that the gradient spans (default: 4, as the embedded model's recipe)")
     add("--facts", type=at_least(0), default=8,
         help="in a sequence; without any there is one backward pass (default: 8)")
+    add("--lora-rank", type=at_least(0), default=8,
+        help="0 leaves the base frozen, and then the window has nothing to train (default: 8)")
     add("--rounds", type=positive, default=5,
         help="turns of each method; one more warms up (default: 5)")
     add("--device", default="cpu", help="cpu or cuda (default: cpu)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="of the base model (default: float32)")
-    return Options(**vars(parser.parse_args()))
+    options = Options(**vars(parser.parse_args()))
+    if not options.lora_rank and "train" in options.parts:
+        parser.error("--lora-rank 0: the window has nothing to train; give other --parts")
+    return options
 
 
 def main() -> None:
