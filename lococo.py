@@ -487,14 +487,11 @@ def segment_losses(
     pieces = tokens[:, :-1].split(bptt * segment, dim=1)
     piece_targets = tokens[:, 1:].split(bptt * segment, dim=1)
     for piece, targets in zip(pieces, piece_targets):
-        nats, hits = [], []
-        # One segment after the other: `model` compresses the cache when the next one enters.
-        for x, y in zip(piece.split(segment, dim=1), targets.split(segment, dim=1)):
-            logits = model(x, cache)
-            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
-            nats.append(loss.view_as(y))
-            hits.append(logits.argmax(dim=-1) == y)
-        yield torch.cat(nats, dim=1), torch.cat(hits, dim=1)
+        # One segment after the other: the cache is compressed when the next one enters.
+        hidden = [model.hidden(x, cache) for x in piece.split(segment, dim=1)]
+        logits = model.logits(torch.cat(hidden, dim=1))
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        yield nats.view_as(targets), logits.argmax(dim=-1) == targets
         cache.detach()
 
 
