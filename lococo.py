@@ -236,16 +236,17 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     """
     T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, group)).flatten(2, 3)  # (B, G, H/G * T, D)
-    products = widened(q @ k.mT) / q.shape[-1] ** 0.5
-    products += causal_mask(T, S, products).repeat(group, 1)
-    return products.softmax(dim=-1)
+    attention_logits = widened(q @ k.mT) / q.shape[-1] ** 0.5
+    attention_logits += causal_mask(T, S, attention_logits).repeat(group, 1)
+    return attention_logits.softmax(dim=-1)
 
 
 # --- Memory (algorithm 2) ---------------------------------------------------------------
 
 
 def in_order(entries: Tensor, order: Tensor) -> Tensor:
-    """Entries (B, G, S, D) in the order (B, G, S) of each head."""
+    """Entries (B, G, S, D) in the order (B, G, S) of each head. An index copies whole entries;
+    `gather` would need the order of each channel, and takes twice as long."""
     B, G = order.shape[:2]
     text = torch.arange(B, device=order.device)[:, None, None]
     head = torch.arange(G, device=order.device)[:, None]
@@ -487,8 +488,10 @@ def segment_losses(
     pieces = tokens[:, :-1].split(bptt * segment, dim=1)
     piece_targets = tokens[:, 1:].split(bptt * segment, dim=1)
     for piece, targets in zip(pieces, piece_targets):
-        # One segment after the other: the cache is compressed when the next one enters.
-        hidden = [model.hidden(x, cache) for x in piece.split(segment, dim=1)]
+        hidden = []
+        for x in piece.split(segment, dim=1):
+            hidden.append(model.hidden(x, cache))  # a Memory compresses when x enters
+        # The product with the output matrix is faster for all segments at once.
         logits = model.logits(torch.cat(hidden, dim=1))
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         yield nats.view_as(targets), logits.argmax(dim=-1) == targets
@@ -600,11 +603,11 @@ class FactCompressor(Compressor):
     slots prefers A, and the second one B.
 
     `redundancy` finds the entry that each slot prefers, and `weights` lowers the logits of
-    this entry and of its copies for the later slots. A slot still holds the mixture that its row of w says, a softmax.
-    While the filters learn, this row is softer. Afterwards `sharpen` makes it nearly one-hot,
-    so that a slot takes the entry that it prefers: the model cannot read a fact out of a
-    mixture of several, and on the prose of a real Llama a choice loses less than a mixture
-    (docs/real-llama.md).
+    this entry and of its copies for the later slots. A slot still holds the mixture that its
+    row of w says, a softmax. While the filters learn, this row is softer. Afterwards
+    `sharpen` makes it nearly one-hot, so that a slot takes the entry that it prefers: the
+    model cannot read a fact out of a mixture of several, and on the prose of a real Llama a
+    choice loses less than a mixture (docs/real-llama.md).
 
     A common filter learns what is relevant. Each slot also has its own filter, which learns
     which of the relevant entries it prefers. Entries that already stand in a merged or
@@ -732,6 +735,12 @@ class AdaptedLlama(nn.Module):
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
+    def end_training(self) -> None:
+        """Give the embeddings the base's dtype. They may be the output matrix, too, and in
+        float32 each call of the model would convert all of them. What the model computes stays
+        the same, but small steps of further training would be rounded away."""
+        self.model.tok_embeddings.to(self.model.layers[0].feed_forward.w1.weight.dtype)
+
     def recompute_in_backward(self) -> None:
         """Train with less memory and more time: the backward pass runs the layers, apart
         from attention, and the compressors again."""
@@ -832,8 +841,8 @@ def check_names(run: Path, method: str, compressor: str) -> None:
 
 
 def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
-    """Put the adapter of a run directory of train.py onto its base model. Raises
-    UserError."""
+    """Put the adapter of a run directory of train.py onto its base model, for reading and not for
+    training. Raises UserError."""
     settings, tensors, base, _ = read_adapter(run)
     remedy = "give --model as in its training; an adapter of another version must be trained again"
     other = f"{run}: its adapter is for another base; {remedy}"
@@ -848,7 +857,5 @@ def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
         raise UserError(other)
     for name, p in trained.items():
         p.data = tensors[name].to(p.device, copy=True)
-    # It does not train any more. So trained embeddings, which can be the output matrix, too,
-    # get the base's dtype here, once; else the model would convert them for each token.
-    model.tok_embeddings.to(model.layers[0].feed_forward.w1.weight.dtype)
+    adapted.end_training()
     return adapted

@@ -152,8 +152,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_mask(T: int, S: int, like: Tensor) -> Tensor:
-    """What is added to the logits of the last T of S entries, (T, S), in the dtype of `like`:
-    0 where an entry may be seen, and -inf where it comes later. For T = 3 and S = 5:
+    """What is added to the attention logits (T, S) of the queries of the last T of S entries:
+    0 where a query may see an entry, and -inf where the entry comes later. It has the dtype
+    and the device of `like`. For T = 3 and S = 5:
 
         0  0  0  -inf  -inf
         0  0  0  0     -inf
@@ -386,7 +387,7 @@ class Llama(nn.Module):
         # A Memory makes room now.
         positions = cache.enter(T) + torch.arange(T, device=tokens.device)
         cos, sin = rope(positions / cache.rope_scale, self.config)
-        # An adapter keeps embeddings in float32. The residual stream still has the base's
+        # While an adapter trains, embeddings are in float32. The residual stream still has the base's
         # dtype, so that results with and without an adapter have one precision.
         x = self.tok_embeddings(tokens).type_as(self.layers[0].feed_forward.w1.weight)
         for block in self.layers:
@@ -399,8 +400,9 @@ class Llama(nn.Module):
         return self.logits(self.hidden(tokens, cache))
 
     def logits(self, h: Tensor) -> Tensor:
+        """What `hidden` returns, (..., dim) -> float32 logits (..., vocab_size)."""
         output = self.tok_embeddings if self.config.tied else self.output
-        # An adapter keeps embeddings, which may be tied, in float32.
+        # While an adapter trains, embeddings, which may be tied, are in float32.
         return widened(F.linear(h, output.weight.type_as(h)))
 
 

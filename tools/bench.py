@@ -13,12 +13,14 @@ has the medians and, behind each, how many times the window's that is.
              our compressor there are --facts in a text, and a third of its pieces has a second
              backward pass. The gradient reaches back over --bptt segments; that of `full`, which
              has no segments, over the whole sequence
+    memory   the most that training keeps for a backward pass, without weights. With a memory of M
+             slots it does not grow with the sequence.
     prefill  reading one sequence
     decode   one token, after so many others. The caches are filled with random entries: time
              depends on how many there are, not on what they say. A memory is timed over T tokens,
              so that one compression is in it.
-    memory   the most that training keeps for a backward pass, without weights. With a memory of M
-             slots it does not grow with the sequence.
+
+Every row has LoRA of rank 8, in prefill and decoding, too, unless --lora-rank says otherwise.
 """
 
 import argparse
@@ -98,9 +100,8 @@ def seconds(work: Callable, options: Options) -> float:
 
 def make(row: str, model: Llama, options: Options) -> AdaptedLlama:
     segment = options.seq if row == "full" else options.segment
-    settings = settings_for(
-        mem=options.mem, segment=segment, length=options.seq, lora_rank=options.lora_rank, **ROWS[row]
-    )
+    sizes = dict(mem=options.mem, segment=segment, length=options.seq)
+    settings = settings_for(lora_rank=options.lora_rank, **sizes, **ROWS[row])
     return AdaptedLlama(copy.deepcopy(model), settings)
 
 
@@ -209,24 +210,29 @@ def kept_bytes(adapted: AdaptedLlama, L: int, options: Options) -> int:
 def measure(
     models: dict[str, AdaptedLlama], options: Options
 ) -> dict[str, dict[str, list]]:
-    """{column: {row: the values of all rounds}}"""
+    """{column: {row: the values of all rounds}}. Training comes first, as it ends before a model
+    reads."""
     columns = defaultdict(lambda: defaultdict(list))
-    for turn in range(options.rounds + 1):
-        for row, adapted in models.items():
-            found = {}
-            if "train" in options.parts:
-                found["train, s"] = train_time(adapted, options)
-            if "prefill" in options.parts:
-                found["prefill, s"] = prefill_time(adapted, options)
-            for n in options.contexts if "decode" in options.parts else []:
-                found[f"decode {n:,}, ms"] = 1000 * decode_time(adapted, n, options)
-            for column, value in found.items():
+
+    def take_turns(column: str, value: Callable[[AdaptedLlama], float]) -> None:
+        for turn in range(options.rounds + 1):
+            for row, adapted in models.items():
+                found = value(adapted)
                 if turn:  # the first round warms up
-                    columns[column][row].append(value)
+                    columns[column][row].append(found)
+
+    if "train" in options.parts:
+        take_turns("train, s", lambda adapted: train_time(adapted, options))
     for L in (options.seq, options.long) if "memory" in options.parts else []:
         for row, adapted in models.items():
             if L == options.seq or adapted.settings.mem:  # `full` would take L x L
                 columns[f"memory {L:,}, MB"][row].append(kept_bytes(adapted, L, options) / 1e6)
+    for adapted in models.values():
+        adapted.end_training()
+    if "prefill" in options.parts:
+        take_turns("prefill, s", lambda adapted: prefill_time(adapted, options))
+    for n in options.contexts if "decode" in options.parts else []:
+        take_turns(f"decode {n:,}, ms", lambda adapted: 1000 * decode_time(adapted, n, options))
     return columns
 
 
@@ -272,15 +278,15 @@ def parse() -> Options:
     add("--facts", type=at_least(0), default=8,
         help="in a sequence; without any there is one backward pass (default: 8)")
     add("--lora-rank", type=at_least(0), default=8,
-        help="0 leaves the base frozen, and then the window has nothing to train (default: 8)")
+        help="of all rows; 0 leaves the base frozen, for prefill and decode (default: 8)")
     add("--rounds", type=positive, default=5,
         help="turns of each method; one more warms up (default: 5)")
     add("--device", default="cpu", help="cpu or cuda (default: cpu)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="of the base model (default: float32)")
     options = Options(**vars(parser.parse_args()))
-    if not options.lora_rank and "train" in options.parts:
-        parser.error("--lora-rank 0: the window has nothing to train; give other --parts")
+    if not options.lora_rank and {"train", "memory"} & set(options.parts):
+        parser.error("--lora-rank 0: the window has nothing to train; give --parts prefill decode")
     return options
 
 
