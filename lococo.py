@@ -488,13 +488,15 @@ def segment_losses(
     pieces = tokens[:, :-1].split(bptt * segment, dim=1)
     piece_targets = tokens[:, 1:].split(bptt * segment, dim=1)
     for piece, targets in zip(pieces, piece_targets):
-        hidden = []
-        for x in piece.split(segment, dim=1):
-            hidden.append(model.hidden(x, cache))  # a Memory compresses when x enters
-        # The product with the output matrix is faster for all segments at once.
-        logits = model.logits(torch.cat(hidden, dim=1))
-        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        yield nats.view_as(targets), logits.argmax(dim=-1) == targets
+        nats, hits = [], []
+        # One segment after the other: `model` compresses the cache when the next one enters.
+        # Logits of one segment at a time take less memory than those of a whole piece.
+        for x, y in zip(piece.split(segment, dim=1), targets.split(segment, dim=1)):
+            logits = model(x, cache)
+            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+            nats.append(loss.view_as(y))
+            hits.append(logits.argmax(dim=-1) == y)
+        yield torch.cat(nats, dim=1), torch.cat(hits, dim=1)
         cache.detach()
 
 
@@ -704,8 +706,8 @@ class AdaptedLlama(nn.Module):
 
     Section 4.1 trains the compressors, embeddings, norms and LoRA (here on q, k, v and o,
     as in LongLoRA and the official code); with rank 0, the inference mode, the compressors
-    alone. What trains requires a gradient and is in float32, or small steps would be
-    rounded away. Raises UserError if the budgets are not one for each layer.
+    alone. What trains requires a gradient. It is in float32 until `end_training`, or small
+    steps would be rounded away. Raises UserError if the budgets are not one for each layer.
     """
 
     def __init__(self, model: Llama, settings: Settings):

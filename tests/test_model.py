@@ -23,7 +23,7 @@ from sentencepiece import SentencePieceTrainer
 from generate import prefill
 from lococo import AdaptedLlama, identity, load_adapter, settings_for
 from model import KVCache, Llama, LlamaConfig, Tokenizer, hugging_face_config, hugging_face_name
-from model import attention, load_base, load_llama, rope, rotate
+from model import attention, causal_mask, load_base, load_llama, rope, rotate
 from support.command_line import HERE, TINY, Machine
 from support.files import UserError, checksum, created, is_out_of_memory, read_file
 from support.files import write_file, write_json, write_whole
@@ -607,7 +607,7 @@ def adapter(model) -> AdaptedLlama:
 
 
 def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
-    base, scaled, turned = (copy.deepcopy(model) for _ in range(3))
+    base, scaled, turned, rounded = (copy.deepcopy(model) for _ in range(4))
     adapted, tokens = adapter(model), torch.arange(60)[None]
     write_file(tmp_path / "adapter.safetensors", adapted.trained(), **identity(adapted))
     scaled.layers[1].feed_forward.w2.weight.data *= 1.1
@@ -625,6 +625,16 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     loaded = load_adapter(tmp_path, base)
     assert loaded.settings == adapted.settings
     assert torch.equal(*(prefill(m.model, tokens, m.cache(), 8) for m in (adapted, loaded)))
+    half = load_adapter(tmp_path, rounded.bfloat16())
+    assert half.model.tok_embeddings.weight.dtype == torch.bfloat16
+    half.model.tok_embeddings.weight.data = adapted.model.tok_embeddings.weight
+    assert same(half.trained(), adapted.trained())
+
+
+def test_the_mask_has_the_dtype_and_the_device_of_the_queries():
+    like = torch.empty(0, dtype=torch.bfloat16, device="meta")
+    mask = causal_mask(3, 5, like)
+    assert (mask.dtype, mask.device) == (like.dtype, like.device)
 
 
 def test_a_loaded_adapter_reads_as_in_training_and_converts_no_embeddings(model, tmp_path):

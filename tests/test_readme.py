@@ -302,6 +302,32 @@ def test_the_comparison_with_the_official_h2o():
         [f"{np.exp(2):.3f}, {np.exp(2.5):.3f}", ""]]  # fmt: skip
 
 
+def test_the_benchmark_reads_as_a_loaded_adapter_does(monkeypatch, capsys):
+    """With LoRA of the rank that is asked for, and embeddings in the base's dtype."""
+    words = "--dim 64 --layers 1 --heads 2 --ffn 128 --vocab 64 --mem 16 --segment 16 --rounds 1"
+    words += " --bptt 1 --seq 64 --dtype bfloat16 --rows window --parts train prefill"
+    found = {}
+
+    def watch(name, usual):
+        def watched(adapted, options):
+            dtype = adapted.model.tok_embeddings.weight.dtype
+            found.setdefault(name, set()).add((dtype, adapted.settings.lora_rank))
+            return usual(adapted, options)
+
+        monkeypatch.setattr(bench, name, watched)
+
+    watch("train_time", bench.train_time)
+    watch("prefill_time", bench.prefill_time)
+    monkeypatch.setattr(sys, "argv", ["bench.py", *words.split(), "--lora-rank", "2"])
+    bench.main()
+    expected = {"train_time": {(torch.float32, 2)}, "prefill_time": {(torch.bfloat16, 2)}}
+    assert found == expected
+    monkeypatch.setattr(sys, "argv", ["bench.py", *words.split(), "--lora-rank", "0"])
+    with pytest.raises(SystemExit) as error:
+        bench.main()
+    assert error.value.code == 2 and "nothing to train" in capsys.readouterr().err
+
+
 def test_every_row_of_the_benchmark_has_figures(monkeypatch, capsys):
     """A column has values, and how many times the window's these are. The second and third, memory
     of training, do not grow with the sequence. Nothing is timed here."""

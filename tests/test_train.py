@@ -101,7 +101,7 @@ def test_backward_passes_run_outside_autocast(model, monkeypatch):
         monkeypatch.setattr(module, name, watched)
 
     watch(torch.Tensor, "backward", "backward")
-    watch(model, "hidden", "forward")
+    watch(model, "forward", "forward")
     train.gradients(adapted, lambda i: text, config, Machine("cpu", torch.bfloat16), step=0)
     assert found == {"forward": {True}, "backward": {False}}
 

@@ -20,7 +20,7 @@ has the medians and, behind each, how many times the window's that is.
              depends on how many there are, not on what they say. A memory is timed over T tokens,
              so that one compression is in it.
 
-Every row has LoRA of rank 8, in prefill and decoding, too, unless --lora-rank says otherwise.
+Every row has LoRA of rank 8, also in prefill and decoding; --lora-rank sets another rank.
 """
 
 import argparse

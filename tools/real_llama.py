@@ -112,7 +112,7 @@ ROWS = {
         f"--method lococo+h2o {PAPER} --compressor official --forget 0",
     ),
     "window merged": Row(
-        "window with M/4 merged, mixtures", f"{SOFT} --method lococo+window {FOUR}"
+        "window with M/4 merged (at most 24), mixtures", f"{SOFT} --method lococo+window {FOUR}"
     ),
     "ours untrained soft": Row("ours before training, mixtures", f"{SOFT} --conv-lr 0", steps=1),
     "ours untrained": Row("ours before training", f"{RECIPE} --conv-lr 0", steps=1),
