@@ -387,8 +387,8 @@ class Llama(nn.Module):
         # A Memory makes room now.
         positions = cache.enter(T) + torch.arange(T, device=tokens.device)
         cos, sin = rope(positions / cache.rope_scale, self.config)
-        # While an adapter trains, embeddings are in float32. The residual stream still has the base's
-        # dtype, so that results with and without an adapter have one precision.
+        # While an adapter trains, embeddings are in float32. The residual stream still has
+        # the base's dtype, so that results with and without an adapter have one precision.
         x = self.tok_embeddings(tokens).type_as(self.layers[0].feed_forward.w1.weight)
         for block in self.layers:
             x = block(x, cos, sin, cache)
