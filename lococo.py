@@ -237,6 +237,7 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, group)).flatten(2, 3)  # (B, G, H/G * T, D)
     attention_logits = widened(q @ k.mT) / q.shape[-1] ** 0.5
+    # In place, as no backward pass needs the logits without the mask.
     attention_logits += causal_mask(T, S, attention_logits).repeat(group, 1)
     return attention_logits.softmax(dim=-1)
 
@@ -245,8 +246,11 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
 
 def in_order(entries: Tensor, order: Tensor) -> Tensor:
-    """Entries (B, G, S, D) in the order (B, G, S) of each head. An index copies whole entries;
-    `gather` would need the order of each channel, and takes twice as long."""
+    """Entries (B, G, S, D) in the order (B, G, S) of each head.
+
+    An index copies whole entries. `gather` would need the order of each channel, and takes
+    twice as long.
+    """
     B, G = order.shape[:2]
     text = torch.arange(B, device=order.device)[:, None, None]
     head = torch.arange(G, device=order.device)[:, None]
@@ -739,8 +743,8 @@ class AdaptedLlama(nn.Module):
 
     def end_training(self) -> None:
         """Give the embeddings the base's dtype. They may be the output matrix, too, and in
-        float32 each call of the model would convert all of them. What the model computes stays
-        the same, but small steps of further training would be rounded away."""
+        float32 each call of the model would convert all of them. What the model computes
+        stays the same, but small steps of further training would be rounded away."""
         self.model.tok_embeddings.to(self.model.layers[0].feed_forward.w1.weight.dtype)
 
     def recompute_in_backward(self) -> None:
@@ -843,8 +847,8 @@ def check_names(run: Path, method: str, compressor: str) -> None:
 
 
 def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
-    """Put the adapter of a run directory of train.py onto its base model, for reading and not for
-    training. Raises UserError."""
+    """Put the adapter of a run directory of train.py onto its base model, for reading and
+    not for training. Raises UserError."""
     settings, tensors, base, _ = read_adapter(run)
     remedy = "give --model as in its training; an adapter of another version must be trained again"
     other = f"{run}: its adapter is for another base; {remedy}"

@@ -152,9 +152,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_mask(T: int, S: int, like: Tensor) -> Tensor:
-    """A mask (T, S) that is added to attention logits. The queries are those of the last T of S
-    entries. It is 0 where a query may see an entry, and -inf where the entry comes later. It
-    has the dtype and the device of `like`. For T = 3 and S = 5:
+    """A mask (T, S) that is added to attention logits. The queries are those of the last T
+    of S entries. It is 0 where a query may see an entry, and -inf where the entry comes
+    later. It has the dtype and the device of `like`. For T = 3 and S = 5:
 
         0  0  0  -inf  -inf
         0  0  0  0     -inf
