@@ -291,9 +291,12 @@ def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
     assert all(torch.equal(one, other) for one, other in zip(plain, cast))
 
 
-@pytest.mark.parametrize("name", ["facts", "scored"])
-def test_two_slots_do_not_take_copies(name):
-    """Of A, A' (nearly A) and B, in this order of relevance, they hold A and B."""
+@pytest.mark.parametrize("name, taken", [
+    ("facts", [0, 2]), ("scored", [0, 2]), ("scored-top-k", [0, 1]),
+])  # fmt: skip
+def test_two_slots_do_not_take_copies(name, taken):
+    """Of A, A' (nearly A) and B, in this order of relevance, they hold A and B. A plain top-k
+    takes A and A'."""
     compressor = COMPRESSORS[name](2, 2, 1)
     with torch.no_grad():
         for p in compressor.parameters():
@@ -303,8 +306,9 @@ def test_two_slots_do_not_take_copies(name):
     k, v = entries.view(1, 1, 3, 4).split(2, dim=3)
     k_new, v_new, w = compressor(k, v, torch.zeros(1, 1, 3, dtype=torch.bool), torch.ones(1, 1, 3))
     held = torch.cat((k_new, v_new), dim=3)[0, 0]
-    torch.testing.assert_close(held, entries[[0, 2]], atol=0.2, rtol=0)
-    assert w[0, 0, 1, 2] > 0.99  # without the penalty for copies B would have nothing
+    torch.testing.assert_close(held, entries[taken], atol=0.2, rtol=0)
+    # Without a penalty the second slot would hold what the first one holds.
+    assert w[0, 0, 1, taken[1]] > 0.99
 
 
 @pytest.mark.parametrize("method", METHODS)

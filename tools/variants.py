@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lococo import COMMON_SCALE, COMPRESSORS, Compressor, FactCompressor, ScoredCompressor
+from lococo import COMMON_SCALE, COMPRESSORS, PENALTY
+from lococo import Compressor, FactCompressor, ScoredCompressor
 
 
 class SoftmaxCompressor(Compressor):
@@ -44,6 +45,18 @@ class ScoredWithOneFilter(ScoredCompressor):
         return shared.expand(-1, self.slots, -1)
 
 
+class ScoredTopK(ScoredWithOneFilter):
+    """Ours for a real Llama as a learnt score with top-k: the slots take the entries with the
+    highest scores, one each, although some of them may be copies of others."""
+
+    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
+        relevance = self.relevance(entries, from_slot, scores)  # alike for all slots
+        best = relevance[:, 0].topk(self.slots, dim=-1).indices  # (N, slots)
+        takes = F.one_hot(best, relevance.shape[2])  # (N, slots, R)
+        taken = takes.cumsum(dim=1) - takes  # by earlier slots
+        return (relevance - PENALTY * taken).softmax(dim=-1)
+
+
 class ScoredStraightThrough(ScoredCompressor):
     """Ours for a real Llama, but a slot holds one entry in training, too. The gradient is that of
     the softmax (straight-through estimator, Bengio et al. 2013, arXiv 1308.3432)."""
@@ -58,4 +71,5 @@ COMPRESSORS["softmax"] = SoftmaxCompressor
 COMPRESSORS["common"] = FactsAtOnce
 COMPRESSORS["scored-at-once"] = ScoredAtOnce
 COMPRESSORS["scored-one-filter"] = ScoredWithOneFilter
+COMPRESSORS["scored-top-k"] = ScoredTopK
 COMPRESSORS["scored-straight-through"] = ScoredStraightThrough
