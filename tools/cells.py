@@ -3,8 +3,8 @@
 A cell is named by all that makes it: flags, base, texts, and a checksum of the source files that
 compute it. A change of any of these makes another cell, so that a stored figure never answers
 another question. A cell is one line of JSON in a file of docs/, with its name, its figures, the
-date and the commit. Cells are only ever added. Of those at one place of a table the last one
-counts.
+date and the commit. The programs only add cells. Of those at one place of a table the last one
+counts. (Commit 18ac226 translated checksums that were stored before it into those of today.)
 """
 
 import fcntl
