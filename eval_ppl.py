@@ -350,14 +350,18 @@ def score(
     (N, L - 1)."""
     if name != BASE:  # about this row there is a note already, see `print_limit`
         warn_if_too_long(adapted.settings, max(documents))
+    slots, room = adapted.settings.mem, adapted.settings.room
+    # With budgets a layer may have less room.
+    if slots and not adapted.settings.budgets and min(documents) - 1 <= room:
+        nothing = f"up to M + T = {room:,} entries nothing is compressed"
+        print(f"note: {name}: {nothing}; name larger --lengths", file=sys.stderr)
     by_length = {}
     for length, rows in documents.items():
         nats, _, held = token_losses(adapted, rows, machine, micro_batch)
         by_length[length] = perplexity(nats)
-    slots = adapted.settings.mem or None
     row = "".join(f"{value:>9.3f}" for value in by_length.values())
     print(f"{name:{NAME}} {slots or '-':>6} {held:>12,}{row}", flush=True)
-    return {"slots": slots, "cache bytes": held, "perplexity": by_length}, nats
+    return {"slots": slots or None, "cache bytes": held, "perplexity": by_length}, nats
 
 
 class Scores(NamedTuple):

@@ -178,8 +178,8 @@ class Compressor(nn.Module):
         to 1.
 
         The last two arguments are for our compressors below. `from_slot` (N, R) marks
-        entries that stood in a heavy or merged slot. Entries of a recent slot count as new,
-        because they have never competed for a slot. `scores` (N, R) is the attention that
+        entries that stood in a heavy or merged slot. Entries of a recent slot count as new:
+        they were kept for being recent, and are judged for the first time now. `scores` (N, R) is the attention that
         each entry has received. It is None if `reads_scores` is False and no slots are
         heavy.
         """
@@ -345,10 +345,12 @@ class Memory(KVCache):
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         """The operator C of (3), steps 4 and 5: S entries become M slots.
 
-        In the example of the class
+        In the example of the class, 7 entries become 4 slots:
 
-            order    4 | 0 1 2 3 5 | 6      front | rest | recent
-            slots    0 |   1   2   | 3      one head; another one may choose another entry
+            order    4 | 0 1 2 3 5 | 6      places of the entries: front | rest | recent
+            slots    0 |   1   2   | 3      the 5 of the rest are merged into slots 1 and 2
+
+        Each head has its own order, as another one may choose another entry.
 
         One-hot rows copy front and recent. Only w, the block of the merged slots,
         multiplies keys and values. Returns what `mixing_matrix` needs: the order of the
@@ -575,14 +577,18 @@ def check_budgets(settings: Settings) -> None:
     budgets = settings.budgets
     if not budgets:
         return
+    if not settings.mem:
+        raise UserError(f"--budgets: {settings.method} keeps everything and has no slots")
     # Positions by slot are alike in all layers, and layers with budgets differ in size.
-    if not settings.mem or settings.positions == "slots":
-        needed = "they need a method with slots, and not --positions slots"
+    if settings.positions == "slots":
+        needed = "they need positions of the text; add --positions interpolated"
         raise UserError(f"--budgets: {needed}")
     if sum(budgets) != len(budgets) * settings.mem:
         mean = f"their mean is {sum(budgets) / len(budgets):g}"
         raise UserError(f"--budgets: {mean}, but it must be {settings.mem}, as without them")
     layers = [in_layer(settings, layer) for layer in range(len(budgets))]
+    # Each layer has all sinks, and room for something else. With less than 4 slots not even
+    # each kind would have one.
     too_few = min(budgets) < max(4, settings.sinks + 1) or settings.mem == settings.sinks
     if too_few or (settings.merged and min(s.merged for s in layers) == 0):
         few = f"{min(budgets)} slots are too few for {settings.method}"
@@ -591,7 +597,8 @@ def check_budgets(settings: Settings) -> None:
 
 # --- Ours: compressors whose slots choose in order --------------------------------------
 
-# Scaling the shared filter by 3 triples its change per AdamW step.
+# AdamW changes all parameters equally fast. Scaling the shared filter by 3 lets it learn three
+# times as fast as the filters of single slots: first of all, slots learn what is relevant.
 COMMON_SCALE = 3
 # The next two were chosen on the embedded model, and are used on SmolLM2 as they are. In the
 # embedded model, with positions by slot, the (centred) cosine of a fact that is told twice is
@@ -710,8 +717,9 @@ class AdaptedLlama(nn.Module):
 
     Section 4.1 trains the compressors, embeddings, norms and LoRA (here on q, k, v and o,
     as in LongLoRA and the official code); with rank 0, the inference mode, the compressors
-    alone. What trains requires a gradient. It is in float32 until `end_training`, or small
-    steps would be rounded away. Raises UserError if the budgets are not one for each layer.
+    alone. What trains requires a gradient. It is in float32, or small steps would be rounded
+    away. (`end_training` rounds the embeddings, and nothing else.) Raises UserError if the
+    budgets are not one for each layer.
     """
 
     def __init__(self, model: Llama, settings: Settings):
@@ -770,7 +778,7 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> Ada
     length = int(model.config.context * model.config.rope_scale)
     settings = settings_for(method, mem, segment, length, **changes)
     if settings.merged:
-        command = f"python train.py --model MODEL --method {method} --out RUN"
+        command = f"python train.py --recipe inference --method {method} --data TEXTS --out RUN"
         missing = f"its convolution must be trained first: {command}, then take RUN"
         raise UserError(f"--method {method}: {missing}")
     return AdaptedLlama(model, settings)
@@ -822,7 +830,8 @@ class Adapter(NamedTuple):
 def read_adapter(run: Path) -> Adapter:
     """Raises UserError."""
     if not (run / "adapter.safetensors").exists():
-        sentence = "there is no adapter.safetensors in it; name a folder that train.py has made"
+        missing = "there is no adapter.safetensors in it" if run.is_dir() else "there is no such run"
+        sentence = f"{missing}; name a folder that train.py has made"
         if (run / "state.safetensors").exists():
             sentence = f"this run has not ended; to go on: {resume_command(run)}"
         raise UserError(f"{run}: {sentence}")

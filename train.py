@@ -562,6 +562,9 @@ def state_of_run(
     if never_began(flags.resume):
         sentence = "this run has not begun; give its command again, without --resume"
         parser.error(f"--resume {flags.resume}: {sentence}")
+    if not (flags.resume / "state.safetensors").exists():
+        sentence = "there is no run to go on with; name a folder that train.py has made"
+        parser.error(f"--resume {flags.resume}: {sentence}")
     tensors, about = read_file(flags.resume / "state.safetensors")
     same = about.keys() == {f.name for f in fields(Record)}
     if not same or about["config"].keys() != {f.name for f in fields(TrainConfig)}:

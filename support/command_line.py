@@ -24,6 +24,8 @@ def at_least(least: float, kind: type = int, most: float = HUGE) -> Callable[[st
 
     def convert(text: str) -> float:
         number = kind(text)
+        if number < least and most == HUGE:
+            raise argparse.ArgumentTypeError(f"{text}: it must be at least {least}")
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"{text}: it must be from {least} to {most}")
         return number
@@ -136,7 +138,7 @@ def prepare(device: str | None, dtype: str | None, seed: int = 0) -> Machine:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError):
-        raise UserError(f"--device {device}: this torch has no such device") from None
+        raise UserError(f"--device {device}: this torch has no such device; try --device cpu") from None
     usual = "float32" if torch.device(device).type == "cpu" else "bfloat16"
     torch.manual_seed(seed)
     torch.set_flush_denormal(True)  # a CPU is many times slower with a softmax's tiny weights

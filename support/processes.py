@@ -117,15 +117,16 @@ def wait_for_all() -> None:
 def noted_signals() -> Iterator[list[int]]:
     """Ctrl-C and SIGTERM add their number to the list. A second one ends the process at once."""
     noted = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
 
     def note(number: int, frame) -> None:
         noted.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        for each in numbers:  # the second signal may be the other one
+            signal.signal(each, signal.SIG_DFL)
         if RANK == 0:  # a handler may interrupt `print`, and must not call it
             with suppress(OSError):  # the terminal may be gone
                 os.write(2, b"\nthis step is finished first; a second signal ends at once\n")
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
     usual = {number: signal.signal(number, note) for number in numbers}
     try:
         yield noted

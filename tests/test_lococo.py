@@ -176,8 +176,8 @@ def test_equal_budgets_change_nothing(model, method):
     ("h2o", [6, 8, 10], "there are 3 numbers for 2 layers"),
     ("h2o", [2, 14], "2 slots are too few"),
     ("lococo+h2o+recent", [3, 13], "3 slots are too few"),
-    ("streaming", [6, 10], "not --positions slots"),
-    ("full", [6, 10], "need a method with slots")])  # fmt: skip
+    ("streaming", [6, 10], "add --positions interpolated"),
+    ("full", [6, 10], "keeps everything and has no slots")])  # fmt: skip
 def test_budgets_that_do_not_suit_are_refused(model, method, slots, words):
     with pytest.raises(UserError, match=words):
         AdaptedLlama(model, settings(method, budgets=slots))

@@ -258,6 +258,14 @@ def test_a_real_model_without_a_text_is_told_what_it_trains_on(run, monkeypatch)
         assert code == 0 and ("no --data: it scores Python's standard library" in err) == said, err
 
 
+@pytest.mark.parametrize("length, compressed", [(33, False), (34, True)])
+def test_scores_without_a_compression_have_a_note(run, length, compressed):
+    """The last token of a document is only a target, and does not enter."""
+    code, _, err = run(eval_ppl, f"--data text --method h2o --mem 16 --lengths {length}")
+    note = "note: base, h2o M=16: up to M + T = 32 entries nothing is compressed"
+    assert code == 0 and (note in err) != compressed, err
+
+
 def test_ctrl_c_before_the_first_step_and_after_the_last(run, monkeypatch):
     """What is lost, and how to go on."""
     usual, calls = train.score, []
@@ -646,6 +654,7 @@ def test_text_is_shown_as_it_comes_and_in_whole_characters(tokenizer, text):
 FOLLOWING = {
     generate: [
         ("--temperature nan", "--temperature nan"), ("--show-memory 4 0", "layers 0 to 3 and"),
+        ("--mem 2", "--mem 2: it must be at least 4\n"),
         ("--forget 1.5", "--forget 1.5: it must be from 0 to 1"), ("--forget nan", "--forget nan"),
         ("--device hpu", "--device hpu: this torch has no"),
         ("--show-memory 0 2", "--show-memory 0 2"), ("--method lococo", "--method lococo"),
@@ -654,7 +663,7 @@ FOLLOWING = {
         ("--prompt latin", "latin: not UTF-8 text (byte 3)"), ("--model nan-base", "finite"),
         ("--adapter adapter", "adapter, h2o: one at a time"), ("--save-memory no/m", "no/m: there"),
         ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
-        ("--load-memory adapter/adapter.safetensors", "of another model"),
+        ("--load-memory adapter/adapter.safetensors", "saved with another model"),
         ("--load-memory nowhere", "nowhere"), ("--load-memory text", "text: this is a folder"),
         ("--method h2o streaming", "h2o, streaming: one at a time, or --show-memory page.html"),
         ("--method h2o streaming --show-memory 0 0", "h2o, streaming: one at a time"),
@@ -673,7 +682,7 @@ FOLLOWING = {
         ("--show-memory p.html --load-memory adapter", "not allowed with argument"),
     ],
     eval_ppl: [
-        ("--lengths 99999", "--lengths 99999"), ("-- nowhere", "nowhere: there is no adapter"),
+        ("--lengths 99999", "--lengths 99999"), ("-- nowhere", "nowhere: there is no such run"),
         ("--json no/x", "no/x"), ("--json text", "text: this is"),
         ("--fact-form line", "--fact-form line: it goes with --recall"),
     ],
@@ -689,7 +698,8 @@ FOLLOWING = {
         ("--out text", "text: it is there"),
         ("--out latin/run", "latin/run: a part of this name is a file; name another place"),
         ("--out latin", "--out latin: this is a file; name a folder"), ("--out ''", "is empty"),
-        ("--resume nowhere", "nowhere/state"), ("--data ''", "--data '': this name is empty"),
+        ("--resume nowhere", "nowhere: there is no run to go on with"),
+        ("--data ''", "--data '': this name is empty"),
     ],
 }  # fmt: skip
 MISTAKES = [

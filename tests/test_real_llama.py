@@ -72,6 +72,8 @@ def test_cells_of_other_documents_have_a_table_of_their_own(make):
     assert out[out.index(two) : out.index(one)].count("| full attention |") == 1
     with pytest.raises(UserError, match="--seq 5000: no document of .* is so long"):
         make("--rows full --seq 5000")
+    with pytest.raises(UserError, match="--prose .*/nowhere: there is no such folder"):
+        make("--rows full --prose nowhere")
 
 
 @pytest.mark.parametrize("words, sentence", [

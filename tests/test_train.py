@@ -23,6 +23,7 @@ import train
 from lococo import AdaptedLlama, segment_losses, settings_for
 from support.command_line import HERE, TINY, Machine
 from support.files import UserError, read_file
+from support.processes import noted_signals
 from support.run_folder import claim
 from support.text import token_streams
 
@@ -307,6 +308,14 @@ def test_a_signal_lets_the_step_end(trained, ends_well, monkeypatch, step, numbe
     assert read_file(STATE)[1]["step"] == step == len(open("run/log.jsonl").readlines())
     assert not Path("run/adapter.safetensors").exists()
     assert trained("--resume run")[0] == 0 and ends_well()
+
+
+def test_a_second_signal_ends_at_once_whichever_it_is():
+    with noted_signals() as noted:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert noted == [signal.SIGTERM]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            assert signal.getsignal(number) == signal.SIG_DFL
 
 
 def test_a_signal_while_the_last_state_is_written(trained, ends_well, monkeypatch):

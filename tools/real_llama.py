@@ -506,6 +506,9 @@ def chosen_rows(flags: argparse.Namespace) -> list[Change]:
 
 def make_cells(options: Options) -> None:
     """Make and store the cells that are asked for, but for those that are stored already."""
+    if not options.prose.is_dir():
+        remedy = "docs/real-llama.md says under 'Repeat it' which texts it has"
+        raise UserError(f"--prose {options.prose}: there is no such folder; {remedy}")
     machine = prepare("cpu", "bfloat16")
     # Once, now: what has been imported computes all cells, even if a file is edited meanwhile.
     files, origin = checksums(options), cells.origin()
