@@ -179,8 +179,8 @@ class Compressor(nn.Module):
 
         The last two arguments are for our compressors below. `from_slot` (N, R) marks
         entries that stood in a heavy or merged slot. Entries of a recent slot count as new:
-        they were kept for being recent, and are judged for the first time now. `scores` (N, R) is the attention that
-        each entry has received. It is None if `reads_scores` is False and no slots are
+        they were kept for being recent, and are judged for the first time now. `scores`
+        (N, R) is the attention that each entry has received. It is None if `reads_scores` is False and no slots are
         heavy.
         """
         logits = self.conv(entries)  # (6)
@@ -597,8 +597,8 @@ def check_budgets(settings: Settings) -> None:
 
 # --- Ours: compressors whose slots choose in order --------------------------------------
 
-# AdamW changes all parameters equally fast. Scaling the shared filter by 3 lets it learn three
-# times as fast as the filters of single slots: first of all, slots learn what is relevant.
+# AdamW changes all parameters equally fast. With this scale the shared filter learns three
+# times as fast as the filters of single slots.
 COMMON_SCALE = 3
 # The next two were chosen on the embedded model, and are used on SmolLM2 as they are. In the
 # embedded model, with positions by slot, the (centred) cosine of a fact that is told twice is
@@ -830,8 +830,7 @@ class Adapter(NamedTuple):
 def read_adapter(run: Path) -> Adapter:
     """Raises UserError."""
     if not (run / "adapter.safetensors").exists():
-        missing = "there is no adapter.safetensors in it" if run.is_dir() else "there is no such run"
-        sentence = f"{missing}; name a folder that train.py has made"
+        sentence = "there is no adapter.safetensors; name a folder that train.py has made"
         if (run / "state.safetensors").exists():
             sentence = f"this run has not ended; to go on: {resume_command(run)}"
         raise UserError(f"{run}: {sentence}")

@@ -138,7 +138,8 @@ def prepare(device: str | None, dtype: str | None, seed: int = 0) -> Machine:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError):
-        raise UserError(f"--device {device}: this torch has no such device; try --device cpu") from None
+        none = "this torch has no such device; try --device cpu"
+        raise UserError(f"--device {device}: {none}") from None
     usual = "float32" if torch.device(device).type == "cpu" else "bfloat16"
     torch.manual_seed(seed)
     torch.set_flush_denormal(True)  # a CPU is many times slower with a softmax's tiny weights

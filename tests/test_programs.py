@@ -682,7 +682,7 @@ FOLLOWING = {
         ("--show-memory p.html --load-memory adapter", "not allowed with argument"),
     ],
     eval_ppl: [
-        ("--lengths 99999", "--lengths 99999"), ("-- nowhere", "nowhere: there is no such run"),
+        ("--lengths 99999", "--lengths 99999"), ("-- nowhere", "nowhere: there is no adapter"),
         ("--json no/x", "no/x"), ("--json text", "text: this is"),
         ("--fact-form line", "--fact-form line: it goes with --recall"),
     ],
