@@ -180,8 +180,8 @@ class Compressor(nn.Module):
         The last two arguments are for our compressors below. `from_slot` (N, R) marks
         entries that stood in a heavy or merged slot. Entries of a recent slot count as new:
         they were kept for being recent, and are judged for the first time now. `scores`
-        (N, R) is the attention that each entry has received. It is None if `reads_scores` is False and no slots are
-        heavy.
+        (N, R) is the attention that each entry has received. It is None if `reads_scores` is
+        False and no slots are heavy.
         """
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official
