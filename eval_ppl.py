@@ -351,10 +351,11 @@ def score(
     if name != BASE:  # about this row there is a note already, see `print_limit`
         warn_if_too_long(adapted.settings, max(documents))
     slots, room = adapted.settings.mem, adapted.settings.room
-    # With budgets a layer may have less room.
-    if slots and not adapted.settings.budgets and min(documents) - 1 <= room:
+    short = [str(length) for length in documents if length - 1 <= room]
+    # With budgets M + T is a mean, and a smaller layer may compress earlier: no note then.
+    if slots and short and not adapted.settings.budgets:
         nothing = f"up to M + T = {room:,} entries nothing is compressed"
-        print(f"note: {name}: {nothing}; name larger --lengths", file=sys.stderr)
+        print(f"note: {name}, --lengths {' '.join(short)}: {nothing}", file=sys.stderr)
     by_length = {}
     for length, rows in documents.items():
         nats, _, held = token_losses(adapted, rows, machine, micro_batch)

@@ -188,8 +188,8 @@ def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
     """Read what `save_memory` has written into an empty memory. Raises UserError."""
     tensors, about = read_file(file)
     if about.get("owner") != owner:
-        other = "it was saved with another model, adapter, method or --dtype; give those"
-        raise UserError(f"--load-memory {file}: {other}")
+        other = "it was saved with another model, adapter, --dtype, --method or its flags"
+        raise UserError(f"--load-memory {file}: {other}; give the same ones")
     for layer in range(memory.config.n_layers):
         memory.keys[layer] = Entries(tensors[f"keys {layer}"].to(device))
         memory.values[layer] = Entries(tensors[f"values {layer}"].to(device))

@@ -348,7 +348,7 @@ class Memory(KVCache):
         In the example of the class, 7 entries become 4 slots:
 
             order    4 | 0 1 2 3 5 | 6      places of the entries: front | rest | recent
-            slots    0 |   1   2   | 3      the 5 of the rest are merged into slots 1 and 2
+            slots    0 |   1   2   | 3      the five of the rest go into slots 1 and 2
 
         Each head has its own order, as another one may choose another entry.
 
@@ -587,8 +587,7 @@ def check_budgets(settings: Settings) -> None:
         mean = f"their mean is {sum(budgets) / len(budgets):g}"
         raise UserError(f"--budgets: {mean}, but it must be {settings.mem}, as without them")
     layers = [in_layer(settings, layer) for layer in range(len(budgets))]
-    # Each layer has all sinks, and room for something else. With less than 4 slots not even
-    # each kind would have one.
+    # At least 4, as for --mem. Each layer has all sinks, and room for something else.
     too_few = min(budgets) < max(4, settings.sinks + 1) or settings.mem == settings.sinks
     if too_few or (settings.merged and min(s.merged for s in layers) == 0):
         few = f"{min(budgets)} slots are too few for {settings.method}"
@@ -778,8 +777,9 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> Ada
     length = int(model.config.context * model.config.rope_scale)
     settings = settings_for(method, mem, segment, length, **changes)
     if settings.merged:
-        command = f"python train.py --recipe inference --method {method} --data TEXTS --out RUN"
-        missing = f"its convolution must be trained first: {command}, then take RUN"
+        command = f"python train.py --model MODEL --method {method} --data TEXTS --out RUN"
+        quick = "--recipe inference takes minutes on a small Llama"
+        missing = f"its convolution must be trained first: {command}, then take RUN; {quick}"
         raise UserError(f"--method {method}: {missing}")
     return AdaptedLlama(model, settings)
 

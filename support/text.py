@@ -69,8 +69,8 @@ def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, 
                     yield number, row
                 number += 1
         except json.JSONDecodeError as error:
-            reason = f"{error.msg}, column {error.colno}"
-            raise UserError(f"{file}, line {number}: this is no JSON object ({reason})") from None
+            sentence = f"this is not valid JSON ({error.msg}, column {error.colno})"
+            raise UserError(f"{file}, line {number}: {sentence}") from None
         except (*FOREIGN, RecursionError, OSError, EOFError, zlib.error) as error:
             raise UserError(f"{file}, line {number}: not as --help says ({error!r})") from None
 

@@ -186,7 +186,7 @@ def test_a_mistake_in_the_rows_is_one_sentence(run, line):
     Path("rows").write_text(f"{json.dumps(ANSWERS)}\n\n{line}")
     code, out, err = run(tasks, "score rows")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    wrong = "this is no JSON object" if line == "x" else "not as --help says"
+    wrong = "this is not valid JSON" if line == "x" else "not as --help says"
     assert err.startswith(f"tasks.py: rows, line 3: {wrong}")
     Path("blank").write_text("\n")
     assert run(tasks, "score blank")[2] == "tasks.py: blank: there are no rows in it\n"

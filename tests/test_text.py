@@ -62,7 +62,7 @@ def test_text_that_cannot_be_used_is_named(tokenizer, name, content):
     others = {"a.txt": "a.txt: there is no text", "nowhere": "nowhere: there is no such file"}
     sentence = others.get(name, rf"{name}, line \d: not as --help says")
     if content.endswith(b'{"text'):
-        sentence = r"a.jsonl, line 2: this is no JSON object \(Unterminated string .*, column 2\)"
+        sentence = r"a.jsonl, line 2: this is not valid JSON \(Unterminated .*, column 2\)"
     with pytest.raises(UserError, match=sentence):
         token_streams([Path(name)] if name == "a.txt" else [Path(name), FOLDER], tokenizer)
 

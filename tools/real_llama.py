@@ -507,7 +507,7 @@ def chosen_rows(flags: argparse.Namespace) -> list[Change]:
 def make_cells(options: Options) -> None:
     """Make and store the cells that are asked for, but for those that are stored already."""
     if not options.prose.is_dir():
-        remedy = "docs/real-llama.md says under 'Repeat it' which texts it has"
+        remedy = "docs/real-llama.md says under 'Repeat it' which texts it must have"
         raise UserError(f"--prose {options.prose}: there is no such folder; {remedy}")
     machine = prepare("cpu", "bfloat16")
     # Once, now: what has been imported computes all cells, even if a file is edited meanwhile.
