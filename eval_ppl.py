@@ -352,7 +352,8 @@ def score(
         warn_if_too_long(adapted.settings, max(documents))
     slots, room = adapted.settings.mem, adapted.settings.room
     short = [str(length) for length in documents if length - 1 <= room]
-    # With budgets M + T is a mean, and a smaller layer may compress earlier: no note then.
+    # With budgets M + T is a mean. A smaller layer may compress earlier, so that the note
+    # would be wrong.
     if slots and short and not adapted.settings.budgets:
         nothing = f"up to M + T = {room:,} entries nothing is compressed"
         print(f"note: {name}, --lengths {' '.join(short)}: {nothing}", file=sys.stderr)
