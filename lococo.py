@@ -1,21 +1,18 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a small convolution.
 
 The sections follow the method: what a memory holds, the compressor, the memory, the segment
-loop, positions, LoRA. Equation numbers are those of the paper (arXiv 2406.05317). What is
-ours is called so where it stands; our compressors come after LoRA. Letters are those of
-model.py, and R is the number of entries that are merged. Three matrices have similar names:
+loop, positions, LoRA, and what is ours. Equation numbers are those of the paper (arXiv
+2406.05317), letters are those of model.py, and R is the number of entries that are merged.
+Three matrices have similar names:
 
     logits          the paper's W of (6), as the convolution gives it
     w               the paper's w of (7): each row sums to 1
     mixing matrix   ours: the rows of w, and one-hot rows that copy what is kept
-
-Only in the segment loop, logits are those of the next token.
 """
 
-import sys
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model import Entries, KVCache, Llama, LlamaConfig, RMSNorm
-from model import causal_mask, rope, rotate, widened
-from support.command_line import resume_command
-from support.files import UserError, checksum, read_file
+from model import causal_mask, rotate, widened
+from support.files import UserError
 
 # --- Methods: what a memory of M slots holds --------------------------------------------
 
@@ -43,40 +39,38 @@ METHODS = {
     "longlora": lambda M: {},
     # StreamingLLM with M slots. The LoCoCo paper's version keeps 8 sinks and no window.
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
-    # The paper does not say how H2O divides its slots; H2O's authors do it so. For texts
-    # beyond the base's context add `--positions slots`.
+    # The paper does not say how H2O divides its slots; H2O's authors do it so.
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
     # The paper: alone, with StreamingLLM's sinks, and with H2O (sections 3.2.3 and 5.2).
     # Half of M for heavy slots is the official code's.
     "lococo": lambda M: dict(merged=M),
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
-    # Ours: for a real Llama, and for the embedded model.
-    "lococo+h2o+recent": lambda M: dict(
-        heavy=M * 3 // 8,  # 24, 16 and 24 slots at M = 64
+    # Ours: merged slots learn which entries to keep. At M = 64 there are 24 heavy,
+    # 16 merged and 24 recent slots.
+    "selection": lambda M: dict(
+        heavy=M * 3 // 8,
         merged=M // 4,
         recent=M - M * 3 // 8 - M // 4,
         forget=0.75,
-    ),
-    "lococo+window": lambda M: dict(
-        sinks=4, merged=min(M // 4, 24), recent=M - min(M // 4, 24) - 4, positions="slots"
+        compressor="selection",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a trained adapter depends on; `settings_for` makes one."""
+    """All that a trained adapter depends on; support.settings.settings_for makes one."""
 
     method: str
-    segment: int  # the most tokens that enter together; what messages and tables call T
+    segment: int  # the most tokens that enter together
     # L that it is trained for, in tokens. Without training: the most that the base can read.
     length: int
     sinks: int = 0  # slots that keep the first tokens
     heavy: int = 0  # slots that keep the entries that have received most attention
     merged: int = 0  # slots that the convolution fills; a memory without any drops the rest
     recent: int = 0  # slots that keep the last tokens
-    positions: str = "interpolated"  # or "original" or "slots", see `interpolation`
+    positions: str = "text"  # or "slots", see `interpolation`
     compressor: str = "paper"  # or another of COMPRESSORS
     kernel: int = 21  # taps of the convolution
     lora_rank: int = 8
@@ -90,7 +84,7 @@ class Settings:
     budgets: list[int] = field(default_factory=list)
 
     @property
-    def front(self) -> int:
+    def pinned(self) -> int:
         """Sinks and heavy slots together, which `Memory.choose` fills."""
         return self.sinks + self.heavy
 
@@ -101,51 +95,10 @@ class Settings:
         return self.sinks + self.heavy + self.merged + self.recent
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """M + T, the most entries that a layer holds. With budgets it is the mean of the
         layers."""
         return self.mem + self.segment
-
-
-def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
-    """Settings from a row of METHODS at M = mem. Each of `changes` that is not None replaces
-    a field.
-
-    If changes replace some counts of slots, one kind gets the slots that remain: the merged
-    slots, or the recent ones if the row merges none. With `lococo+window`, M = 128 and
-    recent = 84 there are 4 sinks and 40 merged slots. If the count of this kind is given,
-    too, there may be fewer than M slots: `h2o` with M = 128 and recent = 0 has 64.
-    A row without slots keeps all entries. Raises UserError.
-    """
-    # Where dictionaries are joined, the later one wins: first the row, then the flags that
-    # are given, then the counts after filling.
-    row = METHODS[method](mem)
-    given = {name: value for name, value in changes.items() if value is not None}
-    chosen = row | given
-    counts = {kind: chosen.get(kind, 0) for kind in KINDS}
-    filler = "merged" if "merged" in row else "recent"
-    if row and filler not in given:
-        counts[filler] += mem - sum(counts.values())
-
-    rule = broken_rule(row, counts, mem)
-    if rule:
-        listed = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-        raise UserError(f"--method {method} --mem {mem}: {listed} slots do not fit; {rule}")
-    settings = Settings(method, segment, length, **chosen | counts)
-    check_budgets(settings)
-    return settings
-
-
-def broken_rule(row: dict, counts: dict[str, int], mem: int) -> str | None:
-    """Why these counts of slots do not suit a row of METHODS; None if they do."""
-    total = sum(counts.values())
-    if not row:
-        return "this method keeps everything and has no slots" if total else None
-    if "merged" in row and counts["merged"] == 0:
-        return "this method needs merged slots; leave room for them"
-    if not 0 < total <= mem or min(counts.values()) < 0:
-        return f"together they must be from 1 to {mem}, and none negative"
-    return None
 
 
 # --- Compressor (section 3.2.1) ---------------------------------------------------------
@@ -174,14 +127,10 @@ class Compressor(nn.Module):
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         """R entries that are merged, (N, 2D, R) of N = B * G heads -> w (N, slots, R).
 
-        The entries are in float32. R differs from call to call. Each row of w should sum
-        to 1.
-
-        The last two arguments are for our compressors below. `from_slot` (N, R) marks
-        entries that stood in a heavy or merged slot. Entries of a recent slot count as new:
-        they were kept for being recent, and are judged for the first time now. `scores`
-        (N, R) is the attention that each entry has received. It is None if `reads_scores` is
-        False and no slots are heavy.
+        The entries are in float32. R differs from call to call. Each row of w must sum
+        to 1. The last two arguments, both (N, R), are for compressors of ours: `from_slot`
+        marks entries that stood in a heavy or merged slot, and `scores` is the attention
+        that each entry has received. It may be None if `reads_scores` is False.
         """
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official
@@ -190,36 +139,59 @@ class Compressor(nn.Module):
         w = logits.relu() + 1e-9
         return w / w.sum(dim=-1, keepdim=True)  # (7)
 
-    def forward(
-        self, k: Tensor, v: Tensor, from_slot: Tensor, scores: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (B, G, R, D), with `from_slot` and `scores` (B, G, R) -> K' and V'
-        (B, G, slots, D), and w (B, G, slots, R).
+    @staticmethod
+    def weights_of_layers(
+        compressors: list["Compressor"], entries: list[Tensor], from_slot: list[Tensor],
+        scores: list[Tensor] | list[None],
+    ) -> Tensor:  # fmt: skip
+        """w of several layers, one after the other, (layers * N, slots, R)."""
+        layers = zip(compressors, entries, from_slot, scores)
+        return torch.cat([compressor.weights(*layer) for compressor, *layer in layers])
 
-        The keys are rotated, each by its position in the text, so that a mixed key has no
-        single position; the paper does not discuss this. With `--positions slots` they are
-        not rotated. The logits and w are computed in float32, then w is rounded to the
-        model's dtype. In bfloat16 neighbouring numbers near 900, which a logit can reach,
-        are 4 apart.
-        """
-        with torch.autocast(k.device.type, enabled=False):
-            entries = widened(torch.cat((k, v), dim=-1))
-            entries = entries.flatten(0, 1).transpose(1, 2)  # (B * G, 2D, R)
-            scores = None if scores is None else scores.flatten(0, 1)
-            w = self.weights(entries, from_slot.flatten(0, 1), scores)
-            expected = (len(entries), self.slots, k.shape[2])  # (N, slots, R)
-            name = type(self).__name__
-            assert w.shape == expected, f"{name}.weights: {tuple(w.shape)} instead of {expected}"
-            w = w.unflatten(0, k.shape[:2]).type_as(k)
-            return w @ k, w @ v, w  # (4), (5)
 
-    @torch.no_grad()
-    def sharpen(self, factor: float) -> None:
-        """Make the rows of w more nearly one-hot: scale all parameters by `factor`, and so
-        what they give. Override this if yours is not proportional to its parameters. With
-        the paper's (7) it has no effect."""
-        for p in self.parameters():
-            p *= factor
+def merge(
+    compressors: list[Compressor], k: Tensor, v: Tensor, from_slot: Tensor,
+    scores: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Equations (4) to (7) for layers that have equally many entries. One layer follows the
+    other on the first axis, so that B is layers * texts: k and v (B, G, R, D), `from_slot`
+    and `scores` (B, G, R) -> K' and V' (B, G, slots, D), and w (B, G, slots, R).
+
+    All is computed in float32, and K' and V' are rounded to the dtype of k and v: in
+    bfloat16 neighbouring numbers near 900, which a logit can reach, are 4 apart. With
+    positions of the text the keys are rotated, each by its own position, so that a mixed key
+    has no single one; the paper does not discuss this.
+    """
+    layers, slots = len(compressors), compressors[0].slots
+    with torch.autocast(k.device.type, enabled=False):
+        k_wide, v_wide = widened(k), widened(v)
+        entries = torch.cat((k_wide, v_wide), dim=-1).flatten(0, 1).mT  # (B * G, 2D, R)
+        w = compressors[0].weights_of_layers(
+            compressors,
+            entries.chunk(layers),
+            from_slot.flatten(0, 1).chunk(layers),
+            [None] * layers if scores is None else scores.flatten(0, 1).chunk(layers),
+        )
+        expected = (len(entries), slots, k.shape[2])
+        name = type(compressors[0]).__name__
+        assert w.shape == expected, f"{name}.weights: {tuple(w.shape)} instead of {expected}"
+        w = w.unflatten(0, k.shape[:2])
+        return (w @ k_wide).type_as(k), (w @ v_wide).type_as(v), w  # (4), (5)
+
+
+@torch.no_grad()
+def check_rows(compressor: Compressor, head_dim: int) -> None:
+    """Raises UserError if the rows of w do not sum to 1 on random entries, as with a softmax
+    over the wrong dimension: (4) and (5) would not mix."""
+    generator = torch.Generator().manual_seed(0)
+    entries = torch.randn((2, 2 * head_dim, compressor.slots + 8), generator=generator)
+    entries = entries.to(next(compressor.parameters()).device)
+    from_slot = torch.zeros_like(entries[:, 0], dtype=torch.bool)
+    sums = compressor.weights(entries, from_slot, entries[:, 0].exp()).sum(dim=-1)
+    if not torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
+        name = f"{type(compressor).__name__}.weights"
+        found = f"the rows of w sum to {sums.min():.3g} to {sums.max():.3g} instead of 1"
+        raise UserError(f"{name}: {found}; divide by `w.sum(dim=-1, keepdim=True)`")
 
 
 # --- Attention that can be seen (for H2O) -----------------------------------------------
@@ -231,8 +203,7 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
     The queries belong to the last T of the S entries: q (B, H, T, D), k (B, G, S, D) ->
     weights in float32, (B, G, H/G * T, S). The rows of a key/value head are the T queries
-    of its first query head, then those of its next. Under autocast the products are in
-    bfloat16, as in fused attention; the softmax is in float32.
+    of its first query head, then those of its next.
     """
     T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, group)).flatten(2, 3)  # (B, G, H/G * T, D)
@@ -246,11 +217,8 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
 
 def in_order(entries: Tensor, order: Tensor) -> Tensor:
-    """Entries (B, G, S, D) in the order (B, G, S) of each head.
-
-    An index copies whole entries. `gather` would need the order of each channel, and takes
-    twice as long.
-    """
+    """Entries (B, G, S, D) in the order (B, G, S) of each head. An index copies whole
+    entries, and takes half the time of `gather`."""
     B, G = order.shape[:2]
     text = torch.arange(B, device=order.device)[:, None, None]
     head = torch.arange(G, device=order.device)[:, None]
@@ -261,9 +229,9 @@ class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer.
 
     When the next segment does not fit, the mixing matrix turns S entries into M slots. Each
-    method is a choice of this matrix. For M = 4 and T = 3, with one heavy slot, two merged
-    slots and one recent slot (the paper's own methods have no recent slots), let the entry
-    at place 4 have received most attention. Then
+    method is a choice of this matrix. For M = 4 and a segment of 3, with one heavy slot, two
+    merged slots and one recent slot (the paper's own methods have no recent slots), let the
+    entry at place 4 have received most attention. Then
 
         place      0  1  2  3   4  5  6
                      memory     segment
@@ -283,227 +251,205 @@ class Memory(KVCache):
     ):  # fmt: skip
         """`recompute` is that of Block, here for the compressors."""
         super().__init__(config, interpolation(config, settings))
-        self.settings, self.compressors = settings, compressors
+        self.settings, self.compressors, self.recompute = settings, compressors, recompute
         # One for each layer. They differ if layers have budgets (ours, see `in_layer`).
-        layers = range(config.n_layers)
-        self.layer_settings = [in_layer(settings, layer) for layer in layers]
-        self.capacity = [s.room for s in self.layer_settings]
+        self.layer_settings = [in_layer(settings, n) for n in range(config.n_layers)]
+        self.capacity = [s.capacity for s in self.layer_settings]
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         # Attention received, (B, G, S)
         self.scores: list[Tensor | None] = [None] * config.n_layers
-        self.recompute = recompute
+        # The keys that compressions read. In the text a key keeps its position, so that they
+        # are those that attention reads. By slot a key moves at each compression. It is kept
+        # without a rotation, too, or the errors of many rotations would add up.
+        self.by_slot = settings.positions == "slots"
+        self.plain = [Entries() for _ in self.keys] if self.by_slot else self.keys
 
-    def copy(self) -> "Memory":
-        other = super().copy()
-        other.scores = [*self.scores]
-        return other
+    def enter(self, T: int, device: torch.device | str = "cpu") -> None:
+        """Make room for T new tokens.
 
-    def enter(self, T: int) -> int:
-        """Make room for T new tokens; return the first one's position.
-
-        We compress when the next segment arrives, not right after a segment as algorithm 2
-        does. So the order is
-
-            segment n arrives, compression, loss of segment n, backward pass, cut of the graph
-
-        and the compression gets the gradient of the loss of segment n. A compression before
-        the previous cut would get none. (The paper does not say where it is cut.)
-
-        Whole segments are compressed as in algorithm 2. Only decoding differs: the paper
-        compresses at each token, and we compress once per segment.
+        We compress lazily, so that the loss of segment n trains the compression that made
+        room for it. Algorithm 2 compresses at the end of a segment, which gives the same
+        slots. While decoding, the paper compresses at each token, and we once per segment.
         """
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
-        for layer, capacity in enumerate(self.capacity):
-            if self.keys[layer].size + T > capacity:
-                self.compress(layer)
-        first = super().enter(T)
-        return self.size if self.settings.positions == "slots" else first
+        full = {}  # layers that must be compressed, by their number of slots
+        for layer, s in enumerate(self.layer_settings):
+            if self.is_full(layer, T):
+                full.setdefault(s.mem, []).append(layer)
+        for layers in full.values():
+            self.compress(layers)
+        super().enter(T, device)
+
+    def is_full(self, layer: int, T: int) -> bool:
+        """Whether more than M entries are held, and a whole segment of them is new."""
+        size, M = self.keys[layer].size, self.layer_settings[layer].mem
+        new = size - M if self.was_compressed(layer) else size
+        return size > M and new + T > self.settings.segment
+
+    def was_compressed(self, layer: int) -> bool:
+        return self.keys[layer].size < self.seen
+
+    def first_positions(self) -> list[int]:
+        """By slot a token stands where it is in the cache of its layer."""
+        if self.by_slot:
+            return [keys.size for keys in self.keys]
+        return super().first_positions()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.by_slot:
+            self.plain[layer].append(k, self.capacity[layer])
+        return super().attend(layer, q, k, v)
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
         """Attend as a KVCache does, and count the attention that each entry receives.
 
         Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most.
         Attention is summed over all queries so far, and averaged over the query heads that
-        share a key/value head.
-        Ours: what was received earlier is first multiplied by `forget` ** (T / segment), so
-        that 64 decoded tokens forget as much as a segment of 64 tokens.
+        share a key/value head. Ours: what was received earlier is first multiplied by
+        `forget` ** (T / segment), so that 64 decoded tokens forget as much as a segment of
+        64 tokens.
         """
         if not self.scoring:
-            return super().attend(layer, q, k, v)
-        self.append(layer, k, v)
+            return super().read(layer, q)
         attention = attention_weights(q, self.keys[layer].held)
-        T, group = q.shape[2], q.shape[1] // k.shape[1]  # H/G query heads
+        T, group = q.shape[2], q.shape[1] // self.config.n_kv_heads  # H/G query heads
         received = attention.detach().sum(dim=2) / group  # (B, G, S)
         if self.scores[layer] is not None:
             kept = self.settings.forget ** (T / self.settings.segment)
             received[:, :, :-T] += kept * self.scores[layer]  # the older entries
         self.scores[layer] = received
-        read = attention.type_as(v) @ self.values[layer].held  # (B, G, H/G * T, D)
+        read = attention.type_as(q) @ self.values[layer].held  # (B, G, H/G * T, D)
         return read.unflatten(2, (group, T)).flatten(1, 2)
 
-    def compress(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The operator C of (3), steps 4 and 5: S entries become M slots.
+    def compress(self, layers: list[int]) -> tuple[Tensor, Tensor]:
+        """The operator C of (3), steps 4 and 5: S entries become M slots, in layers that
+        have equally many of both. One layer follows the other on the first axis.
 
         In the example of the class, 7 entries become 4 slots:
 
-            order    4 | 0 1 2 3 5 | 6      places of the entries: front | rest | recent
+            order    4 | 0 1 2 3 5 | 6      places of the entries: pinned | rest | recent
             slots    0 |   1   2   | 3      the five of the rest go into slots 1 and 2
 
-        Each head has its own order, as another one may choose another entry.
-
-        One-hot rows copy front and recent. Only w, the block of the merged slots,
-        multiplies keys and values. Returns what `mixing_matrix` needs: the order of the
-        entries (B, G, S), and w (B, G, merged, R).
+        Each head has its own order, as another one may choose another entry. One-hot rows
+        copy pinned and recent entries. Only w, the block of the merged slots, multiplies
+        keys and values. Returns the order (layers * B, G, S) and w
+        (layers * B, G, merged, R).
         """
-        s = self.layer_settings[layer]
-        order = self.arrange(layer)
-        S = order.shape[2]
-        sizes = (s.front, S - s.front - s.recent, s.recent)
-        k = in_order(self.keys[layer].held, order)
-        v = in_order(self.values[layer].held, order)
-        by_slot = s.positions == "slots"
-        if by_slot:
-            # A key at place p is rotated by p, and `order` has these places. Rotating it by
-            # new - p more makes that new.
-            k = self.move(k, self.new_places(layer, S, k.device) - order)
-        k_front, k_rest, k_recent = k.split(sizes, dim=2)
-        v_front, v_rest, v_recent = v.split(sizes, dim=2)
-
-        from_slot = self.from_slot(layer, order)
-        scores = self.scores[layer].gather(2, order) if self.scoring else None
-        scores_rest = None if scores is None else scores.split(sizes, dim=2)[1]
-
-        k_new, v_new, w = self.merge(layer, k_rest, v_rest, from_slot, scores_rest)
-        if by_slot:  # what was mixed at place 0 goes to the places of the merged slots
-            places = torch.arange(s.front, s.front + s.merged, device=k.device)
-            k_new = self.move(k_new, places)
-
-        self.keys[layer] = Entries(torch.cat((k_front, k_new, k_recent), dim=2))
-        self.values[layer] = Entries(torch.cat((v_front, v_new, v_recent), dim=2))
+        s = self.layer_settings[layers[0]]
+        k = torch.cat([self.plain[n].held for n in layers])
+        v = torch.cat([self.values[n].held for n in layers])
+        scores = torch.cat([self.scores[n] for n in layers]) if self.scoring else None
+        order = self.arrange(s, k, v, scores)
+        sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
+        k_pinned, k_rest, k_recent = in_order(k, order).split(sizes, dim=2)
+        v_pinned, v_rest, v_recent = in_order(v, order).split(sizes, dim=2)
+        rest = scores_rest = None
         if self.scoring:
-            self.scores[layer] = self.new_scores(w, *scores.split(sizes, dim=2))
+            pinned, scores_rest, recent = scores.gather(2, order).split(sizes, dim=2)
+
+        # If compressed before, the cache was [pinned | merged | recent slots | segment].
+        # Recent slots count as new.
+        in_slot = order.split(sizes, dim=2)[1] < s.pinned + s.merged
+        from_slot = in_slot & self.was_compressed(layers[0])
+        k_new, v_new, w = self.merge(layers, k_rest, v_rest, from_slot, scores_rest)
+
+        k = torch.cat((k_pinned, k_new, k_recent), dim=2).chunk(len(layers))
+        v = torch.cat((v_pinned, v_new, v_recent), dim=2).chunk(len(layers))
+        if self.scoring:
+            # A merged slot gets the mean, by w, of the attention that its entries have
+            # received.
+            merged = (w.detach() * scores_rest[:, :, None]).sum(dim=3)
+            scores = torch.cat((pinned, merged, recent), dim=2).chunk(len(layers))
+        for i, layer in enumerate(layers):
+            self.hold(layer, k[i], v[i], scores[i] if self.scoring else None)
         return order, w
 
-    def from_slot(self, layer: int, order: Tensor) -> Tensor:
-        """Which of the entries that are merged stood in a heavy or merged slot, (B, G, R).
-        If compressed before, the cache was [front | merged | recent slots | segment]."""
-        s = self.layer_settings[layer]
-        # Until the first compression all tokens that were seen are held. The segment that
-        # is about to enter does not count yet.
-        compressed_before = self.keys[layer].size < self.seen
-        places = order[:, :, s.front : order.shape[2] - s.recent]
-        return (places < s.front + s.merged) & compressed_before
-
     def merge(
-        self, layer: int, k: Tensor, v: Tensor, from_slot: Tensor, scores: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """K', V' and w of the compressor, which has the same arguments. If the method has
-        no merged slots, the entries are dropped."""
-        if not self.layer_settings[layer].merged:
+        self, layers: list[int], k: Tensor, v: Tensor, from_slot: Tensor,
+        scores: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """K', V' and w of the layers' compressors. If the method has no merged slots, the
+        entries are dropped."""
+        if not self.compressors:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
-        compressor = self.compressors[layer]
+        compressors = [self.compressors[n] for n in layers]
         if self.recompute:
-            return checkpoint(compressor, k, v, from_slot, scores, use_reentrant=False)
-        return compressor(k, v, from_slot, scores)
+            return checkpoint(merge, compressors, k, v, from_slot, scores, use_reentrant=False)
+        return merge(compressors, k, v, from_slot, scores)
 
-    @staticmethod
-    def new_scores(w: Tensor, front: Tensor, rest: Tensor, recent: Tensor) -> Tensor:
-        """The scores of the M slots, from those of the entries, (B, G, entries) each. A
-        merged slot gets the mean, by w, of the attention that its entries have received."""
-        merged = (w.detach() * rest[:, :, None]).sum(dim=3)
-        return torch.cat((front, merged, recent), dim=2)
+    def hold(self, layer: int, k: Tensor, v: Tensor, scores: Tensor | None) -> None:
+        """Replace what a layer holds: keys as compressions read them, and values, both
+        (B, G, S, D), and scores (B, G, S). By slot the keys are rotated to their places."""
+        self.plain[layer] = Entries(k)
+        if self.by_slot:
+            places = torch.arange(k.shape[2], device=k.device)
+            self.keys[layer] = Entries(rotate(k, *self.turn(places)))
+        self.values[layer] = Entries(v)
+        self.scores[layer] = scores
 
-    def new_places(self, layer: int, S: int, device: torch.device) -> Tensor:
-        """For --positions slots: the new position of each of S entries, (S,), which are in
-        order [front | rest | recent]. In the example of `compress` 0 | 0 0 0 0 0 | 3.
-
-        What is kept gets the place of its slot. An entry that is merged gets place 0, so
-        that (4) mixes keys that are not rotated.
-        """
-        s = self.layer_settings[layer]
-        places = torch.zeros(S, device=device)
-        places[: s.front] = torch.arange(s.front)
-        places[S - s.recent :] = torch.arange(s.mem - s.recent, s.mem)
-        return places
-
-    def arrange(self, layer: int) -> Tensor:
+    def arrange(self, s: Settings, k: Tensor, v: Tensor, scores: Tensor | None) -> Tensor:
         """The places of all entries in the cache, (B, G, S), in the order
-        [front | rest | recent]. Each part is in the order of the cache."""
-        s = self.layer_settings[layer]
-        chosen = self.choose(layer)
-        enough = chosen.sum(dim=2) == s.front
-        assert enough.all(), f"Memory.choose must take {s.front} entries in each head"
+        [pinned | rest | recent]. Each part is in the order of the cache."""
+        chosen = self.choose(s, k, v, scores)
+        enough = chosen.sum(dim=2) == s.pinned
+        assert enough.all(), f"Memory.choose must take {s.pinned} entries in each head"
         last = chosen[:, :, chosen.shape[2] - s.recent :]
         assert not last.any(), "Memory.choose must take none of the last entries"
         # What is chosen comes first. A stable sort keeps the order within both parts.
-        return (~chosen).int().argsort(dim=2, stable=True)
+        return (~chosen).byte().argsort(dim=2, stable=True)
 
-    def choose(self, layer: int) -> Tensor:
-        """Which entries the front keeps, a mask (B, G, S): the first ones in sinks, those
-        that have received most attention in heavy slots.
+    def choose(self, s: Settings, k: Tensor, v: Tensor, scores: Tensor | None) -> Tensor:
+        """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S): the first
+        ones in sinks, those that have received most attention in heavy slots.
 
-        For another rule change this function. Each head must choose as many entries as
-        the front has slots, and none of the last ones, which the recent slots keep.
+        For another rule change this function. Each head must choose `s.pinned` entries, and
+        none of the last `s.recent` ones, which the recent slots keep.
         """
-        s = self.layer_settings[layer]
-        k = self.keys[layer].held
         chosen = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
         chosen[:, :, : s.sinks] = True
         if s.heavy:
-            scores = self.scores[layer].masked_fill(chosen, -torch.inf)
-            heaviest = scores[:, :, : k.shape[2] - s.recent].topk(s.heavy, dim=2).indices
+            others = scores.masked_fill(chosen, -torch.inf)
+            heaviest = others[:, :, : k.shape[2] - s.recent].topk(s.heavy, dim=2).indices
             chosen.scatter_(2, heaviest, True)
         return chosen
 
-    def move(self, k: Tensor, by: Tensor) -> Tensor:
-        """Rotate keys (B, G, S, D) forward by `by` positions, (S,) or (B, G, S)."""
-        return rotate(k, *rope(by / self.rope_scale, self.config))
+    def copy(self) -> "Memory":
+        other = super().copy()
+        other.scores = [*self.scores]
+        other.plain = [keys.copy() for keys in self.plain] if self.by_slot else other.keys
+        return other
 
-    def mixing_matrix(self, layer: int, order: Tensor, w: Tensor) -> Tensor:
-        """A layer's mixing matrix (B, G, M, S), as drawn above, from what `compress`
-        returns. Only pictures and --show-memory need it."""
-        s = self.layer_settings[layer]
-        S = order.shape[2]
-        merged = slice(s.front, s.front + s.merged)
-        matrix = w.new_zeros(*w.shape[:2], s.mem, S)
-        matrix[:, :, : s.front, : s.front] = torch.eye(s.front)
-        matrix[:, :, merged, s.front : S - s.recent] = w
-        matrix[:, :, s.mem - s.recent :, S - s.recent :] = torch.eye(s.recent)
-        # Columns back in the order of the cache.
-        columns = order[:, :, None].expand_as(matrix)
-        return torch.zeros_like(matrix).scatter(3, columns, matrix)
+    def detach(self) -> None:
+        super().detach()
+        for keys in self.plain:
+            keys.detach()
 
 
 # --- Segment loop (algorithm 2) ---------------------------------------------------------
 
 
 def segment_losses(
-    model: Llama, tokens: Tensor, cache: KVCache, segment: int, bptt: int = 1
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Go through tokens (B, L) in pieces of `bptt` segments. For each piece yield the loss
-    of every token in nats, and whether it was the likeliest one: both (B, bptt * segment),
-    or fewer at the end. The first token of a text has no loss.
+    model: Llama, tokens: Tensor, cache: KVCache, segment: int,
+    precision: Callable[[], AbstractContextManager] = nullcontext,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Read tokens (B, L) one segment after the other, into a cache that may hold earlier
+    ones. For each segment yield the loss of every token after the first, in nats,
+    (B, segment), and the logits that predicted it, (B, segment, vocab_size); the last one
+    may be shorter. The last target of a segment is the first token of the next.
 
-    `bptt` is the number of segments that one backward pass spans (backpropagation through
-    time). With 1 the loss of a segment trains the compression that made room for it, and
-    the entries that were compressed are constants. Call backward before asking for the next
-    piece, as the graph is cut in between. The last target of a segment is the first token
-    of the next.
+    `precision()` is entered around the forward pass alone, such as torch.autocast. The graph
+    grows with each segment until `cache.detach()` cuts it. If it is cut after every segment,
+    the loss of a segment trains the compression that made room for it, and the entries that
+    were compressed are constants.
     """
-    pieces = tokens[:, :-1].split(bptt * segment, dim=1)
-    piece_targets = tokens[:, 1:].split(bptt * segment, dim=1)
-    for piece, targets in zip(pieces, piece_targets):
-        nats, hits = [], []
-        # One segment after the other: `model` compresses the cache when the next one enters.
-        # Logits of one segment at a time take less memory than those of a whole piece.
-        for x, y in zip(piece.split(segment, dim=1), targets.split(segment, dim=1)):
-            logits = model(x, cache)
-            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
-            nats.append(loss.view_as(y))
-            hits.append(logits.argmax(dim=-1) == y)
-        yield torch.cat(nats, dim=1), torch.cat(hits, dim=1)
-        cache.detach()
+    inputs = tokens[:, :-1].split(segment, dim=1)
+    targets = tokens[:, 1:].split(segment, dim=1)
+    for x, y in zip(inputs, targets):
+        with precision():
+            logits = model(x, cache)  # the cache compresses first, if the segment does not fit
+            nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+        yield nats.view_as(y), logits
 
 
 # --- Position interpolation (arXiv 2306.15595) ------------------------------------------
@@ -513,16 +459,14 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     """The number by which positions are divided, so that those of a text of L tokens
     (the settings' `length`) lie inside the pretrained context. A longer text may pass it.
 
-    "interpolated" (the paper): a token's position in the text, which reaches L. "slots":
-    its place in the cache, which never exceeds M + T. "original": its position in the text,
-    divided as the checkpoint itself divides it.
+    "text" (the paper): a token's position in the text, which reaches L. "slots": its place
+    in the cache, which never exceeds M + T.
     """
-    if settings.positions == "original":
-        return config.rope_scale
     highest = settings.length
     if settings.positions == "slots" and settings.mem:
         # A text that is shorter than M + T never fills the cache.
-        highest = min(settings.room, settings.length)
+        largest = max(settings.budgets, default=settings.mem) + settings.segment
+        highest = min(largest, settings.length)
     # The checkpoint may divide positions itself; they are never divided by less.
     return max(config.rope_scale, highest / config.context)
 
@@ -549,6 +493,102 @@ class LoRALinear(nn.Module):
         return y + self.factor * change.type_as(y)
 
 
+# --- Ours: slots that learn which entries to keep ---------------------------------------
+
+# AdamW changes all parameters equally fast. With this scale the shared filter learns three
+# times as fast as the filters of single slots.
+COMMON_SCALE = 3
+# At the start an entry with twice the attention gets 2^2 times the weight.
+TRUST_SCALE = 2
+# So large that a slot hardly ever takes a copy of what an earlier slot has taken.
+PENALTY = 1000
+
+
+class Selection(Compressor):
+    """Slots that learn which entries to keep. They choose in order: each prefers the most
+    relevant entry that no earlier slot has taken. Of entries A, A' (a copy of A) and B, in
+    this order of relevance, the first of two slots takes A, and the second one B.
+
+    The relevance of an entry has three parts: a filter that all slots share, a filter of
+    each slot, and the logarithm of the attention that the entry has received. Entries that
+    stand in a slot already are judged by other filters, which learn to keep them.
+
+    While it trains, a slot is a mixture: its row of w is a softmax of the relevance, so that
+    gradients flow. In use the relevance is 16 times as sharp, and a slot holds nearly one
+    entry: the model cannot read a fact out of a mixture of several.
+    """
+
+    reads_scores = True
+    sharpness = 16  # in use; 1 while it trains
+
+    def __init__(self, head_dim: int, slots: int, kernel: int):
+        super().__init__(head_dim, slots, kernel)
+        # For new entries: `conv` has a filter for each slot, and all share `common`.
+        START = 0.3
+        neighbours = torch.arange(kernel) != kernel // 2
+        with torch.no_grad():
+            self.conv.weight *= START
+            self.conv.weight[:, :, neighbours] *= 0.02  # they hardly count at the start
+        self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
+        # The same two for entries that come from a slot. They are one tap wide, as neighbours
+        # in slots are no neighbours in the text.
+        self.slot_filters = nn.Parameter(START * torch.randn(slots, 2 * head_dim, 1))
+        self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
+        self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts
+
+    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
+        """How relevant each of R entries is for each slot: (N, slots, R)."""
+        new = F.conv1d(entries, self.conv.weight + COMMON_SCALE * self.common, padding="same")
+        filters = self.slot_filters + COMMON_SCALE * self.slot_common
+        old = filters[:, :, 0] @ entries  # one tap: much faster than conv1d on a CPU
+        received = (scores + 1e-4).log()  # entries below 0.0001 are alike
+        received = received - received.mean(dim=-1, keepdim=True)
+        by_filters = torch.where(from_slot[:, None], old, new)
+        return by_filters + TRUST_SCALE * self.trust * received[:, None]
+
+    def normalise(self, relevance: Tensor, entries: Tensor) -> Tensor:
+        """Ours instead of the ReLU and (7): w (N, slots, R), whose rows sum to 1."""
+        sharpness = 1 if self.training else self.sharpness
+        return (sharpness * (relevance - taken(relevance, entries))).softmax(dim=-1)
+
+    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
+        return self.normalise(self.relevance(entries, from_slot, scores), entries)
+
+    @staticmethod
+    def weights_of_layers(compressors, entries, from_slot, scores) -> Tensor:
+        """Slots choose one after the other, but in all layers at the same time."""
+        layers = zip(compressors, entries, from_slot, scores)
+        relevance = [compressor.relevance(*layer) for compressor, *layer in layers]
+        return compressors[0].normalise(torch.cat(relevance), torch.cat(entries))
+
+
+@torch.no_grad()
+def taken(relevance: Tensor, entries: Tensor) -> Tensor:
+    """The penalty of each of R entries for each slot, from what earlier slots have taken:
+    relevance (N, slots, R), entries (N, 2D, R) -> (N, slots, R). It is about 0 if none has
+    taken an entry like this, and about PENALTY for each slot that has.
+
+    This is maximal marginal relevance (Carbonell and Goldstein 1998). Two entries are alike
+    by the cosine of their values, which are not rotated, to the power of 32. The penalty is a
+    constant for the gradient, as are the scores: the filters learn through the softmax alone.
+    """
+    values = entries.chunk(2, dim=1)[1]  # (N, D, R)
+    unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)
+    copies = (unit.mT @ unit).clamp_(min=0)  # (N, R, R); an opposite is no copy
+    for _ in range(5):
+        copies.square_()
+    copies *= PENALTY
+    heads = torch.arange(len(copies), device=copies.device)
+    penalty = torch.zeros_like(relevance[:, 0])
+    penalties = []  # for each slot, (N, R)
+    for row in relevance.unbind(dim=1):
+        penalties.append(penalty)
+        penalty = penalty + copies[heads, (row - penalty).argmax(dim=-1)]
+    return torch.stack(penalties, dim=1)
+
+
+COMPRESSORS = {"paper": Compressor, "selection": Selection}
+
 # --- Ours: budgets of layers ------------------------------------------------------------
 
 
@@ -558,12 +598,11 @@ def in_layer(settings: Settings, layer: int) -> Settings:
     budget of 30 gives 11, 7 and 11, and the one that is left over is heavy, too.
 
     Layers differ in how much of a long text they read, so that equal budgets waste slots
-    (PyramidKV, arXiv 2406.02069). tools/budgets.py measures which layers need more. What it
-    gains is in docs/real-llama.md.
+    (PyramidKV, arXiv 2406.02069). tools/budgets.py measures which layers need more.
     """
     if not settings.budgets:
         return settings
-    M, sinks = settings.budgets[layer], settings.sinks  # as many sinks in every layer
+    M, sinks = settings.budgets[layer], settings.sinks
     whole = max(1, settings.mem - sinks)
     divided = ("heavy", "merged", "recent")
     counts = {kind: (M - sinks) * getattr(settings, kind) // whole for kind in divided}
@@ -572,187 +611,59 @@ def in_layer(settings: Settings, layer: int) -> Settings:
     return replace(settings, budgets=[], **counts)
 
 
-def check_budgets(settings: Settings) -> None:
-    """Raises UserError if the budgets do not suit the other settings."""
-    budgets = settings.budgets
-    if not budgets:
-        return
-    if not settings.mem:
-        raise UserError(f"--budgets: {settings.method} keeps everything and has no slots")
-    # Positions by slot are alike in all layers, and layers with budgets differ in size.
-    if settings.positions == "slots":
-        needed = "they need positions of the text; add --positions interpolated"
-        raise UserError(f"--budgets: {needed}")
-    if sum(budgets) != len(budgets) * settings.mem:
-        mean = f"their mean is {sum(budgets) / len(budgets):g}"
-        raise UserError(f"--budgets: {mean}, but it must be {settings.mem}, as without them")
-    layers = [in_layer(settings, layer) for layer in range(len(budgets))]
-    # At least 4, as for --mem. Each layer has all sinks, and room for something else.
-    too_few = min(budgets) < max(4, settings.sinks + 1) or settings.mem == settings.sinks
-    if too_few or (settings.merged and min(s.merged for s in layers) == 0):
-        few = f"{min(budgets)} slots are too few for {settings.method}"
-        raise UserError(f"--budgets: {few}")
-
-
-# --- Ours: compressors whose slots choose in order --------------------------------------
-
-# AdamW changes all parameters equally fast. With this scale the shared filter learns three
-# times as fast as the filters of single slots.
-COMMON_SCALE = 3
-# The next two were chosen on the embedded model, and are used on SmolLM2 as they are. In the
-# embedded model, with positions by slot, the (centred) cosine of a fact that is told twice is
-# 0.995, that of two facts 0.52. To the power of 32 these are 0.85 and 0. The penalty is so
-# large that a slot hardly ever takes a copy, even where logits are 16 times larger.
-POWER = 32
-PENALTY = 1000
-# At the start an entry with twice the attention gets 2^2 times the weight.
-TRUST_SCALE = 2
-
-
-class FactCompressor(Compressor):
-    """Slots choose in order. Each prefers the most relevant entry that no earlier slot has
-    taken. Of entries A, A' (a copy of A) and B, in this order of relevance, the first of two
-    slots prefers A, and the second one B.
-
-    `redundancy` finds the entry that each slot prefers, and `weights` lowers the logits of
-    this entry and of its copies for the later slots. A slot still holds the mixture that its
-    row of w says, a softmax. While the filters learn, this row is softer. Afterwards
-    `sharpen` makes it nearly one-hot, so that a slot takes the entry that it prefers: the
-    model cannot read a fact out of a mixture of several, and on the prose of a real Llama a
-    choice loses less than a mixture (docs/real-llama.md).
-
-    A common filter learns what is relevant. Each slot also has its own filter, which learns
-    which of the relevant entries it prefers. Entries that already stand in a merged or
-    heavy slot are judged by other filters, which learn to keep them. These are one tap wide,
-    because neighbours in slots are no neighbours in the text. Without these filters one of
-    two runs forgot its facts (docs/notebook.md).
-    """
-
-    def __init__(self, head_dim: int, slots: int, kernel: int):
-        super().__init__(head_dim, slots, kernel)
-        # For new entries: `conv` has a filter for each merged slot, and all share `common`.
-        neighbours = torch.arange(kernel) != kernel // 2
-        with torch.no_grad():
-            self.conv.weight[:, :, neighbours] *= 0.02  # they hardly count at the start
-        self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
-        # The same two for entries that come from a slot, one tap wide.
-        self.slot_filters = nn.Parameter(torch.randn(slots, 2 * head_dim, 1))
-        self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
-
-    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        """How relevant each of R entries is for each slot: (N, slots, R)."""
-        filters = self.conv.weight + COMMON_SCALE * self.common
-        new = F.conv1d(entries, filters, padding="same")
-        old_filters = self.slot_filters + COMMON_SCALE * self.slot_common
-        old = old_filters[:, :, 0] @ entries  # one tap: much faster than conv1d on a CPU
-        return torch.where(from_slot[:, None], old, new)
-
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        """Ours instead of the ReLU and (7), with the same shapes. The logits are the
-        relevance less a penalty for copies; a softmax makes each row sum to 1."""
-        relevance = self.relevance(entries, from_slot, scores)
-        return (relevance - PENALTY * redundancy(relevance, entries)).softmax(dim=-1)
-
-
-@torch.no_grad()
-def redundancy(relevance: Tensor, entries: Tensor) -> Tensor:
-    """How much of each entry earlier slots have taken: relevance (N, slots, R), entries
-    (N, 2D, R) -> (N, slots, R). It is about 0 if none has taken one like it, and about 1
-    for each that has.
-
-    This is maximal marginal relevance (Carbonell and Goldstein 1998). Choosing has no
-    gradient; the filters learn through the softmax alone.
-    """
-    unit = F.normalize(entries - entries.mean(dim=-1, keepdim=True), dim=1)  # (N, 2D, R)
-    cosines = (unit.mT @ unit).clamp(min=0)  # (N, R, R); an opposite is no copy
-    taken = torch.zeros_like(relevance[:, :1])  # (N, 1, R)
-    taken_before = []  # for each slot
-    for row in relevance.split(1, dim=1):  # (N, 1, R)
-        taken_before.append(taken)
-        best = (row - PENALTY * taken).argmax(dim=-1, keepdim=True)  # (N, 1, 1)
-        # The row of cosines of the best entry, (N, 1, R).
-        taken = taken + cosines.gather(1, best.expand_as(row)) ** POWER
-    return torch.cat(taken_before, dim=1)
-
-
-class ScoredCompressor(FactCompressor):
-    """For the text of a real Llama: slots that start from heavy hitters.
-
-    The logarithm of the attention that an entry has received is added to the convolution's
-    logits, and the filters are small at the start. So before training a slot is a mean of
-    entries, weighted by about the square of their attention, without those that earlier
-    slots have taken.
-    """
-
-    reads_scores = True
-
-    def __init__(self, head_dim: int, slots: int, kernel: int):
-        super().__init__(head_dim, slots, kernel)
-        with torch.no_grad():
-            self.conv.weight *= 0.1
-            self.slot_filters *= 0.1
-        self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts
-
-    def prior(self, scores: Tensor) -> Tensor:
-        """Attention received (N, R) -> its part of the relevance, which is alike for all
-        slots: (N, 1, R)."""
-        received = (scores + 1e-4).log()  # entries below 0.0001 are alike
-        received = received - received.mean(dim=-1, keepdim=True)
-        return TRUST_SCALE * self.trust * received[:, None]
-
-    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        return super().relevance(entries, from_slot, scores) + self.prior(scores)
-
-
-COMPRESSORS = {"paper": Compressor, "facts": FactCompressor, "scored": ScoredCompressor}
-
-# --- All together: the adapted model, and its file --------------------------------------
+# --- All together: the adapted model ----------------------------------------------------
 
 
 class AdaptedLlama(nn.Module):
     """A base model and everything that trains on it. It changes the base in place. Run it as
     `adapted.model(tokens, cache)` with a `cache` of `adapted.cache()`; without a cache the
-    model has full attention and knows nothing of the settings.
+    model has full attention and knows nothing of the settings. `train()` and `eval()` say
+    whether compressors are in training or in use.
 
     Section 4.1 trains the compressors, embeddings, norms and LoRA (here on q, k, v and o,
     as in LongLoRA and the official code); with rank 0, the inference mode, the compressors
     alone. What trains requires a gradient. It is in float32, or small steps would be rounded
-    away. (`end_training` rounds the embeddings, and nothing else.) Raises UserError if the
-    budgets are not one for each layer.
+    away. Raises UserError if the base or a compressor cannot be used so.
     """
 
     def __init__(self, model: Llama, settings: Settings):
         super().__init__()
+        if any(isinstance(module, LoRALinear) for module in model.modules()):
+            raise UserError("this base is adapted already, with LoRA; load the base once more")
         self.settings = settings
         self.model = model.requires_grad_(False)
         self.recompute = False
         config = model.config
         if settings.budgets and len(settings.budgets) != config.n_layers:
             numbers = f"{len(settings.budgets)} numbers for {config.n_layers} layers"
-            raise UserError(f"--budgets: there are {numbers}; give one for each")
+            raise UserError(f"budgets: there are {numbers}; give one for each")
         compressor = COMPRESSORS[settings.compressor]
         self.compressors = nn.ModuleList(
             compressor(config.head_dim, in_layer(settings, layer).merged, settings.kernel)
             for layer in range(config.n_layers if settings.merged else 0)
         ).to(model.norm.weight.device)
+        for compressor in self.compressors[:1]:  # all are of one class
+            check_rows(compressor, config.head_dim)
         if settings.lora_rank:  # context extension; without LoRA the base stays frozen
-            for block in model.layers:
-                for name in ("wq", "wk", "wv", "wo"):
-                    linear = getattr(block.attention, name)
-                    lora = LoRALinear(linear, settings.lora_rank, settings.lora_alpha)
-                    setattr(block.attention, name, lora)
-            for module in model.modules():
-                if isinstance(module, (nn.Embedding, RMSNorm)):
-                    module.float().requires_grad_(True)
+            self.add_lora()
+
+    def add_lora(self) -> None:
+        for block in self.model.layers:
+            for name in ("wq", "wk", "wv", "wo"):
+                linear = getattr(block.attention, name)
+                lora = LoRALinear(linear, self.settings.lora_rank, self.settings.lora_alpha)
+                setattr(block.attention, name, lora)
+        for module in self.model.modules():
+            if isinstance(module, (nn.Embedding, RMSNorm)):
+                module.float().requires_grad_(True)
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
-    def end_training(self) -> None:
-        """Give the embeddings the base's dtype. They may be the output matrix, too, and in
-        float32 each call of the model would convert all of them. What the model computes
-        stays the same, but small steps of further training would be rounded away."""
-        self.model.tok_embeddings.to(self.model.layers[0].feed_forward.w1.weight.dtype)
+    def round_embeddings(self) -> None:
+        """After training, give the embeddings the base's dtype. They may be the output
+        matrix, too, and in float32 each call of the model would convert all of them."""
+        self.model.tok_embeddings.to(self.model.dtype)
 
     def recompute_in_backward(self) -> None:
         """Train with less memory and more time: the backward pass runs the layers, apart
@@ -768,108 +679,3 @@ class AdaptedLlama(nn.Module):
         if self.settings.mem:
             return memory(config, self.settings, self.compressors, self.recompute)
         return plain(config, interpolation(config, self.settings))
-
-
-def untrained(model: Llama, method: str, mem: int, segment: int, **flags) -> AdaptedLlama:
-    """A method that needs no training, on its base model. `flags` replace fields of its
-    settings. Raises UserError."""
-    changes = flags | {"lora_rank": 0}
-    length = int(model.config.context * model.config.rope_scale)
-    settings = settings_for(method, mem, segment, length, **changes)
-    if settings.merged:
-        command = f"python train.py --model MODEL --method {method} --data TEXTS --out RUN"
-        quick = "--recipe inference takes minutes on a small Llama"
-        missing = f"its convolution must be trained first: {command}, then take RUN; {quick}"
-        raise UserError(f"--method {method}: {missing}")
-    return AdaptedLlama(model, settings)
-
-
-def warn_if_too_long(settings: Settings, tokens: int) -> None:
-    """Print a warning if positions pass those that a memory is for. Positions in the text
-    end at `tokens`, those in the cache at M + T."""
-    by_slot = settings.positions == "slots" and settings.mem
-    positions = min(tokens, settings.room) if by_slot else tokens
-    if positions <= settings.length:
-        return
-    if settings.merged or settings.lora_rank:
-        remedy = "train with a larger --seq"
-        if settings.mem and not by_slot and not settings.budgets:
-            remedy += ", or with --positions slots"
-    elif settings.budgets:
-        remedy = "take --positions slots instead of --budgets"
-    elif by_slot:
-        remedy = "take a smaller --mem or --segment"
-    elif settings.mem:
-        remedy = "--positions slots keeps them small"
-    else:
-        remedy = "--method h2o --mem 512 --positions slots keeps them small"
-    reached = f"positions may reach {positions:,}, and the memory is for {settings.length:,}"
-    print(f"warning: {settings.method}: {reached}; {remedy}", file=sys.stderr)
-
-
-def identity(adapted: AdaptedLlama) -> dict:
-    """The settings and a checksum of the base. The checksum covers the configuration and a
-    sample of each frozen tensor. The sample is in bfloat16, so that --dtype does not
-    matter."""
-    config = adapted.model.config
-    about = repr(config) + (repr(config.llama3_rope) if config.llama3_rope else "")
-    frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
-    some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
-    return dict(settings=asdict(adapted.settings), base=checksum(some, about))
-
-
-class Adapter(NamedTuple):
-    """What a run directory of train.py holds."""
-
-    settings: Settings
-    tensors: dict[str, Tensor]  # what was trained, by name
-    base: str  # the checksum of its base, see `identity`
-    parts: list[str]  # the parts of its texts (support.text.PARTS) that it was trained on
-
-
-def read_adapter(run: Path) -> Adapter:
-    """Raises UserError."""
-    if not (run / "adapter.safetensors").exists():
-        sentence = "there is no adapter.safetensors; name a folder that train.py has made"
-        if (run / "state.safetensors").exists():
-            sentence = f"this run has not ended; to go on: {resume_command(run)}"
-        raise UserError(f"{run}: {sentence}")
-    tensors, about = read_file(run / "adapter.safetensors")
-    try:
-        settings = Settings(**about["settings"])
-        base = about["base"]
-    except (LookupError, TypeError) as error:
-        raise UserError(f"{run}: its adapter is by another version ({error})") from None
-    check_names(run, settings.method, settings.compressor)
-    return Adapter(settings, tensors, base, about.get("parts", ["training"]))
-
-
-def check_names(run: Path, method: str, compressor: str) -> None:
-    """Raises UserError if a run's method or compressor is not here any more."""
-    if method not in METHODS:
-        known = f"lococo.METHODS has {', '.join(METHODS)}"
-        raise UserError(f"{run}: its method {method!r} is unknown; {known}")
-    if compressor not in COMPRESSORS:
-        known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
-        raise UserError(f"{run}: its compressor {compressor!r} is unknown; {known}")
-
-
-def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
-    """Put the adapter of a run directory of train.py onto its base model, for reading and
-    not for training. Raises UserError."""
-    settings, tensors, base, _ = read_adapter(run)
-    remedy = "give --model as in its training; an adapter of another version must be trained again"
-    other = f"{run}: its adapter is for another base; {remedy}"
-    if settings.budgets and len(settings.budgets) != model.config.n_layers:
-        raise UserError(other)
-    adapted = AdaptedLlama(model, settings)
-    trained = adapted.trained()
-    # The shapes are compared, too, as a tensor of another shape could be broadcast.
-    stored = {name: t.shape for name, t in tensors.items()}
-    needed = {name: p.shape for name, p in trained.items()}
-    if stored != needed or identity(adapted)["base"] != base:
-        raise UserError(other)
-    for name, p in trained.items():
-        p.data = tensors[name].to(p.device, copy=True)
-    adapted.end_training()
-    return adapted

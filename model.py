@@ -1,17 +1,17 @@
 """Llama-2 in plain PyTorch: the model, official weights and the tokenizer.
 
 Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288). LoCoCo plugs in at one
-place, the cache: the model tells `cache.enter` how many tokens come (a Memory compresses
-then), and each block hands q, k and v to `cache.attend`. The KVCache below keeps every
-entry; the Memory of lococo.py keeps M slots. Equation numbers are those of the LoCoCo
-paper. Where its Q, K and V have a column for each token, ours have a row. For the method you
-can stop at "Official weights": the rest reads files.
+place, the cache: the model tells `cache.enter` how many tokens come, and each block hands
+q, k and v to `cache.attend`. The cache decides where tokens stand (RoPE) and what is kept.
+The KVCache below keeps every entry; the Memory of lococo.py keeps M slots. Equation numbers
+are those of the LoCoCo paper. Where its Q, K and V have a column for each token, ours have a
+row.
 
 Letters:
 
     B  texts in a batch
-    T  tokens that enter together: a segment (the paper's B), a shorter last one, or one
-       decoded token; messages, tables and "M + T" mean a whole segment
+    T  tokens of one call of the model; `segment` is the most that may enter a memory
+       together, and "M + T" means such a whole segment (the paper calls it B)
     S  entries in the cache
     M  slots of a memory
     H  query heads
@@ -220,16 +220,20 @@ class Entries:
 
 class KVCache:
     """The cache of algorithm 1: each layer keeps every key and value, so that it grows with
-    the text."""
+    the text. It also knows where the entries stand, and rotates keys and queries."""
 
     def __init__(self, config: LlamaConfig, rope_scale: float | None = None):
         """Positions are divided by `rope_scale`; None takes the checkpoint's own."""
         self.config = config
         self.rope_scale = config.rope_scale if rope_scale is None else rope_scale
         self.seen = 0  # tokens that have entered
-        self.capacity = [float("inf")] * config.n_layers  # entries that each layer may hold
+        self.capacity = [math.inf] * config.n_layers  # entries that each layer may hold
         self.keys = [Entries() for _ in range(config.n_layers)]  # rotated
         self.values = [Entries() for _ in range(config.n_layers)]
+        # Of the tokens that enter now: the position of the first one in each layer, and the
+        # cosines and sines for all of them, by the position of the first.
+        self.first: list[int] = []
+        self.turns: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def size(self) -> int:
@@ -260,22 +264,34 @@ class KVCache:
         other.values = [entries.copy() for entries in self.values]
         return other
 
-    def enter(self, T: int) -> int:
-        """Announce T new tokens; return the first one's position."""
+    def enter(self, T: int, device: torch.device | str = "cpu") -> None:
+        """Announce T new tokens, before the first layer attends to them."""
+        self.first = self.first_positions()
+        steps = torch.arange(T, device=device)
+        self.turns = {first: self.turn(first + steps) for first in set(self.first)}
         self.seen += T
-        return self.seen - T
+
+    def first_positions(self) -> list[int]:
+        """The position of the next token in each layer: here its place in the text."""
+        return [self.seen] * self.config.n_layers
+
+    def turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What `rotate` needs for these positions."""
+        return rope(positions / self.rope_scale, self.config)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append a layer's new k and v (B, G, T, D). Each of its queries q (B, H, T, D)
-        attends to the older entries and, causally, to the new ones. Returns what its heads
-        read, (B, H, T, D)."""
-        self.append(layer, k, v)
-        return attention(q, self.keys[layer].held, self.values[layer].held)
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Add new keys and values to what a layer holds (algorithm 1, step 4)."""
-        self.keys[layer].append(k, self.capacity[layer])
+        """Append a layer's new k and v (B, G, T, D), then let each of its queries
+        q (B, H, T, D) attend to the older entries and, causally, to the new ones. Neither q
+        nor k is rotated yet. Returns what the heads read, (B, H, T, D)."""
+        turn = self.turns[self.first[layer]]
+        # Algorithm 1, step 4.
+        self.keys[layer].append(rotate(k, *turn), self.capacity[layer])
         self.values[layer].append(v, self.capacity[layer])
+        return self.read(layer, rotate(q, *turn))
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        """Rotated queries q (B, H, T, D) of the last T entries -> what they read."""
+        return attention(q, self.keys[layer].held, self.values[layer].held)
 
     def detach(self) -> None:
         """Cut the graph, so that it does not grow with the text."""
@@ -313,13 +329,13 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, self.G * self.D, bias=config.qkv_bias)
         self.wo = nn.Linear(self.H * self.D, config.dim, bias=False)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Equation (2), algorithms 1 and 2, step 2: x (B, T, dim) -> q (B, H, T, D), k and
-        v (B, G, T, D). q and k are rotated, v is not."""
+        v (B, G, T, D)."""
         q = self.wq(x).unflatten(2, (self.H, self.D)).transpose(1, 2)
         k = self.wk(x).unflatten(2, (self.G, self.D)).transpose(1, 2)
         v = self.wv(x).unflatten(2, (self.G, self.D)).transpose(1, 2)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        return q, k, v
 
 
 class FeedForward(nn.Module):
@@ -348,8 +364,8 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.attention.project(self.attention_norm(x), cos, sin)
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.attention.project(self.attention_norm(x))
 
     def finish(self, x: Tensor, read: Tensor) -> Tensor:
         """Add what the heads read, (B, H, T, D), to the stream x (B, T, dim); then add the
@@ -357,13 +373,13 @@ class Block(nn.Module):
         x = x + self.attention.wo(read.transpose(1, 2).flatten(2))
         return x + self.feed_forward(self.ffn_norm(x))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache) -> Tensor:
         if not self.recompute:
-            q, k, v = self.project(x, cos, sin)
+            q, k, v = self.project(x)
             return self.finish(x, cache.attend(self.layer, q, k, v))
         # Activations inside `project` and `finish` are not stored; the backward pass
         # computes them again.
-        q, k, v = checkpoint(self.project, x, cos, sin, use_reentrant=False)
+        q, k, v = checkpoint(self.project, x, use_reentrant=False)
         read = cache.attend(self.layer, q, k, v)
         return checkpoint(self.finish, x, read, use_reentrant=False)
 
@@ -379,19 +395,20 @@ class Llama(nn.Module):
         if not config.tied:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the base and of what flows through the layers. While an adapter trains,
+        embeddings and norms are in float32, and are not asked."""
+        return self.layers[0].feed_forward.w1.weight.dtype
+
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids (B, T) that follow those in the cache -> the output of the last block,
         normalised, (B, T, dim)."""
         cache = KVCache(self.config) if cache is None else cache
-        T = tokens.shape[1]
-        # A Memory makes room now.
-        positions = cache.enter(T) + torch.arange(T, device=tokens.device)
-        cos, sin = rope(positions / cache.rope_scale, self.config)
-        # While an adapter trains, embeddings are in float32. The residual stream still has
-        # the base's dtype, so that results with and without an adapter have one precision.
-        x = self.tok_embeddings(tokens).type_as(self.layers[0].feed_forward.w1.weight)
+        cache.enter(tokens.shape[1], tokens.device)  # a Memory makes room now
+        x = self.tok_embeddings(tokens).to(self.dtype)
         for block in self.layers:
-            x = block(x, cos, sin, cache)
+            x = block(x, cache)
         return self.norm(x)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -402,7 +419,7 @@ class Llama(nn.Module):
     def logits(self, h: Tensor) -> Tensor:
         """What `hidden` returns, (..., dim) -> float32 logits (..., vocab_size)."""
         output = self.tok_embeddings if self.config.tied else self.output
-        # While an adapter trains, embeddings, which may be tied, are in float32.
+        # The embeddings, which may be tied, can be in float32.
         return widened(F.linear(h, output.weight.type_as(h)))
 
 

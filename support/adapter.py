@@ -1,0 +1,83 @@
+"""The file of an adapter: what train.py has trained, and which base it belongs to."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings
+from model import Llama
+from support.command_line import resume_command
+from support.files import UserError, checksum, read_file, write_file
+
+
+class Adapter(NamedTuple):
+    """What adapter.safetensors holds."""
+
+    settings: Settings
+    tensors: dict[str, Tensor]  # what was trained, by name
+    base: str  # the checksum of its base, see `identity`
+
+
+def identity(adapted: AdaptedLlama) -> dict:
+    """The settings and a checksum of the base. The checksum covers the configuration and a
+    sample of each frozen tensor. The sample is in bfloat16, so that --dtype does not
+    matter."""
+    config = adapted.model.config
+    about = repr(config) + (repr(config.llama3_rope) if config.llama3_rope else "")
+    frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
+    some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
+    return dict(settings=asdict(adapted.settings), base=checksum(some, about))
+
+
+def write_adapter(run: Path, adapted: AdaptedLlama) -> None:
+    write_file(run / "adapter.safetensors", adapted.trained(), **identity(adapted))
+
+
+def read_adapter(run: Path) -> Adapter:
+    """The adapter of a run directory of train.py. Raises UserError."""
+    if not (run / "adapter.safetensors").exists():
+        sentence = "there is no adapter.safetensors; name a folder that train.py has made"
+        if (run / "state.safetensors").exists():
+            sentence = f"this run has not ended; to go on: {resume_command(run)}"
+        raise UserError(f"{run}: {sentence}")
+    tensors, about = read_file(run / "adapter.safetensors")
+    try:
+        settings = Settings(**about["settings"])
+        base = about["base"]
+    except (LookupError, TypeError) as error:
+        raise UserError(f"{run}: its adapter is by another version ({error})") from None
+    check_names(run, settings.method, settings.compressor)
+    return Adapter(settings, tensors, base)
+
+
+def check_names(run: Path, method: str, compressor: str) -> None:
+    """Raises UserError if a run's method or compressor is not here any more."""
+    if method not in METHODS:
+        known = f"lococo.METHODS has {', '.join(METHODS)}"
+        raise UserError(f"{run}: its method {method!r} is unknown; {known}")
+    if compressor not in COMPRESSORS:
+        known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
+        raise UserError(f"{run}: its compressor {compressor!r} is unknown; {known}")
+
+
+def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
+    """Put the adapter of a run directory of train.py onto its base model, for reading and
+    not for training. Raises UserError."""
+    settings, tensors, base = read_adapter(run)
+    remedy = "give --model as in its training; an adapter of another version must be trained again"
+    other = f"{run}: its adapter is for another base; {remedy}"
+    if settings.budgets and len(settings.budgets) != model.config.n_layers:
+        raise UserError(other)
+    adapted = AdaptedLlama(model, settings).eval()
+    trained = adapted.trained()
+    # The shapes are compared, too, as a tensor of another shape could be broadcast.
+    stored = {name: t.shape for name, t in tensors.items()}
+    needed = {name: p.shape for name, p in trained.items()}
+    if stored != needed or identity(adapted)["base"] != base:
+        raise UserError(other)
+    for name, p in trained.items():
+        p.data = tensors[name].to(p.device, copy=True)
+    adapted.round_embeddings()
+    return adapted
