@@ -27,12 +27,13 @@ from tqdm import tqdm
 
 from lococo import METHODS, Adapter, AdaptedLlama, Settings, load_adapter, read_adapter
 from lococo import segment_losses, untrained, warn_if_too_long
-from model import Llama, Tokenizer, load_base
+from model import Llama, load_base
 from support.command_line import TINY, Machine, Parser, at_least, config_of, counted
 from support.command_line import method_flags, named_path, output_file, prepare, run_program
 from support.facts import FORMS, fact_tokens, tell_all
 from support.files import UserError, write_json
 from support.text import PARTS, long_documents, token_streams
+from support.tokenizer import Tokenizer
 
 # --- Perplexity -------------------------------------------------------------------------
 
@@ -159,7 +160,7 @@ def compared(
     hold just one."""
     mem = chosen.mem or 512
     segment = chosen.segment or mem
-    model, _ = load_base(chosen.model, machine)
+    model, _ = load_base(chosen.model, machine.dtype, machine.device)
     # All are made now: a wrong one is refused first.
     models = [untrained(model, "full", mem, segment=512)]
     for method in chosen.method:
@@ -169,7 +170,9 @@ def compared(
     yield from {name_of(adapted.settings): adapted for adapted in models}.items()
     del model, models
     for run in dict.fromkeys(chosen.runs):
-        yield os.path.relpath(run), load_adapter(run, load_base(chosen.model, machine)[0])
+        yield os.path.relpath(run), load_adapter(
+            run, load_base(chosen.model, machine.dtype, machine.device)[0]
+        )
 
 
 def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
@@ -434,7 +437,7 @@ def main() -> None:
     tokenizer = Tokenizer(chosen.model)
     adapters = [read_adapter(run) for run in chosen.runs]
     for run in chosen.runs:  # one of another base is refused now, before anything is scored
-        load_adapter(run, load_base(chosen.model, machine)[0])
+        load_adapter(run, load_base(chosen.model, machine.dtype, machine.device)[0])
     parts = parts_to_score(config, adapters)
     # With --recall a window and H2O stand beside each RUN, unless methods are named.
     sizes = memory_sizes(adapters) if config.recall and not chosen.method else []

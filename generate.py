@@ -32,11 +32,12 @@ from tqdm import tqdm
 
 from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, identity, load_adapter
 from lococo import read_adapter, untrained, warn_if_too_long
-from model import Entries, KVCache, Llama, Tokenizer, load_base
+from model import Entries, KVCache, Llama, load_base
 from support.command_line import TINY, Machine, Parser, at_least, config_of, method_flags
 from support.command_line import counted, output_file, prepare, run_program
 from support.files import UTF8, UserError, checksum, created, read_file, write_file
 from support.memory_page import page_record, token_texts, write_page
+from support.tokenizer import Tokenizer
 
 # --- Text as it comes -------------------------------------------------------------------
 
@@ -421,13 +422,13 @@ def memories_of_page(
     run = adapter_of_page(config)
     if config.method:
         if run:  # it reads last, but one of another base is refused now
-            load_adapter(run, load_base(config.model, machine)[0])
-        model, _ = load_base(config.model, machine)
+            load_adapter(run, load_base(config.model, machine.dtype, machine.device)[0])
+        model, _ = load_base(config.model, machine.dtype, machine.device)
         models = methods_of_page(config, model, run)
         yield from zip(config.method, models)
         del model, models
     if run:
-        adapted = load_adapter(run, load_base(config.model, machine)[0])
+        adapted = load_adapter(run, load_base(config.model, machine.dtype, machine.device)[0])
         yield f"{adapted.settings.method}, adapter {run.resolve().name}", adapted
 
 
@@ -470,7 +471,7 @@ def main() -> None:
     if config.page:
         make_page(config, machine, text)
         return
-    model, tokenizer = load_base(config.model, machine)
+    model, tokenizer = load_base(config.model, machine.dtype, machine.device)
     ids = encode_prompt(config, text, tokenizer)
     adapted = model_with_memory(config, model)
     settings = adapted.settings

@@ -26,18 +26,17 @@ import copy
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Iterator, NamedTuple
+from typing import Iterator
 
 import torch
 import torch.nn.functional as F
-from sentencepiece import SentencePieceProcessor
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from support.files import FOREIGN, UserError, read_json, read_tensors, read_text, why
-
-if TYPE_CHECKING:
-    from support.command_line import Machine
+from support.files import FOREIGN, UserError, read_json
+from support.tokenizer import Tokenizer
+from support.weights import blamed_on, checked, config_file
+from support.weights import hugging_face_fields, hugging_face_weights, meta_fields, meta_shards
 
 
 @dataclass(frozen=True)
@@ -425,172 +424,8 @@ class Llama(nn.Module):
 
 # --- Official weights -------------------------------------------------------------------
 
-
-class Layout(NamedTuple):
-    """How the files of a model's directory are read."""
-
-    file: Path  # of the configuration
-    read_config: Callable[[Path], LlamaConfig]
-    # Yields the name in the file and the tensor of each weight.
-    read_weights: Callable[[Path, LlamaConfig], Iterator[tuple[str, Tensor]]]
-    name_in_file: Callable[[str], str]  # of a weight, from its name in `Llama`
-
-
-def layout_of(path: Path) -> Layout:
-    """Meta's layout (params.json) or Hugging Face's (config.json). Raises UserError."""
-    refuse_missing(path)
-    metas, hugging_faces = path / "params.json", path / "config.json"
-    if metas.is_file():
-        return Layout(metas, meta_config, meta_weights, str)  # our names are Meta's
-    if hugging_faces.is_file():
-        return Layout(
-            hugging_faces, hugging_face_config, hugging_face_weights, hugging_face_name
-        )
-    none = "there is no model in it, as it has no config.json and no params.json"
-    raise UserError(f"{path}: {none}; {WHICH}")
-
-
-def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
-    """A model from a directory of either layout, with its weights in `dtype`. Raises
-    UserError if a file is missing, damaged or of another model."""
-    layout = layout_of(path)
-    file = layout.file
-    try:
-        config = layout.read_config(file)
-    except FOREIGN as error:
-        raise not_a_llama(file, error) from None
-    with torch.device("meta"):  # just shapes
-        model = Llama(config)
-    ours = {layout.name_in_file(name): name for name in model.state_dict()}
-    state = {}
-    try:
-        for name, tensor in layout.read_weights(path, config):
-            check_weight(name, tensor, ours)
-            if ours[name] in state:
-                raise ValueError(f"{name} is in two files; remove the one that is left over")
-            # One tensor is copied at a time, so that the weights are never in memory twice.
-            state[ours[name]] = tensor.to(device, dtype, copy=True)
-    except ValueError as error:
-        raise not_a_llama(file, error) from None
-    try:
-        model.load_state_dict(state, strict=True, assign=True)
-    except RuntimeError as error:  # a tensor is missing or has another shape
-        raise not_a_llama(file, error) from None
-    return model
-
-
-def not_a_llama(file: Path, error: Exception) -> UserError:
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return UserError(f"{file} or its weights: not a plain Llama-2: {reason:.250}")
-
-
-def check_weight(name: str, tensor: Tensor, ours: dict[str, str]) -> None:
-    if name not in ours or not tensor.is_floating_point() or not tensor.isfinite().all():
-        raise ValueError(f"{name}, {tensor.dtype}: no weight of this model or not finite")
-
-
-def meta_config(file: Path) -> LlamaConfig:
-    params = read_json(file)
-    # Llama 3.1 and later scale positions by factors that are not in this file.
-    if params.get("use_scaled_rope"):
-        raise ValueError("use_scaled_rope is not implemented; take Hugging Face's layout")
-    shard = read_tensors(file.parent / "consolidated.00.pth")
-    shards = len(list(file.parent.glob("consolidated.*.pth")))
-    config = LlamaConfig(
-        **{key: params[key] for key in ("dim", "n_layers", "n_heads", "norm_eps")},
-        n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
-        ffn_dim=shards * len(shard["layers.0.feed_forward.w1.weight"]),
-        vocab_size=len(shard["tok_embeddings.weight"]),  # params.json may have -1
-        # Meta's files do not name the context. Llama 2 has 4,096 tokens. Llama 1 has 2,048,
-        # and its files look the same: take its Hugging Face layout, which names the context.
-        context=params.get("max_seq_len", 4096),
-        rope_theta=params.get("rope_theta", 10000.0),
-    )
-    refuse_contradiction(params, shard, config)
-    return config
-
-
-def refuse_contradiction(params: dict, shard: dict[str, Tensor], config: LlamaConfig) -> None:
-    """Raises ValueError where params.json says other sizes than the weights have."""
-    if params.get("vocab_size", -1) not in (-1, config.vocab_size):
-        sizes = f"vocab_size {params['vocab_size']}, but {config.vocab_size} in the weights"
-        raise ValueError(sizes)
-    if "multiple_of" in params:  # Meta's rule for the feed-forward size
-        size = int(8 * config.dim / 3)
-        size = int(size * (params.get("ffn_dim_multiplier") or 1))
-        size = math.ceil(size / params["multiple_of"]) * params["multiple_of"]
-        if size != config.ffn_dim:
-            rule = f"multiple_of and ffn_dim_multiplier give {size}"
-            missing = "is a file consolidated.NN.pth missing?"
-            raise ValueError(f"{rule}, but {config.ffn_dim} in the weights; {missing}")
-    pairs = len(shard.get("rope.freqs", ()))
-    if pairs and pairs != config.head_dim // 2:
-        heads = f"n_heads {config.n_heads} leaves {config.head_dim} channels for a head"
-        raise ValueError(f"{heads}, but {2 * pairs} in the weights")
-
-
-def meta_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
-    """Each shard consolidated.NN.pth has some rows or columns of a matrix, and all of a
-    norm."""
-    shards = [read_tensors(file) for file in sorted(path.glob("consolidated.*.pth"))]
-    for name in sorted({name for shard in shards for name in shard} - {"rope.freqs"}):
-        parts = [shard[name] for shard in shards if name in shard]
-        # "wq" of "layers.0.attention.wq.weight"
-        last = name.removesuffix(".weight").split(".")[-1]
-        try:
-            cut = 1 if last in ("tok_embeddings", "wo", "w2") else 0
-            tensor = parts[0] if "norm" in last else torch.cat(parts, dim=cut)
-            if last in ("wq", "wk"):
-                # Meta turns neighbouring channels (2i, 2i + 1), `rotate` (i, i + D/2).
-                pairs = tensor.unflatten(0, (-1, config.head_dim // 2, 2))
-                tensor = pairs.transpose(1, 2).flatten(0, 2)
-        except RuntimeError:
-            wrong = f"{name} does not fit the configuration, or its shards"
-            raise ValueError(wrong) from None
-        yield name, tensor
-
-
-# The key of LlamaConfig.turned; tools/chatglm3.py writes it.
-ROTATED = "lococo_rotated_share"
-
-
-def hugging_face_config(file: Path) -> LlamaConfig:
-    c = read_json(file)
-    newer = c.get("rope_parameters") or {}  # newer files keep theta and the scaling in here
-    scaling = c.get("rope_scaling") or newer
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    plain = {"model_type": "llama", "hidden_act": "silu", "sliding_window": None,
-             "attention_bias": False, "mlp_bias": False, "quantization_config": None,
-             "partial_rotary_factor": 1.0}  # fmt: skip
-    for key, value in plain.items():
-        if c.get(key, value) != value:
-            raise ValueError(f"{key} {c[key]} is not implemented")
-    if rope_type not in ("default", "linear", "llama3"):
-        raise ValueError(f"rope_type {rope_type} is not implemented")
-    llama3_rope = None
-    if rope_type == "llama3":
-        llama3_rope = Llama3Rope(**{f.name: scaling[f.name] for f in fields(Llama3Rope)})
-    names = {
-        "dim": "hidden_size",
-        "n_layers": "num_hidden_layers",
-        "n_heads": "num_attention_heads",
-        "ffn_dim": "intermediate_size",
-        "vocab_size": "vocab_size",
-        "norm_eps": "rms_norm_eps",
-        "context": "max_position_embeddings",
-    }
-    return LlamaConfig(
-        **{ours: c[theirs] for ours, theirs in names.items()},
-        n_kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
-        rope_theta=newer.get("rope_theta", c.get("rope_theta", 10000.0)),
-        rope_scale=scaling["factor"] if rope_type == "linear" else 1.0,
-        tied=c.get("tie_word_embeddings") or False,
-        qkv_bias=c.get("qkv_bias") or False,
-        turned=c.get(ROTATED, 1.0),
-        llama3_rope=llama3_rope,
-    )
-
-
+# A name in `Llama`, as layers.0.attention.wq.weight, is Meta's. Hugging Face has other
+# words for its parts, and writes model.layers.0.self_attn.q_proj.weight.
 HUGGING_FACE_NAMES = {
     "tok_embeddings": "model.embed_tokens",
     "layers": "model.layers",
@@ -614,195 +449,70 @@ def hugging_face_name(name: str) -> str:
     return ".".join(HUGGING_FACE_NAMES.get(part, part) for part in name.split("."))
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The weight files of a directory: those that its index names, or all if it has no
-    index."""
-    for name, ending in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-        files = sorted(path.glob(f"{name}*{ending}"))
-        index = path / f"{name}{ending}.index.json"
-        if files and index.is_file():
-            try:
-                named = {path / shard for shard in read_json(index)["weight_map"].values()}
-                whole = path / f"{name}{ending}"
-                if whole in files and whole not in named:
-                    left_over = f"it does not name {whole.name}; remove one of the two"
-                    raise ValueError(left_over)
-                return sorted(named)
-            except FOREIGN as error:
-                raise not_a_llama(index, error) from None
-        if files:
-            return files
-    missing = "there is no model*.safetensors and no pytorch_model*.bin in it"
-    raise UserError(f"{path}: {missing}")
+def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
+    """The model of a directory, with its weights in `dtype`. The directory has Meta's layout
+    or Hugging Face's. Raises UserError if a file is missing, damaged or of another model."""
+    file = config_file(path)  # Meta's params.json, or Hugging Face's config.json
+    config = read_config(file)
+    with torch.device("meta"):  # shapes without numbers
+        model = Llama(config)
+
+    if file.name == "params.json":
+        stored, name_in_file = meta_weights(path), str
+    else:
+        stored, name_in_file = hugging_face_weights(path, config.tied), hugging_face_name
+    expected = {name_in_file(name): p.shape for name, p in model.state_dict().items()}
+    state = {}
+    with blamed_on(file, ValueError):
+        for name, tensor in checked(stored, expected):
+            if name.endswith(("wq.weight", "wk.weight")):  # only Meta's have these names
+                tensor = neighbours_to_halves(tensor, config.head_dim)
+            # One tensor is copied at a time, so that the weights are never in memory twice.
+            state[name] = tensor.to(device, dtype, copy=True)
+
+    ours = {name: state[name_in_file(name)] for name in model.state_dict()}
+    model.load_state_dict(ours, assign=True)
+    return model
 
 
-def hugging_face_weights(path: Path, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
-    """Rows of q and k are already in the order of `rotate`."""
-    for file in weight_files(path):
-        for name, tensor in read_tensors(file).items():
-            stored_twice = config.tied and name == "lm_head.weight"
-            # inv_freq is not a weight: `rope` computes it in float32.
-            if not stored_twice and not name.endswith("inv_freq"):
-                yield name, tensor
+def read_config(file: Path) -> LlamaConfig:
+    """What a params.json or a config.json says of the model. Raises UserError."""
+    with blamed_on(file, *FOREIGN):
+        if file.name == "params.json":
+            values = meta_fields(file)
+        else:
+            values = hugging_face_fields(read_json(file))
+        if "llama3_rope" in values:
+            values["llama3_rope"] = Llama3Rope(**values["llama3_rope"])
+        return LlamaConfig(**values)
 
 
-# --- Tokenizer --------------------------------------------------------------------------
+def meta_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The name of each of Meta's weights, and its tensor. Meta cuts a model for several GPUs:
+    each file has some rows or some columns of a matrix, and all of a norm."""
+    for name, parts in meta_shards(path):
+        kind = name.removesuffix(".weight").split(".")[-1]  # "wq" of the name above
+        if "norm" in kind:
+            yield name, parts[0]
+        elif kind in ("tok_embeddings", "wo", "w2"):
+            yield name, torch.cat(parts, dim=-1)
+        else:
+            yield name, torch.cat(parts, dim=0)
 
 
-class Tokenizer:
-    """Text to token ids and back, by the files of a model's directory.
-
-    sentencepiece reads `tokenizer.model` (Llama 2 and its relatives). Where there is none,
-    the package tokenizers reads `tokenizer.json` (Llama 3, SmolLM2). What looks like a
-    special token in a text, such as "<s>", is plain text.
-    """
-
-    def __init__(self, path: Path):
-        """`path`: the model's directory; Meta keeps tokenizer.model in its parent."""
-        self.file = tokenizer_file(path)
-        reader = JsonTokens if self.file.suffix == ".json" else SentencePieceTokens
-        # Ids that begin a text, where these are not the BOS alone.
-        prefix = path / "prefix.json"
-        try:
-            self.tokens = reader(self.file)
-            self.vocab_size = self.tokens.vocab_size
-            self.prefix = read_json(prefix) if prefix.is_file() else [self.tokens.bos]
-            refuse_prefix(self.prefix)
-        except ValueError as error:
-            reason = why(self.file, error)
-            sentence = f"{self.file.name} is not a readable tokenizer ({reason})"
-            raise UserError(f"{path}: {sentence}") from None
-        self.bos = self.prefix[0]  # begins each text
-        self.ends = self.tokens.ends  # ids, each of which ends a text
-        self.letter = self.tokens.encode("x")[-1:]  # what `piece` puts in front of a token
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a whole text: the prefix (usually the BOS alone), then those of the
-        text."""
-        # Half of a surrogate pair, which tokenizers refuse, becomes a question mark.
-        return self.prefix + self.tokens.encode(text.encode("utf-8", "replace").decode())
-
-    def decode(self, ids: list[int]) -> str:
-        return self.tokens.decode(ids)
-
-    def piece(self, i: int) -> str:
-        """The text that token i adds, with its leading blank if it has one. A part of a
-        character gives U+FFFD, and a token without text gives its name."""
-        if i >= self.vocab_size:
-            return f"<{i}>"
-        added = self.decode([*self.letter, i]).removeprefix(self.decode(self.letter))
-        return added or self.tokens.name(i)
+def neighbours_to_halves(rows: Tensor, head_dim: int) -> Tensor:
+    """The rows of Meta's wq or wk in the order of `rotate`. Meta turns neighbours together,
+    channels 2i and 2i + 1 of a head; `rotate` turns i and i + D/2, as Hugging Face does. For
+    D = 8 the rows 0 1 2 3 4 5 6 7 become 0 2 4 6 1 3 5 7."""
+    pairs = rows.unflatten(0, (-1, head_dim // 2, 2))  # (heads, D/2, 2, dim)
+    return pairs.transpose(1, 2).flatten(0, 2)
 
 
-def refuse_prefix(prefix: list[int]) -> None:
-    """Raises ValueError if these are no ids that can begin a text."""
-    ids = isinstance(prefix, list) and prefix
-    if not ids or not all(type(i) is int and i >= 0 for i in prefix):
-        raise ValueError(f"no ids that begin a text: {prefix!r}")
-
-
-WHICH = "docs/models.md says which models load, and how to download one"
-
-
-def refuse_missing(path: Path) -> None:
-    """Raises UserError if there is no such model."""
-    if not path.is_dir():
-        raise UserError(f"{path}: there is no such folder of a model; {WHICH}")
-
-
-def tokenizer_file(path: Path) -> Path:
-    """The tokenizer's file: in the model's directory or, as Meta has it, in the parent
-    directory. For "." or a link it may also be the parent of the directory itself."""
-    parents = (path.parent, path.resolve().parent)
-    places = [path / "tokenizer.model", path / "tokenizer.json"]
-    for file in places + [parent / "tokenizer.model" for parent in parents]:
-        if file.is_file():
-            return file
-    refuse_missing(path)
-    raise UserError(f"{path}: there is no tokenizer.model and no tokenizer.json in it")
-
-
-class SentencePieceTokens:
-    """A tokenizer.model. Raises ValueError if it cannot be used."""
-
-    def __init__(self, file: Path):
-        try:
-            self.sp = SentencePieceProcessor(model_file=str(file))
-        except (RuntimeError, OSError) as error:
-            raise ValueError(error) from None
-        self.vocab_size = self.sp.vocab_size()
-        self.ends = {self.sp.eos_id()} - {-1}  # -1: there is none
-        begins = [self.sp.bos_id()] if self.sp.bos_id() >= 0 else sorted(self.ends)
-        if not begins:
-            raise ValueError("it names no token that begins or ends a text")
-        self.bos = begins[0]
-        self.encode = self.sp.encode
-        self.decode = self.sp.decode
-        self.name = self.sp.id_to_piece
-
-
-class JsonTokens:
-    """A tokenizer.json. Which tokens begin and end a text is taken from the files beside
-    it: by name (tokenizer_config.json) or by id (config.json, generation_config.json).
-    Where they name none that begins a text, the one with the smallest id that ends a text
-    does. Raises ValueError if it cannot be used."""
-
-    def __init__(self, file: Path):
-        try:
-            from tokenizers import Tokenizer as JsonTokenizer  # not in requirements.txt
-        except ImportError:
-            package = "one more package is needed: pip install tokenizers"
-            raise UserError(f"{file}: to read this tokenizer {package}") from None
-        text = read_text(file)
-        try:
-            self.tokenizer = JsonTokenizer.from_str(text)
-        except Exception as error:
-            # The package raises plain Exceptions, for which there is no narrower name.
-            # Errors of any other type are not about the file, and pass on.
-            if type(error) is not Exception:
-                raise
-            raise ValueError(error) from None
-        self.tokenizer.encode_special_tokens = True  # as plain text
-        self.tokenizer.no_truncation()  # a file may ask for texts of one length
-        self.tokenizer.no_padding()
-        self.vocab_size = 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values())
-        self.name = self.tokenizer.id_to_token
-        self.ends = set(self.special_ids(file.parent, "eos"))
-        begins = self.special_ids(file.parent, "bos") or sorted(self.ends)
-        if not begins:
-            raise ValueError("no file beside it names a token that begins or ends a text")
-        self.bos = begins[0]
-
-    def special_ids(self, folder: Path, role: str) -> list[int]:
-        """The ids of role "bos" or "eos" that the files name, the tokenizer's own first."""
-        found = []
-        for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
-            file = folder / name
-            content = read_json(file) if file.is_file() else {}
-            try:
-                token = content.get(f"{role}_token")  # "<s>", or {"content": "<s>", ...}
-                if token:
-                    text = token["content"] if isinstance(token, dict) else token
-                    found.append(self.tokenizer.token_to_id(text))
-                ids = content.get(f"{role}_token_id")  # 1, or [1, 2]
-            except FOREIGN as error:
-                raise ValueError(f"{name} is of another form ({error!r})") from None
-            found += ids if isinstance(ids, list) else [ids]
-        return [i for i in dict.fromkeys(found) if i is not None]
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
-
-
-# --- A base model: weights and tokenizer ------------------------------------------------
-
-
-def load_base(path: Path, machine: "Machine") -> tuple[Llama, Tokenizer]:
+def load_base(
+    path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[Llama, Tokenizer]:
     """The model of a directory, and its tokenizer. Raises UserError."""
-    model = load_llama(path, machine.dtype, machine.device)
+    model = load_llama(path, dtype, device)
     tokenizer = Tokenizer(path)
     if max(tokenizer.vocab_size - 1, *tokenizer.prefix) >= model.config.vocab_size:
         raise UserError(f"{tokenizer.file}: it has more tokens than the model ({path})")

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from eval_ppl import baselines, name_of, perplexity, ranges, token_losses
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Settings
 from lococo import check_names, identity, segment_losses, settings_for
-from model import KVCache, Llama, Tokenizer, attention, load_base
+from model import KVCache, Llama, attention, load_base
 from support.command_line import HERE, TINY, Machine, Parser, at_least, counted
 from support.command_line import method_flags, named_path, prepare, resume_command, run_program
 from support.facts import FORMS, tell, tell_all
@@ -41,6 +41,7 @@ from support.processes import RANK, WORLD, add_up, end_together, explained, join
 from support.processes import noted_signals, start_alike, start_process, wait_for_all
 from support.run_folder import claim, is_used, never_began
 from support.text import PARTS, find_files, long_documents, sequence, token_streams
+from support.tokenizer import Tokenizer
 
 # --- Recipes ----------------------------------------------------------------------------
 
@@ -840,7 +841,7 @@ def run(config: TrainConfig, state: dict[str, Tensor], record: Record) -> int:
     refuse_idle(config, settings)
     machine = prepare(config.device, config.dtype, config.seed)
     with explained(BEFORE):
-        model, tokenizer = load_base(Path(config.model), machine)
+        model, tokenizer = load_base(Path(config.model), machine.dtype, machine.device)
         text = read_texts(config, tokenizer)
         draw_sequence(config, text.ids, tokenizer, 0)  # refuses a text that is too short
         if state:

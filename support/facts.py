@@ -1,11 +1,9 @@
 """Facts that are written into texts, to train a memory and to see what it remembers."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from functools import lru_cache
-from typing import TYPE_CHECKING, Iterable, NamedTuple
+from typing import Iterable, NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +11,7 @@ from torch import Tensor
 
 from support.files import UserError
 from support.text import PARTS
-
-if TYPE_CHECKING:
-    from model import Tokenizer
+from support.tokenizer import Tokenizer
 
 
 FORMS = {  # what stands before a fact's name, between the name and its word, and after the word

@@ -77,6 +77,15 @@ def why(file: Path, error: Exception) -> str:
     return f"{type(error).__name__}: {sentence:.150}"
 
 
+WHICH_MODELS = "docs/models.md says which models load, and how to download one"
+
+
+def refuse_missing_model(path: Path) -> None:
+    """Raises UserError if there is no such directory of a model."""
+    if not path.is_dir():
+        raise UserError(f"{path}: there is no such folder of a model; {WHICH_MODELS}")
+
+
 def checksum(tensors: dict[str, Tensor], about: str) -> str:
     digest = hashlib.sha256(about.encode())
     for name, t in sorted(tensors.items()):

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from support.files import write_whole
+from support.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from generate import TracedMemory
-    from model import Tokenizer
 
 TEMPLATE = Path(__file__).with_name("memory_page.html")
 PLACE = "THE_DATA_OF_THE_PAGE"  # stands once in the template
@@ -27,7 +27,7 @@ TITLES = {  # of methods, as README.md calls them
 }
 
 
-def token_texts(ids: list[int], tokenizer: "Tokenizer") -> tuple[list[str], dict[int, str]]:
+def token_texts(ids: list[int], tokenizer: Tokenizer) -> tuple[list[str], dict[int, str]]:
     """The text of each token; joined, they are the text that was read. A token that ends inside
     a character has none: the token that completes the character has it. Also the names of the
     tokens without text, such as <s>."""

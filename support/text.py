@@ -1,7 +1,5 @@
 """Text: files into documents, documents into tokens, tokens into sequences and rows to score."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -11,7 +9,7 @@ import sys
 import sysconfig
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator
+from typing import Any, Callable, Iterator
 
 import numpy as np
 import torch
@@ -20,9 +18,7 @@ from tqdm import tqdm
 
 from support.command_line import counted
 from support.files import FOREIGN, UTF8, UserError, read_file, read_text, write_file
-
-if TYPE_CHECKING:
-    from model import Tokenizer
+from support.tokenizer import Tokenizer
 
 CACHE = os.environ.get("LOCOCO_CACHE") or "~/.cache/lococo"  # of tokens; safe to delete
 

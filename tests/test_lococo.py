@@ -198,7 +198,7 @@ def test_which_layers_need_more_slots(run):
     assert code == 0 and len(found) == len(needs) == 4 and sum(found) == 4 * 16
     assert found == budgets.shared_out(np.array(needs), 16)
 
-    tiny, tokenizer = load_base(TINY, Machine("cpu", torch.float32))
+    tiny, tokenizer = load_base(TINY)
     ids = torch.tensor([tokenizer.encode(text)[:96]])
 
     def loss(counts):
@@ -223,7 +223,7 @@ def test_which_layers_recalling_facts_needs(run):
     needs = [float(line.split()[2]) for line in lines[1:-1]]
     assert code == 0 and len(needs) == 4 and "if it alone has 6 slots" in lines[1]
 
-    tiny, tokenizer = load_base(TINY, Machine("cpu", torch.float32))
+    tiny, tokenizer = load_base(TINY)
     ids = torch.tensor([tokenizer.encode(text)[:256]])
     told, ago = tell_all(ids, "training", tokenizer)
     assert lines[0] == f"{(ago > 32).sum()} answers" and (ago > 32).sum() > 1

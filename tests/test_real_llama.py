@@ -106,7 +106,7 @@ def test_cells_that_differ_in_sharper_share_a_run(make, monkeypatch):
         line += [f"--{name.replace('_', '-')}", *map(str, value)]
     train.main([*line, "--out", "sharp"])
     for cell, folder in zip(stored, ("sharp", run)):
-        model, tokenizer = load_base(TINY, Machine("cpu", torch.bfloat16))
+        model, tokenizer = load_base(TINY, torch.bfloat16)
         adapted = load_adapter(Path(folder), model)
         ids = np.concatenate([*token_streams(
             [Path("prose") / real_llama.PARTS["choosing"]], tokenizer).values()])  # fmt: skip

@@ -33,13 +33,14 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import token_losses  # noqa: E402
 from lococo import AdaptedLlama, settings_for  # noqa: E402
-from model import Llama, LlamaConfig, Tokenizer, hugging_face_name, rope, rotate  # noqa: E402
+from model import Llama, LlamaConfig, hugging_face_name, rope, rotate  # noqa: E402
 from support.command_line import Machine, at_least, run_program  # noqa: E402
 from support.facts import tell  # noqa: E402
 from support.files import write_text, write_whole  # noqa: E402
 from support.text import (  # noqa: E402
     PARTS, find_files, long_documents, sequence, token_streams,
 )  # fmt: skip
+from support.tokenizer import Tokenizer  # noqa: E402
 
 CONFIG = LlamaConfig(
     dim=128, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=344, vocab_size=2048, context=1024,

@@ -40,9 +40,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import prefill  # noqa: E402
 from lococo import AdaptedLlama, settings_for  # noqa: E402
-from model import Entries, KVCache, Llama, LlamaConfig, Tokenizer, load_llama  # noqa: E402
+from model import Entries, KVCache, Llama, LlamaConfig, load_llama  # noqa: E402
 from support.command_line import TINY, Machine, at_least, prepare, run_program  # noqa: E402
 from support.facts import fact_tokens, tell  # noqa: E402
+from support.tokenizer import Tokenizer  # noqa: E402
 from train import TrainConfig, gradients, make_optimizer  # noqa: E402
 
 ROWS = {  # the row's name: method and settings

@@ -137,7 +137,7 @@ def parse() -> Options:
 def main() -> None:
     options = parse()
     machine = prepare(options.device, options.dtype, options.seed)
-    model, tokenizer = load_base(options.model, machine)
+    model, tokenizer = load_base(options.model, machine.dtype, machine.device)
     mem = options.mem
     segment = options.segment or mem
     settings = settings_for(options.method, mem, segment, options.length, **options.changes)

@@ -23,16 +23,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
-from model import tokenizer_file  # noqa: E402
 from support.command_line import HERE  # noqa: E402
 from support.files import as_json, read_text, write_text  # noqa: E402
 from support.text import read_rows  # noqa: E402
+from support.tokenizer import tokenizer_file  # noqa: E402
 
 # What computes a figure, whichever program asks for it. Beside them is the program itself; this
 # file only names and keeps what they compute.
 SOURCES = ("model.py", "lococo.py", "train.py", "eval_ppl.py", "support/command_line.py",
            "support/facts.py", "support/files.py", "support/processes.py",
-           "support/run_folder.py", "support/text.py",
+           "support/run_folder.py", "support/text.py", "support/tokenizer.py",
+           "support/weights.py",
            "tools/official_code.py", "tools/variants.py")  # fmt: skip
 
 # --- The name of a cell -----------------------------------------------------------------

@@ -18,12 +18,13 @@ from torch import Tensor
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from model import ROTATED, Llama, Tokenizer, hugging_face_config  # noqa: E402
-from model import hugging_face_name, not_a_llama  # noqa: E402
+from model import Llama, LlamaConfig, hugging_face_name, neighbours_to_halves  # noqa: E402
 from support.command_line import run_program  # noqa: E402
 from support.files import (  # noqa: E402
     FOREIGN, UserError, read_json, read_tensors, write_json, write_whole,
 )  # fmt: skip
+from support.tokenizer import Tokenizer  # noqa: E402
+from support.weights import ROTATED, blamed_on, hugging_face_fields  # noqa: E402
 
 NAMES = {  # theirs, without "transformer.": ours, the rows that it is cut into
     "embedding.word_embeddings": ["model.embed_tokens"],
@@ -62,11 +63,8 @@ def model_for(path: Path, out: Path) -> Llama:
         raise UserError(f"{path}/config.json: not that of ChatGLM3 ({error!r})") from None
     out.mkdir(parents=True)
     write_json(out / "about.json", config)
-    try:
-        with torch.device("meta"):
-            return Llama(hugging_face_config(out / "about.json"))
-    except FOREIGN as error:
-        raise not_a_llama(path / "config.json", error) from None
+    with blamed_on(path / "config.json", *FOREIGN), torch.device("meta"):
+        return Llama(LlamaConfig(**hugging_face_fields(config)))
 
 
 def our_names(name: str) -> list[str]:
@@ -90,7 +88,7 @@ def convert_shard(shard: Path, left: dict[str, torch.Size], D: int) -> dict[str,
             raise UserError(f"{shard}: {name}: {tuple(tensor.shape)} does not fit config.json")
         for new, part in zip(ours, tensor.split(rows)):
             if "q_proj" in new or "k_proj" in new:  # neighbours turn together there
-                part = part.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).flatten(0, 2)
+                part = neighbours_to_halves(part, D)
             tensors[new] = part.contiguous()
     return tensors
 

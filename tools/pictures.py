@@ -161,7 +161,7 @@ def main() -> None:
     if args.only_page:
         return draw_page(args.adapter, args.out / "memory.png")
     machine = prepare("cpu", "float32")
-    model, tokenizer = load_base(TINY, machine)
+    model, tokenizer = load_base(TINY, machine.dtype, machine.device)
     streams = token_streams([], tokenizer)
     documents = long_documents(streams["held-out"], tokenizer.bos, 2048, 64)
     told, ago = tell_all(documents, "held-out", tokenizer)
@@ -195,7 +195,7 @@ def main() -> None:
         made[name] = lambda model, run=run: load_adapter(run, model)
     lines = {}
     for name, make in made.items():
-        base, _ = load_base(TINY, machine)
+        base, _ = load_base(TINY, machine.dtype, machine.device)
         _, hits, _ = token_losses(make(base), told, machine, 8)
         lines[name] = [hits[mask].double().mean().item() for mask in masks.values()]
     draw_recall(lines, list(masks), path, layer, head, args.out / "recall.png")

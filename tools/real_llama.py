@@ -33,11 +33,12 @@ import cells  # noqa: E402
 import train  # noqa: E402
 from eval_ppl import token_losses  # noqa: E402
 from lococo import AdaptedLlama, load_adapter  # noqa: E402
-from model import Tokenizer, load_base  # noqa: E402
+from model import load_base  # noqa: E402
 from support.command_line import HERE, Machine, at_least, config_of  # noqa: E402
 from support.command_line import counted, prepare, run_program  # noqa: E402
 from support.files import UserError  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
+from support.tokenizer import Tokenizer  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
 import variants  # noqa: E402, F401, it adds compressors
 
@@ -297,7 +298,7 @@ def make_cell(row: Row, name: dict, options: Options, machine: Machine) -> dict:
         about["seconds of training"] = round(time.time() - begun)
         log = [json.loads(line) for line in open(run / "log.jsonl")]
         about["last training losses"] = [round(entry["loss"], 3) for entry in log[-3:]]
-    model, tokenizer = load_base(options.model, machine)
+    model, tokenizer = load_base(options.model, machine.dtype, machine.device)
     if row.trained:
         adapted = load_adapter(run, model)
         for compressor in adapted.compressors:

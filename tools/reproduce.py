@@ -35,12 +35,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import cells  # noqa: E402
 from eval_ppl import perplexity, token_losses  # noqa: E402
 from lococo import load_adapter  # noqa: E402
-from model import Tokenizer, load_base  # noqa: E402
+from model import load_base  # noqa: E402
 from support.command_line import HERE, TINY, Machine, config_of, named_path  # noqa: E402
 from support.command_line import prepare, run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
 from support.files import UserError  # noqa: E402
 from support.text import PARTS, find_files, long_documents, token_streams  # noqa: E402
+from support.tokenizer import Tokenizer  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor
 import variants  # noqa: E402, F401, it adds compressors
 
@@ -199,7 +200,7 @@ def texts_to_score(options: Options, tokenizer: Tokenizer) -> torch.Tensor:
 def score_cell(run: Path, options: Options, machine: Machine) -> dict:
     """Perplexity of documents of --seq tokens; with facts the share of those told in them that is
     recalled, with the number of answers; of plain text the nats of each document."""
-    model, tokenizer = load_base(options.model, machine)
+    model, tokenizer = load_base(options.model, machine.dtype, machine.device)
     adapted = load_adapter(run, model)
     texts = texts_to_score(options, tokenizer)
     nats, _, _ = token_losses(adapted, texts, machine, 8)

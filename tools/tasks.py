@@ -45,7 +45,7 @@ from eval_ppl import compared, memory_sizes  # noqa: E402
 from generate import as_text, decode, prefill  # noqa: E402
 from lococo import AdaptedLlama, read_adapter, segment_losses  # noqa: E402
 from metrics import LONGBENCH, compare  # noqa: E402
-from model import KVCache, Tokenizer  # noqa: E402
+from model import KVCache  # noqa: E402
 from support.command_line import (  # noqa: E402
     TINY, Machine, Parser, at_least, config_of, counted, prepare, run_program,
 )  # fmt: skip
@@ -53,6 +53,7 @@ from support.facts import fact_tokens  # noqa: E402
 from support.files import DAMAGED, UserError, read_json  # noqa: E402
 from support.files import write_json, write_text  # noqa: E402
 from support.text import PARTS, long_documents, read_rows, token_streams  # noqa: E402
+from support.tokenizer import Tokenizer  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import token_losses  # noqa: E402
 from lococo import load_adapter, read_adapter  # noqa: E402
-from model import Tokenizer, load_base  # noqa: E402
+from model import load_base  # noqa: E402
 from support.command_line import HERE, output_file, prepare, run_program  # noqa: E402
 from support.files import UserError, write_whole  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
+from support.tokenizer import Tokenizer  # noqa: E402
 
 
 def words(ids: list[int], tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
@@ -91,7 +92,7 @@ def score(options: Options, length: int) -> tuple[list, dict[str, Tensor]]:
     nats = {}
     for group in GROUPS:
         for run in vars(options)[group]:
-            model, tokenizer = load_base(options.model, machine)
+            model, tokenizer = load_base(options.model, machine.dtype, machine.device)
             streams = token_streams([options.data], tokenizer)
             ids = np.concatenate([streams["held-out"], streams["choosing"]])
             texts = long_documents(ids, tokenizer.bos, length, 64)

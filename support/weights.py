@@ -1,0 +1,209 @@
+"""Official checkpoints: what their configurations say, and the tensors in their files.
+
+model.load_llama makes a Llama of both. A directory has one of two layouts: Meta's (params.json
+and consolidated.NN.pth) or Hugging Face's (config.json and safetensors or .bin files). What
+cannot be a plain Llama-2 is refused.
+"""
+
+import math
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from support.files import FOREIGN, WHICH_MODELS, UserError
+from support.files import read_json, read_tensors, refuse_missing_model
+
+
+@contextmanager
+def blamed_on(file: Path, *errors: type[Exception]) -> Iterator[None]:
+    """An error of these types within the block becomes a UserError that names the file."""
+    try:
+        yield
+    except errors as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        sentence = f"{file} or its weights: not a plain Llama-2: {reason:.250}"
+        raise UserError(sentence) from None
+
+
+# --- Configurations ---------------------------------------------------------------------
+
+
+def config_file(path: Path) -> Path:
+    """The configuration of a model: params.json or config.json. Raises UserError."""
+    refuse_missing_model(path)
+    for file in (path / "params.json", path / "config.json"):
+        if file.is_file():
+            return file
+    none = "there is no model in it, as it has no config.json and no params.json"
+    raise UserError(f"{path}: {none}; {WHICH_MODELS}")
+
+
+def meta_fields(file: Path) -> dict:
+    """The fields of a LlamaConfig from a params.json and the first shard beside it. What is
+    wrong in the file raises one of FOREIGN."""
+    params = read_json(file)
+    # Llama 3.1 and later scale positions by factors that are not in this file.
+    if params.get("use_scaled_rope"):
+        raise ValueError("use_scaled_rope is not implemented; take Hugging Face's layout")
+    shard = read_tensors(file.parent / "consolidated.00.pth")
+    shards = len(list(file.parent.glob("consolidated.*.pth")))
+    fields = {key: params[key] for key in ("dim", "n_layers", "n_heads", "norm_eps")}
+    fields["n_kv_heads"] = params.get("n_kv_heads") or params["n_heads"]
+    fields["ffn_dim"] = shards * len(shard["layers.0.feed_forward.w1.weight"])
+    fields["vocab_size"] = len(shard["tok_embeddings.weight"])  # params.json may have -1
+    # Meta's files do not name the context. Llama 2 has 4,096 tokens. Llama 1 has 2,048, and
+    # its files look the same: take its Hugging Face layout, which names the context.
+    fields["context"] = params.get("max_seq_len", 4096)
+    fields["rope_theta"] = params.get("rope_theta", 10000.0)
+    refuse_contradiction(params, shard, fields)
+    return fields
+
+
+def refuse_contradiction(params: dict, shard: dict[str, Tensor], fields: dict) -> None:
+    """Raises ValueError where params.json says other sizes than the weights have."""
+    if params.get("vocab_size", -1) not in (-1, fields["vocab_size"]):
+        sizes = f"vocab_size {params['vocab_size']}, but {fields['vocab_size']}"
+        raise ValueError(f"{sizes} in the weights")
+    if "multiple_of" in params:  # Meta's rule for the feed-forward size
+        size = int(8 * params["dim"] / 3)
+        size = int(size * (params.get("ffn_dim_multiplier") or 1))
+        size = math.ceil(size / params["multiple_of"]) * params["multiple_of"]
+        if size != fields["ffn_dim"]:
+            rule = f"multiple_of and ffn_dim_multiplier give {size}"
+            missing = "is a file consolidated.NN.pth missing?"
+            raise ValueError(f"{rule}, but {fields['ffn_dim']} in the weights; {missing}")
+    head_dim = params["dim"] // params["n_heads"]
+    pairs = len(shard.get("rope.freqs", ()))
+    if pairs and pairs != head_dim // 2:
+        heads = f"n_heads {params['n_heads']} leaves {head_dim} channels for a head"
+        raise ValueError(f"{heads}, but {2 * pairs} in the weights")
+
+
+# A config.json may have these keys with these values only. Others are not implemented.
+PLAIN = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "sliding_window": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+}
+# The fields of a LlamaConfig that must be in a config.json, and their names there.
+NAMES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "context": "max_position_embeddings",
+}
+LLAMA3_ROPE = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+)  # fmt: skip
+ROTATED = "lococo_rotated_share"  # LlamaConfig.turned; tools/chatglm3.py writes this key
+
+
+def hugging_face_fields(content: dict) -> dict:
+    """The fields of a LlamaConfig from the content of a config.json. What is wrong in it
+    raises one of FOREIGN. `llama3_rope`, if it is there, is a dict of its own fields."""
+    for key, value in PLAIN.items():
+        if content.get(key, value) != value:
+            raise ValueError(f"{key} {content[key]} is not implemented")
+    fields = {ours: content[theirs] for ours, theirs in NAMES.items()}
+    fields["n_kv_heads"] = content.get("num_key_value_heads") or fields["n_heads"]
+    fields["tied"] = content.get("tie_word_embeddings") or False
+    fields["qkv_bias"] = content.get("qkv_bias") or False
+    fields["turned"] = content.get(ROTATED, 1.0)
+    return fields | position_fields(content)
+
+
+def position_fields(content: dict) -> dict:
+    """Of these fields those that say how positions become angles."""
+    newer = content.get("rope_parameters") or {}  # newer files keep theta and scaling here
+    scaling = content.get("rope_scaling") or newer
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    fields = {"rope_theta": newer.get("rope_theta", content.get("rope_theta", 10000.0))}
+    if rope_type == "linear":
+        fields["rope_scale"] = scaling["factor"]
+    elif rope_type == "llama3":
+        fields["llama3_rope"] = {key: scaling[key] for key in LLAMA3_ROPE}
+    elif rope_type != "default":
+        raise ValueError(f"rope_type {rope_type} is not implemented")
+    return fields
+
+
+# --- Tensors ----------------------------------------------------------------------------
+
+
+def meta_shards(path: Path) -> Iterator[tuple[str, list[Tensor]]]:
+    """The name of each weight in Meta's files, and the part of it that each file has. Raises
+    ValueError if the parts cannot be joined."""
+    shards = [read_tensors(file) for file in sorted(path.glob("consolidated.*.pth"))]
+    names = {name for shard in shards for name in shard}
+    for name in sorted(names - {"rope.freqs"}):  # no weight: `model.rope` computes it
+        parts = [shard[name] for shard in shards if name in shard]
+        if parts[0].dim() == 0 or len({part.shape for part in parts}) > 1:
+            raise ValueError(f"{name} does not fit: its parts are not of one shape")
+        yield name, parts
+
+
+def hugging_face_weights(path: Path, tied: bool) -> Iterator[tuple[str, Tensor]]:
+    """The name of each weight in Hugging Face's files, and its tensor. `tied`: the output
+    matrix is that of the embeddings, so that one in a file is left out."""
+    for file in weight_files(path):
+        for name, tensor in read_tensors(file).items():
+            stored_twice = tied and name == "lm_head.weight"
+            # inv_freq is no weight: `model.rope` computes it in float32.
+            if not stored_twice and not name.endswith("inv_freq"):
+                yield name, tensor
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The weight files of a directory: those that its index names, or all if it has no
+    index."""
+    for name, ending in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+        files = sorted(path.glob(f"{name}*{ending}"))
+        index = path / f"{name}{ending}.index.json"
+        if files and index.is_file():
+            return files_of_index(index)
+        if files:
+            return files
+    missing = "there is no model*.safetensors and no pytorch_model*.bin in it"
+    raise UserError(f"{path}: {missing}")
+
+
+def files_of_index(index: Path) -> list[Path]:
+    """The files that an index names. What else lies beside them may be of an older save."""
+    with blamed_on(index, *FOREIGN):
+        named = {index.parent / file for file in read_json(index)["weight_map"].values()}
+        whole = index.with_name(index.name.removesuffix(".index.json"))
+        if whole.is_file() and whole not in named:
+            raise ValueError(f"it does not name {whole.name}; remove one of the two")
+        return sorted(named)
+
+
+def checked(
+    stored: Iterable[tuple[str, Tensor]], expected: dict[str, torch.Size]
+) -> Iterator[tuple[str, Tensor]]:
+    """Hand on the tensors of a model's files by name. Raises ValueError if they are not
+    those that are expected, by name and shape, or have no finite numbers."""
+    left = dict(expected)
+    for name, tensor in stored:
+        if name not in expected:
+            raise ValueError(f"{name} is no weight of this model")
+        if name not in left:
+            raise ValueError(f"{name} is in two files; remove the one that is left over")
+        shape = left.pop(name)
+        if tensor.shape != shape:
+            shapes = f"{tuple(tensor.shape)}, and the configuration says {tuple(shape)}"
+            raise ValueError(f"the shape of {name} is {shapes}")
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise ValueError(f"{name}, {tensor.dtype}, has no finite numbers")
+        yield name, tensor
+    if left:
+        raise ValueError(f"missing: {', '.join(left)}")
