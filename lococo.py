@@ -54,6 +54,7 @@ METHODS = {
         recent=M - M * 3 // 8 - M // 4,
         forget=0.75,
         compressor="selection",
+        kernel=1,
     ),
 }
 
@@ -495,6 +496,8 @@ class LoRALinear(nn.Module):
 
 # --- Ours: slots that learn which entries to keep ---------------------------------------
 
+# The size of the filters of single slots at the start.
+START = 0.3
 # AdamW changes all parameters equally fast. With this scale the shared filter learns three
 # times as fast as the filters of single slots.
 COMMON_SCALE = 3
@@ -524,11 +527,8 @@ class Selection(Compressor):
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, slots, kernel)
         # For new entries: `conv` has a filter for each slot, and all share `common`.
-        START = 0.3
-        neighbours = torch.arange(kernel) != kernel // 2
         with torch.no_grad():
             self.conv.weight *= START
-            self.conv.weight[:, :, neighbours] *= 0.02  # they hardly count at the start
         self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
         # The same two for entries that come from a slot. They are one tap wide, as neighbours
         # in slots are no neighbours in the text.
@@ -538,9 +538,10 @@ class Selection(Compressor):
 
     def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
         """How relevant each of R entries is for each slot: (N, slots, R)."""
-        new = F.conv1d(entries, self.conv.weight + COMMON_SCALE * self.common, padding="same")
-        filters = self.slot_filters + COMMON_SCALE * self.slot_common
-        old = filters[:, :, 0] @ entries  # one tap: much faster than conv1d on a CPU
+        filters = self.conv.weight + COMMON_SCALE * self.common
+        slot_filters = self.slot_filters + COMMON_SCALE * self.slot_common
+        new = F.conv1d(entries, filters, padding="same")
+        old = F.conv1d(entries, slot_filters)
         received = (scores + 1e-4).log()  # entries below 0.0001 are alike
         received = received - received.mean(dim=-1, keepdim=True)
         by_filters = torch.where(from_slot[:, None], old, new)

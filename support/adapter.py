@@ -18,6 +18,7 @@ class Adapter(NamedTuple):
     settings: Settings
     tensors: dict[str, Tensor]  # what was trained, by name
     base: str  # the checksum of its base, see `identity`
+    parts: list[str]  # the parts of its texts (support.text.PARTS) that it was trained on
 
 
 def identity(adapted: AdaptedLlama) -> dict:
@@ -31,8 +32,9 @@ def identity(adapted: AdaptedLlama) -> dict:
     return dict(settings=asdict(adapted.settings), base=checksum(some, about))
 
 
-def write_adapter(run: Path, adapted: AdaptedLlama) -> None:
-    write_file(run / "adapter.safetensors", adapted.trained(), **identity(adapted))
+def write_adapter(run: Path, adapted: AdaptedLlama, parts: list[str]) -> None:
+    about = identity(adapted) | {"parts": parts}
+    write_file(run / "adapter.safetensors", adapted.trained(), **about)
 
 
 def read_adapter(run: Path) -> Adapter:
@@ -45,11 +47,11 @@ def read_adapter(run: Path) -> Adapter:
     tensors, about = read_file(run / "adapter.safetensors")
     try:
         settings = Settings(**about["settings"])
-        base = about["base"]
+        base, parts = about["base"], about["parts"]
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None
     check_names(run, settings.method, settings.compressor)
-    return Adapter(settings, tensors, base)
+    return Adapter(settings, tensors, base, parts)
 
 
 def check_names(run: Path, method: str, compressor: str) -> None:
@@ -65,7 +67,7 @@ def check_names(run: Path, method: str, compressor: str) -> None:
 def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
     """Put the adapter of a run directory of train.py onto its base model, for reading and
     not for training. Raises UserError."""
-    settings, tensors, base = read_adapter(run)
+    settings, tensors, base, _ = read_adapter(run)
     remedy = "give --model as in its training; an adapter of another version must be trained again"
     other = f"{run}: its adapter is for another base; {remedy}"
     if settings.budgets and len(settings.budgets) != model.config.n_layers:
