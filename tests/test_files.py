@@ -1,0 +1,155 @@
+"""support/files.py: files of our own are written whole, and a damaged one is noticed."""
+
+import json
+import math
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import refusal, same
+from safetensors.torch import save_file
+
+from support.command_line import HERE
+from support.files import UserError, checksum, created, read_file, read_json, write_file
+from support.files import write_json, write_whole
+
+TENSORS = {
+    "a.b": torch.randn(3, 5), "steps": torch.tensor(7.0), "none": torch.empty(0, 3),
+    "half": torch.randn(4, 3).bfloat16().T, "every other": torch.arange(9)[::2],
+}  # fmt: skip
+ABOUT = {"step": 3, "words": "na\u00efve", "a": [None, 0.1]}
+
+
+def test_a_changed_byte_is_noticed(tmp_path):
+    """A bit is flipped in each byte of the header, of what is said and of each tensor, and the file
+    is cut off in many places. What is read all the same is what was written."""
+    file, read = tmp_path / "file", 0
+    write_file(file, {"another": torch.ones(3)})  # is replaced
+    write_file(file, TENSORS, **ABOUT)
+    whole = file.read_bytes()
+    changed = [whole[:at] for at in range(0, len(whole), 50)]
+    for at, byte in enumerate(whole):
+        changed.append(whole[:at] + bytes([byte ^ 1 << at % 8]) + whole[at + 1 :])
+    for content in [whole, *changed]:
+        file.write_bytes(content)
+        try:
+            tensors, found = read_file(file)
+            assert same(tensors, TENSORS) and found == ABOUT
+            read += 1
+        except UserError as error:
+            assert str(error).startswith(f"{file}: ") and str(error).isprintable()
+    assert 1 <= read < 10  # the whole, and changes of its padding
+
+
+def test_a_checksum_sees_shapes_and_dtypes():
+    zeros = torch.zeros(2, 3)
+    alike = (zeros, zeros.T, zeros.flatten(), zeros.int())  # the same bytes
+    assert len({checksum({"a": t}, "") for t in alike}) == 4
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"content": "{}"}])
+def test_files_of_other_programs_are_refused(tmp_path, metadata):
+    save_file({"a": torch.ones(3)}, tmp_path / "file", metadata)
+    refusal(read_file, tmp_path / "file", "damaged or another version's")
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    """As a clone without Git LFS has them in the place of large files."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (tmp_path / "file").write_text(pointer)
+    for read in (read_file, read_json):
+        refusal(read, tmp_path / "file", "run: git lfs pull")
+
+
+@pytest.mark.parametrize("write", [write_file, write_json])
+def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch, write):
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    folder.mkdir()
+    write(file, {})
+    before = file.read_bytes()
+    for place in (folder, tmp_path / "gone" / "file"):
+        refusal(write, place, "cannot be written (", args=({},))
+
+    def disk_is_full(*args):
+        beside = next(arg for arg in args if isinstance(arg, Path))
+        beside.write_bytes(b"the first half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("support.files.save_file", disk_is_full)
+    monkeypatch.setattr(Path, "write_text", disk_is_full)
+    refusal(write, file, "No space left on device", args=({},))
+    assert file.read_bytes() == before and sorted(tmp_path.iterdir()) == [file, folder]
+
+
+def test_ctrl_c_while_a_file_is_written(tmp_path):
+    """The old file is there, and no half of a new one."""
+    (tmp_path / "file").write_text("old")
+
+    def stopped(beside):
+        beside.write_text("ne")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "file", stopped)
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+def test_two_that_write_one_file_do_not_meet(tmp_path, monkeypatch):
+    """Another process writes the same file while this one does: the last one is there, whole."""
+    usual, file, between = os.fsync, tmp_path / "file", [{"a": torch.zeros(3)}]
+
+    def fsync(*args):
+        usual(*args)
+        if between:
+            write_file(file, between.pop())
+
+    monkeypatch.setattr("os.fsync", fsync)
+    write_file(file, {"a": torch.ones(3)})
+    assert read_file(file)[0]["a"].tolist() == [1, 1, 1] and [*tmp_path.iterdir()] == [file]
+
+
+def test_all_programs_write_whole_files():
+    """What a library writes goes through write_whole, so that a good file is never half a file."""
+    calls = r"\.savefig\(|\.save\((?!weights, content\))|\bsave_file\((?!tensors, beside)"
+    direct = re.compile(calls + r'|open\((?!os\.devnull)[^)]*"[wa]"')
+    sources = [f for place in ("", "support", "tools", "tiny") for f in (HERE / place).glob("*.py")]
+    lines = [line for file in sources for line in file.read_text("utf-8").splitlines()]
+    assert len(lines) > 3000 and not [line for line in lines if direct.search(line)]
+
+
+def test_json_has_no_infinity(tmp_path):
+    """Other languages' readers refuse Infinity and NaN."""
+    file = tmp_path / "figures.json"
+    write_json(file, {"perplexity": {512: math.inf}, "nats": [1.5, math.nan, -math.inf]})
+    expected = {"perplexity": {"512": None}, "nats": [1.5, None, None]}
+    assert json.loads(file.read_text()) == expected
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
+    """As of --json /dev/stdout | less. A name in /dev would be taken by a file, where root may."""
+    (tmp_path / "link").symlink_to("figures.json")
+    write_json(tmp_path / "link", [1])
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "figures.json").read_text() == "[\n 1\n]\n"
+    os.mkfifo(tmp_path / "pipe")
+    end = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_json(tmp_path / "pipe", [2])
+    assert os.read(end, 99) == b"[\n 2\n]\n" and (tmp_path / "pipe").is_fifo()
+    os.close(end)
+
+
+def test_a_name_is_taken_once(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"), created(tmp_path / "file"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(9)  # the signal comes first
+    assert not (tmp_path / "file").exists() and signal.getsignal(signal.SIGTERM) == before
+    with pytest.raises(ZeroDivisionError), created(tmp_path / "file"):
+        refusal(lambda f: created(f).__enter__(), tmp_path / "file", "there is such a file")
+        raise ZeroDivisionError
+    assert not (tmp_path / "file").exists()
