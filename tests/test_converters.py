@@ -105,18 +105,6 @@ def test_a_configuration_that_is_no_llamas_is_one_sentence(tmp_path, key, value,
         chatglm3.convert(tmp_path / "official", tmp_path / "out")
 
 
-def test_a_full_disk_leaves_nothing_that_looks_like_a_model(tmp_path, monkeypatch):
-    def disk_is_full(tensors, file):
-        file.write_bytes(b"the first half")
-        raise OSError(28, "No space left on device")
-
-    write(tmp_path / "official", random_weights()[0])
-    monkeypatch.setattr("chatglm3.save_file", disk_is_full)
-    with pytest.raises(UserError, match="out/.*: cannot be written .*No space left on device"):
-        chatglm3.convert(tmp_path / "official", tmp_path / "out")
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["about.json"]
-
-
 def test_llama2c_says_that_the_disk_is_full(tmp_path):
     """In words of the system, which torch.save keeps to itself. Here no file may be larger than 40 KB, as in `ulimit -f`."""
     sizes = 32, 96, 2, 4, 2, -60, 48

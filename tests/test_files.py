@@ -65,36 +65,23 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path):
         refusal(read, tmp_path / "file", "run: git lfs pull")
 
 
-@pytest.mark.parametrize("write", [write_file, write_json])
-def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch, write):
-    file, folder = tmp_path / "file", tmp_path / "folder"
-    folder.mkdir()
-    write(file, {})
-    before = file.read_bytes()
-    for place in (folder, tmp_path / "gone" / "file"):
-        refusal(write, place, "cannot be written (", args=({},))
-
-    def disk_is_full(*args):
-        beside = next(arg for arg in args if isinstance(arg, Path))
-        beside.write_bytes(b"the first half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("support.files.save_file", disk_is_full)
-    monkeypatch.setattr(Path, "write_text", disk_is_full)
-    refusal(write, file, "No space left on device", args=({},))
-    assert file.read_bytes() == before and sorted(tmp_path.iterdir()) == [file, folder]
+def test_a_place_where_nothing_can_be_written(tmp_path):
+    for place in (tmp_path, tmp_path / "gone" / "file"):
+        refusal(write_file, place, "cannot be written (", args=({},))
+    assert not [*tmp_path.iterdir()]
 
 
-def test_ctrl_c_while_a_file_is_written(tmp_path):
-    """The old file is there, and no half of a new one."""
+@pytest.mark.parametrize("error, seen", [
+    (OSError(28, "No space left on device"), UserError), (KeyboardInterrupt(), KeyboardInterrupt)])
+def test_a_failed_write_leaves_what_was_there(tmp_path, error, seen):
     (tmp_path / "file").write_text("old")
 
-    def stopped(beside):
-        beside.write_text("ne")
-        raise KeyboardInterrupt
+    def save(beside):
+        beside.write_text("the first half")
+        raise error
 
-    with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "file", stopped)
+    with pytest.raises(seen):
+        write_whole(tmp_path / "file", save)
     assert [*tmp_path.iterdir()] == [tmp_path / "file"]
     assert (tmp_path / "file").read_text() == "old"
 
@@ -122,12 +109,16 @@ def test_all_programs_write_whole_files():
     assert len(lines) > 3000 and not [line for line in lines if direct.search(line)]
 
 
-def test_json_has_no_infinity(tmp_path):
-    """Other languages' readers refuse Infinity and NaN."""
-    file = tmp_path / "figures.json"
-    write_json(file, {"perplexity": {512: math.inf}, "nats": [1.5, math.nan, -math.inf]})
-    expected = {"perplexity": {"512": None}, "nats": [1.5, None, None]}
-    assert json.loads(file.read_text()) == expected
+def test_json_is_json(tmp_path):
+    """Other languages' readers refuse Infinity and NaN. A byte order mark is no text."""
+    write_json(tmp_path / "file", {"nats": [1.5, math.nan, -math.inf], "ppl": {512: math.inf}})
+    written = (tmp_path / "file").read_bytes()
+    assert json.loads(written) == {"nats": [1.5, None, None], "ppl": {"512": None}}
+    (tmp_path / "file").write_bytes(b"\xef\xbb\xbf" + written)
+    assert read_json(tmp_path / "file") == json.loads(written)
+    for content in ('{"dim": ', "[" * 99999):
+        (tmp_path / "file").write_text(content)
+        refusal(read_json, tmp_path / "file", "cannot be read as JSON (")
 
 
 def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):

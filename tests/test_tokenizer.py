@@ -59,8 +59,6 @@ def test_a_tokenizer_without_a_token_that_begins_a_text(tmp_path, bos, eos, begi
 @pytest.mark.parametrize("file, content, sentence", [
     ("tokenizer.model", "", "tokenizer.model is not a readable tokenizer"),
     ("tokenizer.model", "version https://git-lfs.github.com/spec/v1\n", "run: git lfs pull"),
-    ("prefix.json", "[1,", "prefix.json: cannot be read as JSON"),
-    ("prefix.json", "[" * 99999, "prefix.json: cannot be read as JSON"),
     ("prefix.json", '"abc"', "no ids that begin a text: 'abc'"),
     ("prefix.json", "[-1]", "no ids that begin a text: [-1]"),
     ("prefix.json", "[]", "no ids that begin a text: []")])  # fmt: skip
@@ -151,7 +149,6 @@ def test_the_files_say_what_begins_and_ends_a_text(folder, files, bos, ends):
     ("config", '{"bos_token_id": "0"}', "no ids that begin a text: ['0']"),
     ("generation_config", "[]", "generation_config.json is of another form"),
     ("config", '{"bos_token": {"text": "<s>"}}', "config.json is of another form"),
-    ("config", "{", "config.json: cannot be read as JSON"),
     ("tokenizer", "{", "tokenizer.json is not a readable tokenizer")])  # fmt: skip
 def test_what_cannot_be_used_is_one_sentence(folder, file, content, sentence):
     (folder / "tokenizer_config.json").unlink()
@@ -162,13 +159,6 @@ def test_what_cannot_be_used_is_one_sentence(folder, file, content, sentence):
 def test_a_package_that_is_missing_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     refusal(Tokenizer, folder, "pip install tokenizers")
-
-
-def test_a_bug_of_ours_is_no_damaged_tokenizer(folder, monkeypatch):
-    """It is a traceback, not the user's mistake."""
-    monkeypatch.setattr("support.tokenizer.JsonTokens.special_ids", Mock(side_effect=LookupError))
-    with pytest.raises(LookupError):
-        Tokenizer(folder)
 
 
 @pytest.mark.parametrize("error, expected", [
@@ -200,13 +190,12 @@ def test_what_begins_a_text_is_not_in_a_prompt_that_is_cut(folder):
 
 
 def test_the_programs_run_on_such_a_base(folder, run):
-    """Facts in a table (there are 12 words), greedy text and a shown memory."""
+    """Greedy text, and facts in a table: there are 12 words."""
     for name in ("config.json", "model.safetensors"):
         shutil.copy(TINY / name, folder / name)
     memory = f"--model {folder} --method h2o --mem 16"
-    base = f"{memory} --prompt text/0.py"
-    code, out, err = run(generate, f"{base} --max-new-tokens 5 --temperature 0")
+    words = f"{memory} --prompt text/0.py --max-new-tokens 5 --temperature 0"
+    code, out, err = run(generate, words)
     assert code == 0 and len(out) > 1, err
-    assert "layer 0, head 0: " in run(generate, f"{base} --show-memory 0 0")[1]
     code, out, err = run(eval_ppl, f"{memory} --data text --lengths 96 --documents 4 --recall")
     assert code == 0 and "recalled; by chance 1 in 12" in out, err
