@@ -29,11 +29,5 @@ class OfficialCompressor(Compressor):
         best = scores.topk(w.shape[1], dim=-1).indices.sort(dim=-1).values  # in time order
         return (1 - self.gate) * F.one_hot(best, w.shape[2]) + self.gate * w
 
-    @torch.no_grad()
-    def sharpen(self, factor: float) -> None:
-        """The logits are linear in the parameters of the convolution. The gate is no logit."""
-        for p in self.conv.parameters():
-            p *= factor
-
 
 COMPRESSORS["official"] = OfficialCompressor
