@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from itertools import product
 from pathlib import Path
+from typing import Iterable
 
 import numpy as np
 import torch
@@ -199,8 +200,10 @@ def all_flags(row: Row, table: Table) -> str:
 
 
 def settings_of(flags: str, options: Options) -> Settings:
-    line = [*flags.split(), "--model", str(options.model)]
-    return train.settings_of(train.parse(line)[0])
+    """Those of a row that is not trained, too: train.py refuses to train nothing."""
+    config = train.parse([*flags.split(), "--model", str(options.model)])[0]
+    settings = train.settings_of(replace(config, lora_rank=config.lora_rank or 1))
+    return replace(settings, lora_rank=config.lora_rank)
 
 
 def origin() -> dict:
@@ -220,8 +223,8 @@ def origin() -> dict:
 
 def train_cell(name: dict, number: int, options: Options) -> Path:
     """Train as a cell's name says, or go on; returns the run's folder. Cells that differ
-    in what is scored, or in sharpness, share a run. A cell that is made again has a run of
-    its own: `number` cells of this name are stored."""
+    in what is scored, or in sharpness, share a run. A cell that is made again has its own
+    run: `number` cells of this name are stored."""
     fields = ("flags", "steps", "seed", "model", "dtype", "base", "texts")
     about = json.dumps([name[field] for field in fields] + [number])
     out = RUNS / checksum({}, about)
@@ -409,8 +412,8 @@ def gap_closed(line: Line, h2o: Line | None, full: Line | None) -> str:
     shares = []
     for seed in common_seeds(line, h2o, full):
         start, end, here = (some.nats(seed).mean() for some in (h2o, full, line))
-        shares.append(f"{100 * (start - here) / (start - end):.0f}")
-    return ", ".join(shares)
+        shares.append(round(100 * (start - here) / (start - end)))
+    return ", ".join(map(str, shares))
 
 
 def loss_table(table: Table, lines: Lines) -> str:
@@ -478,8 +481,7 @@ def parse() -> Options:
     add = parser.add_argument
     prose = ", ".join((*BOOKS, *SCORED.values()))
     add("tables", nargs="*", metavar="TABLE", help=f"to make: {'; '.join(TABLES)}")
-    add("--rows", nargs="+", default=[], choices=ROWS, metavar="ROW",
-        help="of the table (default: all)")
+    add("--rows", nargs="+", default=[], metavar="ROW", help="default: all of a table")
     add("--model", type=Path, default=TINY, help="directory of the base (default: tiny/)")
     add("--prose", type=Path, help=f"folder with {prose}")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
@@ -491,15 +493,20 @@ def parse() -> Options:
     flags = parser.parse_args()
     flags.model = flags.model.resolve()
     for name in flags.tables:
-        if name not in TABLES:
-            known = "; ".join(TABLES)
-            parser.error(f"{name}: there is no such table; take one of {known}")
+        refuse_unknown(name, TABLES, "table")
         if TABLES[name].part == "held-out":
             flags.prose = None
         elif not flags.prose or not flags.prose.is_dir():
             remedy = "name one with the files that --help lists"
-            parser.error(f"--prose {flags.prose}: there is no such folder; {remedy}")
+            raise UserError(f"--prose {flags.prose}: there is no such folder; {remedy}")
+    for name in flags.rows:
+        refuse_unknown(name, ROWS, "row")
     return config_of(Options, flags)
+
+
+def refuse_unknown(name: str, known: Iterable[str], what: str) -> None:
+    if name not in known:
+        raise UserError(f"{name}: there is no such {what}; take one of {'; '.join(known)}")
 
 
 def main() -> None:
