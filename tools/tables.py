@@ -288,6 +288,11 @@ def make_cell(
 
 def make_cells(table: Table, options: Options) -> None:
     """Make and store the cells that are asked for, but for those that are stored."""
+    if table.part == "held-out":
+        options = replace(options, prose=None)
+    elif not options.prose or not options.prose.is_dir():
+        remedy = "name one with the files that --help lists"
+        raise UserError(f"--prose {options.prose}: there is no such folder; {remedy}")
     model, tokenizer = load_base(options.model)
     documents = documents_of(table, options, tokenizer)
     texts = token_streams(texts_to_train_on(options), tokenizer)
@@ -492,15 +497,6 @@ def parse() -> Options:
     add("--write", action="store_true", help="write all tables into the pages")
     flags = parser.parse_args()
     flags.model = flags.model.resolve()
-    for name in flags.tables:
-        refuse_unknown(name, TABLES, "table")
-        if TABLES[name].part == "held-out":
-            flags.prose = None
-        elif not flags.prose or not flags.prose.is_dir():
-            remedy = "name one with the files that --help lists"
-            raise UserError(f"--prose {flags.prose}: there is no such folder; {remedy}")
-    for name in flags.rows:
-        refuse_unknown(name, ROWS, "row")
     return config_of(Options, flags)
 
 
@@ -511,6 +507,10 @@ def refuse_unknown(name: str, known: Iterable[str], what: str) -> None:
 
 def main() -> None:
     options = parse()
+    for name in options.tables:
+        refuse_unknown(name, TABLES, "table")
+    for name in options.rows:
+        refuse_unknown(name, ROWS, "row")
     for name in options.tables:
         make_cells(TABLES[name], options)
     tables = all_tables(stored_cells())

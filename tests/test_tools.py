@@ -1,0 +1,85 @@
+"""tools/budgets.py: what it measures, computed by other means."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import budgets
+import numpy as np
+import pytest
+import torch
+from conftest import settings
+from lococo import AdaptedLlama
+from model import load_base
+from support.command_line import TINY
+from support.facts import tell_all
+
+WORDS = "--data text.txt --mem 16 --positions text"
+
+
+def loss(model, budgets, tokens, mask):
+    """Of H2O with these slots in each layer, token by token."""
+    s = settings("h2o", 16, 16, tokens.shape[1])
+    cache = AdaptedLlama(model, replace(s, budgets=budgets)).eval().cache()
+    with torch.no_grad():
+        pieces = [model(x, cache)[0] for x in tokens[:, :-1].split(16, dim=1)]
+    nats = torch.nn.functional.cross_entropy(torch.cat(pieces), tokens[0, 1:], reduction="none")
+    return nats[mask].mean().item()
+
+
+def read(lines):
+    """The needs that the program prints, and the budgets."""
+    needs = [float(line.split()[2]) for line in lines if line.startswith("layer")]
+    return needs, [int(word) for word in lines[-1].split()[1:]]
+
+
+def test_which_layers_need_more_slots(run):
+    """The program's needs are differences of losses that are computed here."""
+    text = "".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(40))
+    Path("text.txt").write_text(text)
+    code, _, err = run(budgets, f"{WORDS} --length 32")
+    assert code == 2 and "tokens hold it, so that nothing is compressed; take a larger" in err
+    code, out, _ = run(budgets, f"{WORDS} --length 96 --out budgets.json")
+    needs, found = read(out.splitlines())
+    assert code == 0 and len(found) == len(needs) == 4 and sum(found) == 4 * 16
+    assert found == budgets.shared_out(np.array(needs), 16)
+    written = json.loads(Path("budgets.json").read_text())
+    assert written["budgets"] == found and "--length 96" in written["made by"]
+
+    tiny, tokenizer = load_base(TINY)
+    ids = torch.tensor([tokenizer.encode(text)[:96]])
+    every = torch.ones(95, dtype=torch.bool)
+    gain = loss(tiny, [16] * 4, ids, every) - loss(tiny, [16, 16, 96, 16], ids, every)
+    assert needs[2] == pytest.approx(gain, abs=1e-4)
+    # Positions by slot are other positions.
+    code, out, _ = run(budgets, f"{WORDS} --length 96".replace("text --", "slots --"))
+    assert code == 0 and read(out.splitlines())[0] != needs
+
+
+def test_which_layers_recalling_facts_needs(run):
+    """A need is what the answers lose if one layer has few slots while all others keep
+    everything. Only answers whose facts were told more than M + T = 32 tokens ago count."""
+    text = "".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(60))
+    Path("text.txt").write_text(text)
+    code, out, _ = run(budgets, f"{WORDS} --length 256 --recall")
+    lines = out.splitlines()
+    needs, _ = read(lines)
+    assert code == 0 and len(needs) == 4 and "if it alone has 6 slots" in lines[1]
+
+    tiny, tokenizer = load_base(TINY)
+    ids = torch.tensor([tokenizer.encode(text)[:256]])
+    told, ago = tell_all(ids, "training", tokenizer)
+    far = ago[0] > 32
+    assert lines[0] == f"{far.sum()} answers" and far.sum() > 1
+    lost = loss(tiny, [256, 6, 256, 256], told, far) - loss(tiny, [256] * 4, told, far)
+    assert needs[1] == pytest.approx(lost, abs=1e-4)
+    code, _, err = run(budgets, f"{WORDS} --length 33 --recall")
+    assert code == 2 and "no fact is told again more than 32 tokens later" in err
+
+
+def test_needs_become_budgets():
+    """Least 6 of 16. The weights are 1 and 2^0.7 = 1.62: the other 30 slots are 11.4 and
+    18.6."""
+    assert budgets.shared_out(np.array([-1.0, 1.0, 2.0]), 16) == [4, 16, 28]
+    assert sum(budgets.shared_out(np.array([0.3, 0.1, 0.1]), 15)) == 45
+    assert budgets.shared_out(np.array([-1.0, 0.0, 2.0]), 8) == [4, 4, 16]
