@@ -1,9 +1,11 @@
-"""tools/budgets.py: what it measures, computed by other means."""
+"""tools/budgets.py and tools/bench.py: what they measure, computed by other means."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import bench
 import budgets
 import numpy as np
 import pytest
@@ -83,3 +85,64 @@ def test_needs_become_budgets():
     assert budgets.shared_out(np.array([-1.0, 1.0, 2.0]), 16) == [4, 16, 28]
     assert sum(budgets.shared_out(np.array([0.3, 0.1, 0.1]), 15)) == 45
     assert budgets.shared_out(np.array([-1.0, 0.0, 2.0]), 8) == [4, 4, 16]
+
+
+# --- tools/bench.py ---------------------------------------------------------------------
+
+SMALL = "--dim 64 --layers 1 --heads 2 --ffn 128 --vocab 64 --mem 16 --segment 16 --rounds 1 "
+SMALL += "--bptt 1 --seq 64"
+
+
+@pytest.fixture
+def measure(monkeypatch, capsys):
+    """Run the program; returns the figures of each row."""
+
+    def call(words):
+        monkeypatch.setattr(sys, "argv", ["bench.py", *SMALL.split(), *words.split()])
+        bench.main()
+        lines = capsys.readouterr().out.splitlines()[2:]
+        return {line.split()[0]: line.split()[1:] for line in lines}
+
+    return call
+
+
+def test_every_row_of_the_benchmark_has_figures(measure):
+    """A column has values, and how many times the window's these are. The memory of training,
+    the second and third, does not grow with the sequence. Nothing is timed here."""
+    rows = measure("--long 256 --contexts 64 128")
+    assert list(rows) == list(bench.ROWS)
+    none = [place for place, figure in enumerate(rows["full"]) if figure == "-"]
+    assert none == [4, 5, 12, 13]  # the longer memory, and compressions
+    for place in none:
+        rows["full"][place] = rows["window"][place]
+    table = {name: [*map(float, row)] for name, row in rows.items()}
+    for name, row in table.items():
+        expected = [a / b for a, b in zip(row[::2], table["window"][::2])]
+        assert min(row) > 0 and row[1::2] == pytest.approx(expected, 0.01, 0.006)
+        assert name == "full" or row[4] == pytest.approx(row[2], rel=0.05)
+
+
+def test_the_benchmark_reads_as_a_loaded_adapter_does(measure, monkeypatch, capsys):
+    """With LoRA of the rank that is asked for, embeddings in the base's dtype, and
+    compressors in use."""
+    found = {}
+
+    def watch(name, usual):
+        def watched(adapted, options):
+            dtype = adapted.model.tok_embeddings.weight.dtype
+            seen = (dtype, adapted.settings.lora_rank, adapted.training)
+            found.setdefault(name, set()).add(seen)
+            return usual(adapted, options)
+
+        monkeypatch.setattr(bench, name, watched)
+
+    for name in ("train_time", "prefill_time", "compress_time"):
+        watch(name, getattr(bench, name))
+    words = "--dtype bfloat16 --rows selection --parts train prefill compress --lora-rank"
+    measure(f"{words} 2")
+    read = {(torch.bfloat16, 2, False)}
+    trained = {(torch.float32, 2, True)}
+    assert found == {"train_time": trained, "prefill_time": read, "compress_time": read}
+    with pytest.raises(SystemExit) as error:
+        measure(f"{words} 0")
+    assert error.value.code == 2 and "nothing to train" in capsys.readouterr().err
