@@ -1,23 +1,23 @@
 """What the method costs: each memory beside the others, in one run.
 
-    python tools/bench.py                                        # minutes on one core
-    python tools/bench.py --device cuda --dtype bfloat16 --mem 512 --segment 512 --seq 8192
+    python tools/bench.py                                    # minutes on one core
+    python tools/bench.py --device cuda --mem 512 --segment 512 --seq 8192
     python tools/bench.py --model SmolLM2-135M --rows window h2o selection \\
         --parts prefill decode compress --lora-rank 0 --mem 64 --segment 64
 
-The model has random weights, or those of --model. Memories take turns, for several rounds.
-The table has the medians and, behind each, how many times the window's that is.
+The model has random weights, or those of --model. Memories take turns, for several
+rounds. The table has the medians and, behind each, how many times the window's that is.
 
     train     an optimizer step on one sequence, as train.py takes it, the mean of three:
-              with ours there are --facts in a text, and a third of its pieces has a second
-              backward pass. The gradient reaches back over --bptt segments; that of `full`,
-              which has no segments, over the whole sequence
+              with ours there are --facts in a text, and a third of its pieces has a
+              second backward pass. The gradient reaches back over --bptt segments; that
+              of `full`, which has no segments, over the whole sequence
     memory    the most that training keeps for a backward pass, without weights. With a
               memory of M slots it does not grow with the sequence.
     prefill   reading one sequence
-    decode    one token, after so many others. The caches are filled with random entries: time
-              depends on how many there are, not on what they say. A memory is timed over T
-              tokens, so that one compression is in it.
+    decode    one token, after so many others. The caches are filled with random entries:
+              time depends on how many there are, not on what they say. A memory is timed
+              over T tokens, so that one compression is in it.
     compress  one compression of M + T entries, the mean of the layers
 
 Every row has LoRA of rank 8, also in prefill and decoding; --lora-rank sets another rank.
@@ -40,7 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import prefill  # noqa: E402
 from lococo import AdaptedLlama  # noqa: E402
 from model import Entries, KVCache, Llama, LlamaConfig, load_llama  # noqa: E402
-from support.command_line import TINY, Machine, at_least, prepare, run_program  # noqa: E402
+from support.command_line import TINY, Machine, at_least, prepare  # noqa: E402
+from support.command_line import run_program  # noqa: E402
 from support.facts import fact_tokens, tell  # noqa: E402
 from support.settings import settings_for  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
@@ -87,8 +88,8 @@ def make(row: str, model: Llama, options: Options) -> AdaptedLlama:
 def train_config(adapted: AdaptedLlama, L: int, options: Options) -> TrainConfig:
     """The configuration of train.py that trains on one sequence of L tokens at a time."""
     return TrainConfig(
-        seq=L, segment=adapted.settings.segment, bptt=options.bptt, batch=1, micro_batch=1,
-        answer_weight=20.0, lr=1e-5, conv_lr=1e-5,
+        seq=L, segment=adapted.settings.segment, bptt=options.bptt, batch=1,
+        micro_batch=1, answer_weight=20.0, lr=1e-5, conv_lr=1e-5,
     )  # fmt: skip
 
 
@@ -197,8 +198,8 @@ def decode_time(adapted: AdaptedLlama, n: int, options: Options) -> float:
 
 @torch.no_grad()
 def compress_time(adapted: AdaptedLlama, options: Options) -> float:
-    """Seconds of a compression in one layer. The first one of a text is left out: from the
-    second one on, some entries come from a slot."""
+    """Seconds of a compression in one layer. It is not the first one of a text, so that some
+    entries come from a slot."""
     layers = list(range(adapted.model.config.n_layers))
     caches = [filled(adapted, 10 * adapted.settings.capacity, options) for _ in range(4)]
 
@@ -215,12 +216,12 @@ def compress_time(adapted: AdaptedLlama, options: Options) -> float:
 def measure(
     models: dict[str, AdaptedLlama], options: Options
 ) -> dict[str, dict[str, list]]:
-    """{column: {row: the values of all rounds}}. Training comes first, as it ends before a
-    model reads."""
+    """{column: {row: the values of all rounds}}. Training comes first, as it ends before
+    a model reads."""
     columns, parts = defaultdict(dict), options.parts
     memories = {row: adapted for row, adapted in models.items() if adapted.settings.mem}
 
-    def take_turns(column: str, some: dict, value: Callable[[AdaptedLlama], float]) -> None:
+    def take_turns(column: str, value: Callable, some: dict = models) -> None:
         for turn in range(options.rounds + 1):
             for row, adapted in some.items():
                 found = value(adapted)
@@ -228,7 +229,7 @@ def measure(
                     columns[column].setdefault(row, []).append(found)
 
     if "train" in parts:
-        take_turns("train, s", models, lambda adapted: train_time(adapted, options))
+        take_turns("train, s", lambda adapted: train_time(adapted, options))
     for L in (options.seq, options.long) if "memory" in parts else []:
         # `full` would take L x L.
         for row, adapted in (models if L == options.seq else memories).items():
@@ -236,13 +237,12 @@ def measure(
     for adapted in models.values():
         adapted.eval().round_embeddings()
     if "prefill" in parts:
-        take_turns("prefill, s", models, lambda adapted: prefill_time(adapted, options))
+        take_turns("prefill, s", lambda adapted: prefill_time(adapted, options))
     for n in options.contexts if "decode" in parts else []:
-        column = f"decode {n:,}, ms"
-        take_turns(column, models, lambda adapted: 1000 * decode_time(adapted, n, options))
+        take_turns(f"decode {n:,}, ms", lambda adapted: 1000 * decode_time(adapted, n, options))
     if "compress" in parts:
         column = "compress, ms"
-        take_turns(column, memories, lambda adapted: 1000 * compress_time(adapted, options))
+        take_turns(column, lambda adapted: 1000 * compress_time(adapted, options), memories)
     return columns
 
 
@@ -254,7 +254,8 @@ def print_table(columns: dict[str, dict[str, list]], rows: list[str]) -> None:
         for values in columns.values():
             if row in values:
                 value = statistics.median(values[row])
-                line += f"{value:>13.4g}{value / statistics.median(values['window']):>7.2f}"
+                times = value / statistics.median(values["window"])
+                line += f"{value:>13.4g}{times:>7.2f}"
             else:
                 line += f"{'-':>13}{'-':>7}"
         print(line)
@@ -268,13 +269,13 @@ def parse() -> Options:
         help="what to measure (default: everything)")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS),
         help="memories; the window is always there (default: all)")
-    add("--model", type=Path, help="a base model instead of random weights of these sizes:")
+    add("--model", type=Path, help="a base instead of random weights of these sizes:")
     positive = at_least(1)
     sizes = dict(dim=256, layers=4, heads=4, ffn=688, vocab=2048)
     for name, size in sizes.items():
         add(f"--{name}", type=positive, default=size, help=f"default: {size}")
     add("--mem", type=at_least(8), default=128, help="slots M (default: 128)")
-    add("--segment", type=positive, default=128, help="tokens T of a segment (default: 128)")
+    add("--segment", type=positive, default=128, help="tokens T (default: 128)")
     add("--seq", type=positive, default=2048, help="tokens of a sequence (default: 2048)")
     add("--long", type=positive, default=32768,
         help="the other length whose training memory is shown (default: 32768)")
@@ -285,7 +286,7 @@ def parse() -> Options:
     add("--facts", type=at_least(0), default=8,
         help="in a sequence; without any there is one backward pass (default: 8)")
     add("--lora-rank", type=at_least(0), default=8,
-        help="of all rows; 0 leaves the base frozen, without train and memory (default: 8)")
+        help="of all rows; 0 leaves the base frozen (default: 8)")
     add("--rounds", type=positive, default=5,
         help="turns of each memory; one more warms up (default: 5)")
     add("--device", default="cpu", help="cpu or cuda (default: cpu)")

@@ -17,10 +17,10 @@ from support.files import write_whole  # noqa: E402
 
 FILE = HERE / "assets" / "mechanism.png"
 COLOURS = {"heavy": "#009e73", "merged": "#e69f00", "recent": "#0072b2", "new": "white"}
-TOP, BOTTOM, SIZE = 2.5, 0.0, 0.84  # heights of both rows of entries; the side of an entry
+TOP, BOTTOM, SIZE = 2.5, 0.0, 0.84  # heights of both rows; the side of an entry
 
-# 8 slots and 8 new entries become 8 slots. By slot, the entries that go into it, and how much
-# of each. What is kept has one.
+# 8 slots and 8 new entries become 8 slots. By slot, the entries that go into it, and how
+# much of each. What is kept has one.
 LOCOCO = ["heavy"] * 4 + ["merged"] * 4
 LOCOCO_PARTS = {
     0: {0: 1},
@@ -39,8 +39,8 @@ OURS_PARTS = {slot: {entry: 1} for slot, entry in enumerate((0, 2, 9, 4, 11, 13,
 
 def draw_entries(axes, kinds: list[str], height: float) -> None:
     for n, kind in enumerate(kinds):
-        box = Rectangle((n + 0.08, height), SIZE, SIZE, facecolor=COLOURS[kind], ec="#333333")
-        axes.add_patch(box)
+        colours = dict(facecolor=COLOURS[kind], edgecolor="#333333")
+        axes.add_patch(Rectangle((n + 0.08, height), SIZE, SIZE, **colours))
 
 
 def draw_compression(axes, kinds: list[str], parts: dict, title: str, below: str) -> None:
@@ -70,8 +70,8 @@ def main() -> None:
     labels = {"heavy": "heavy: most attended", "merged": "merged: learned",
               "recent": "recent: the last ones"}  # fmt: skip
     boxes = [Rectangle((0, 0), 1, 1, facecolor=COLOURS[kind]) for kind in labels]
-    figure.legend(boxes, labels.values(), loc="outside lower center", ncols=3, fontsize=16,
-                  frameon=False, handlelength=1)  # fmt: skip
+    look = dict(ncols=3, fontsize=16, frameon=False, handlelength=1)
+    figure.legend(boxes, labels.values(), loc="outside lower center", **look)
     write_whole(FILE, partial(figure.savefig, dpi=100, facecolor="white", format="png"))
     print(FILE)
 

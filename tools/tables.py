@@ -40,8 +40,8 @@ from eval_ppl import perplexity, token_losses  # noqa: E402
 from lococo import AdaptedLlama, Settings  # noqa: E402
 from model import load_base  # noqa: E402
 from support.adapter import identity, load_adapter  # noqa: E402
-from support.command_line import HERE, TINY, at_least, config_of  # noqa: E402
-from support.command_line import prepare, run_program  # noqa: E402
+from support.command_line import HERE, TINY, at_least, prepare  # noqa: E402
+from support.command_line import run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
 from support.files import UserError, as_json, checksum  # noqa: E402
 from support.files import read_json, write_text  # noqa: E402
@@ -150,28 +150,14 @@ TABLES = {
 # By how many tokens ago a fact was told.
 ANSWERS = {"to 256": (0, 256), "256-512": (256, 512), "512-2,048": (512, 2048)}
 
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line asks for."""
-
-    tables: list[str]  # of TABLES; none: all that have stored cells are printed
-    rows: list[str]  # none: all of the table
-    model: Path
-    prose: Path | None
-    dtype: str
-    seeds: list[int]
-    steps: int | None
-    again: bool  # make also what is stored
-    write: bool
-
+Options = argparse.Namespace  # the flags of `parse`
 
 # --- Making a cell ----------------------------------------------------------------------
 
 
-def texts_to_train_on(options: Options) -> list[Path]:
+def texts_to_train_on(part: str, options: Options) -> list[Path]:
     """None means Python's library."""
-    return [options.prose / name for name in BOOKS] if options.prose else []
+    return [] if part == "held-out" else [options.prose / name for name in BOOKS]
 
 
 def documents_of(table: Table, options: Options, tokenizer: Tokenizer) -> Tensor:
@@ -209,15 +195,16 @@ def settings_of(flags: str, options: Options) -> Settings:
 def origin() -> dict:
     """When a cell is made, of which code and on what. The commit has a plus if this tree
     has changed since, other than in docs/."""
-    git = ["git", "-C", str(HERE)]
-    head, changes = (
-        subprocess.run([*git, *words], capture_output=True, text=True).stdout.strip()
-        for words in (["rev-parse", "--short", "HEAD"],
-                      ["status", "--porcelain", "--", ".", ":!docs"])
-    )  # fmt: skip
+
+    def git(words: str) -> str:
+        line = ["git", "-C", str(HERE), *words.split()]
+        return subprocess.run(line, capture_output=True, text=True).stdout.strip()
+
+    commit = git("rev-parse --short HEAD")
+    if git("status --porcelain -- . :!docs"):
+        commit += "+"
     threads = f"{torch.get_num_threads()} threads"
     machine = f"{platform.machine()}, {threads}, torch {torch.__version__}"
-    commit = head + ("+" if changes else "")
     return {"date": str(date.today()), "commit": commit, "machine": machine}
 
 
@@ -227,11 +214,11 @@ def train_cell(name: dict, number: int, options: Options) -> Path:
     run: `number` cells of this name are stored."""
     fields = ("flags", "steps", "seed", "model", "dtype", "base", "texts")
     about = json.dumps([name[field] for field in fields] + [number])
-    out = RUNS / checksum({}, about)
+    out = RUNS / checksum({}, about)[:12]
     line = [*name["flags"].split(), "--model", str(options.model), "--device", "cpu"]
     line += ["--steps", str(name["steps"]), "--seed", str(name["seed"])]
     line += ["--dtype", name["dtype"], "--score-tokens", "0", "--out", str(out)]
-    texts = texts_to_train_on(options)
+    texts = texts_to_train_on(name["part"], options)
     if texts:
         line += ["--data", *map(str, texts)]
     if (out / "state.safetensors").is_file():
@@ -288,20 +275,18 @@ def make_cell(
 
 def make_cells(table: Table, options: Options) -> None:
     """Make and store the cells that are asked for, but for those that are stored."""
-    if table.part == "held-out":
-        options = replace(options, prose=None)
-    elif not options.prose or not options.prose.is_dir():
+    if table.part != "held-out" and not (options.prose and options.prose.is_dir()):
         remedy = "name one with the files that --help lists"
         raise UserError(f"--prose {options.prose}: there is no such folder; {remedy}")
     model, tokenizer = load_base(options.model)
     documents = documents_of(table, options, tokenizer)
-    texts = token_streams(texts_to_train_on(options), tokenizer)
+    texts = token_streams(texts_to_train_on(table.part, options), tokenizer)
     texts = {part: torch.from_numpy(ids.copy()) for part, ids in texts.items()}
     common = {key: getattr(table, key) for key in ("mem", "seq", "part", "documents")}
     common |= {"model": options.model.name, "dtype": options.dtype}
-    common["base"] = identity(untrained(model, "full", 4, 4))["base"]
-    common["texts"] = checksum(texts, "")
-    common["scored"] = checksum({"documents": documents}, "")
+    common["base"] = identity(untrained(model, "full", 4, 4))["base"][:12]
+    common["texts"] = checksum(texts, "")[:12]
+    common["scored"] = checksum({"documents": documents}, "")[:12]
     made_on, made = origin(), []
     for seed, key in product(options.seeds, options.rows or table.rows):
         flags = all_flags(ROWS[key], table)
@@ -495,14 +480,15 @@ def parse() -> Options:
     add("--steps", type=at_least(1), help="of training (default: the table's)")
     add("--again", action="store_true", help="make also what is stored")
     add("--write", action="store_true", help="write all tables into the pages")
-    flags = parser.parse_args()
-    flags.model = flags.model.resolve()
-    return config_of(Options, flags)
+    options = parser.parse_args()
+    options.model = options.model.resolve()
+    return options
 
 
 def refuse_unknown(name: str, known: Iterable[str], what: str) -> None:
     if name not in known:
-        raise UserError(f"{name}: there is no such {what}; take one of {'; '.join(known)}")
+        listed = "; ".join(known)
+        raise UserError(f"{name}: there is no such {what}; take one of {listed}")
 
 
 def main() -> None:

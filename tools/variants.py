@@ -1,4 +1,4 @@
-"""Compressors for ablations: ours without one of its parts, or the paper's with one of ours.
+"""Compressors for ablations: ours without one of its parts, or the paper's with another.
 
 tools/tables.py imports this module, which adds the names to COMPRESSORS. To use one in
 another program, write `import tools.variants` there.
@@ -34,7 +34,7 @@ class Unattended(Selection):
 
 
 class OneFilter(Selection):
-    """All slots share a filter, which starts at zero. Only their order tells them apart."""
+    """All slots share a filter, which starts at zero. Their order alone is different."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int):
         super().__init__(head_dim, 1, kernel)
@@ -53,7 +53,7 @@ class TopK(OneFilter):
 
     def normalise(self, relevance: Tensor, entries: Tensor) -> Tensor:
         slots = relevance.shape[1]
-        best = relevance[:, 0].topk(slots, dim=-1).indices  # (N, slots); all rows are alike
+        best = relevance[:, 0].topk(slots, dim=-1).indices  # (N, slots); rows are alike
         takes = F.one_hot(best, relevance.shape[2])  # (N, slots, R)
         taken = takes.cumsum(dim=1) - takes  # by earlier slots
         sharpness = 1 if self.training else self.sharpness
