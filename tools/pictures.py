@@ -5,8 +5,8 @@
     python tools/pictures.py recall memory    # from the embedded adapter
 
 result: the loss of each memory above that of full attention, on a frozen SmolLM2.
-recall, left: the share of facts recalled, by how long ago they were told. Right: where the
-word of the fact in assets/prompt.txt is, compression after compression.
+recall, left: the share of facts recalled, by how long ago they were told. Right: where
+the word of the fact in assets/prompt.txt is, compression after compression.
 memory: what three memories have of this text at the end, as Chromium shows it.
 """
 
@@ -52,7 +52,7 @@ LABELS = {
     "ours": "ours, trained",
     "ours budgets": "ours with budgets of layers, trained",
 }
-BASELINE, LOCOCO, OURS = "#999999", "#0072b2", "#d55e00"  # colours that all can tell apart
+BASELINE, LOCOCO, OURS = "#999999", "#0072b2", "#d55e00"  # all can tell them apart
 COLOURS = {"official code": LOCOCO, "ours": OURS, "ours budgets": OURS}
 
 
@@ -67,9 +67,9 @@ def losses_above_full(dtype: str) -> dict[str, tuple[float, float]]:
         here = lines.get((row, table.steps)) or lines.get((row, 0))
         full = lines.get(("full", 0))
         if not here or not full:
-            missing = row if full else "full"
+            none = f"no cell of {row if full else 'full'!r} is stored"
             remedy = "make it with tools/tables.py, or give another --dtype"
-            raise UserError(f"--dtype {dtype}: no cell of {missing!r} is stored; {remedy}")
+            raise UserError(f"--dtype {dtype}: {none}; {remedy}")
         mean, error = tables.difference(here, full).split(" ± ")
         above[row] = float(mean), float(error)
     return above
@@ -81,11 +81,11 @@ def draw_result(dtype: str, file: Path) -> None:
     for row, (mean, error) in above.items():
         colour = COLOURS.get(row, BASELINE)
         axes.barh(LABELS[row], mean, xerr=error, color=colour, height=0.65, capsize=3)
-        axes.text(mean + error + 0.005, LABELS[row], f"{mean:.3f}", va="center", fontsize=10)
+        axes.text(mean + error + 0.005, LABELS[row], f"{mean:.3f}", va="center")
     axes.invert_yaxis()
     axes.set_xlim(0, 1.2 * max(mean for mean, _ in above.values()))
     axes.set_xlabel("nats per token above full attention (less is better)")
-    axes.set_title("SmolLM2-135M, frozen: 64 slots, 1,024 tokens", loc="left", fontsize=11)
+    axes.set_title("SmolLM2-135M, frozen: 64 slots, 1,024 tokens", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     write_picture(file, figure)
 
@@ -94,8 +94,8 @@ def draw_result(dtype: str, file: Path) -> None:
 
 
 class Following(TracedMemory):
-    """Remembers for each layer, after each compression, how much of token `word` is in each
-    slot of its heads, (G, M)."""
+    """Remembers for each layer, after each compression, how much of token `word` is in
+    each slot of its heads, (G, M)."""
 
     def __init__(self, *args, word: int, layers: range):
         super().__init__(*args, layers=layers)
@@ -108,8 +108,8 @@ class Following(TracedMemory):
 
 
 def path_of(adapted: AdaptedLlama, ids: list[int], word: int) -> tuple[Tensor, int, int]:
-    """In the layer and head that hold most of token `word` at the end: how much of it is in
-    each slot after each compression, (compressions, M)."""
+    """In the layer and head that hold most of token `word` at the end: how much of it is
+    in each slot after each compression, (compressions, M)."""
     layers = range(adapted.model.config.n_layers)
     memory = adapted.cache(partial(Following, word=word, layers=layers))
     prefill(adapted.model, torch.tensor([ids]), memory, adapted.settings.segment)
@@ -158,7 +158,7 @@ def draw_recall(run: Path, file: Path) -> None:
     left.set_ylabel("share recalled exactly")
     left.legend(fontsize=9, loc=(0.45, 0.2))
     compressions, slots = path.shape
-    place = (0.5, compressions + 0.5, slots - 0.5, -0.5)  # the first compression is number 1
+    place = (0.5, compressions + 0.5, slots - 0.5, -0.5)  # compressions count from 1
     picture = right.imshow(path.T, cmap="Blues", vmin=0, vmax=1, aspect="auto",
                            interpolation="nearest", extent=place)  # fmt: skip
     right.set_xlabel("compression")
@@ -176,19 +176,21 @@ def draw_memory(run: Path, file: Path) -> None:
     """A page of three memories at its last compression, where ` socket` has the light."""
     browser = shutil.which("chromium")
     if not browser:
-        raise UserError(f"{file}: chromium is not installed; Debian's package has this name")
+        remedy = "Debian's package has this name"
+        raise UserError(f"{file}: chromium is not installed; {remedy}")
     words = ["--prompt", str(HERE / "assets" / "prompt.txt"), "--adapter", str(run)]
     words += ["--method", "streaming", "h2o", "--positions", "slots"]
-    flags = ["--headless", "--disable-gpu", "--hide-scrollbars", "--window-size=1400,1290"]
+    flags = ["--headless", "--disable-gpu", "--hide-scrollbars"]
+    flags += ["--window-size=1400,1290"]
     flags += ["--virtual-time-budget=2000"]  # milliseconds that the page is given
-    flags += ["--no-sandbox"] * (os.geteuid() == 0)  # Chromium refuses to run as root with it
+    flags += ["--no-sandbox"] * (os.geteuid() == 0)  # with a sandbox it refuses root
     with TemporaryDirectory() as folder:
         page, picture = Path(folder) / "page.html", Path(folder) / "page.png"
         program = [sys.executable, str(HERE / "generate.py"), *words]
         subprocess.run([*program, "--show-memory", str(page)], check=True)
         view = f"{page.as_uri()}#compression=17&layer=1&head=0&token=72"
         command = [browser, *flags, f"--screenshot={picture}", view]
-        subprocess.run(command, check=True, capture_output=True)  # it also reports on itself
+        subprocess.run(command, check=True, capture_output=True)
         drawn = Image.open(picture).convert("RGB")
         small = drawn.quantize(256, Image.Quantize.MAXCOVERAGE)  # a third of its size
         write_whole(file, partial(small.save, format="png", optimize=True))
