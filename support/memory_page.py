@@ -4,17 +4,18 @@ memory_page.html, beside this file, is the page itself: HTML, CSS and JavaScript
 This module reads the text with each memory, makes the data, and fills them in.
 """
 
+import argparse
 import json
-from functools import partial
 from pathlib import Path
 from typing import Callable
 
 from torch import Tensor
 
 from lococo import KINDS, AdaptedLlama
-from support.files import UserError, write_whole
+from support.command_line import output_file
+from support.files import UserError, created, write_whole
 from support.tokenizer import Tokenizer
-from support.tracing import TracedMemory
+from support.tracing import TracedMemory, memory_of_page
 
 TEMPLATE = Path(__file__).with_name("memory_page.html")
 PLACE = "THE_DATA_OF_THE_PAGE"  # stands once in the template
@@ -24,6 +25,20 @@ TITLES = {  # of methods, as README.md calls them
     "h2o": "H2O",
     "selection": "ours (selection)",
 }
+
+
+def what_to_show(words: list[str]) -> tuple[tuple[int, int] | None, Path | None]:
+    """Of --show-memory: a layer and a head, or else the file of a page. Raises UserError."""
+    numbers = [int(word) for word in words if word.isdecimal()]
+    if len(words) == len(numbers) == 2:
+        return tuple(numbers), None
+    if len(words) > 1 or not words[0].lower().endswith(".html"):
+        remedy = "name a layer and a head, such as 1 0, or one file, such as page.html"
+        raise UserError(f"--show-memory {' '.join(words)}: {remedy}")
+    try:
+        return None, output_file(words[0])
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"--show-memory {error}") from None
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> tuple[list[str], dict[int, str]]:
@@ -91,3 +106,19 @@ def write_page(
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     page = TEMPLATE.read_text("utf-8").replace(PLACE, text.replace("<", "\\u003c"))
     write_whole(file, lambda beside: beside.write_bytes(page.encode("utf-8")))
+
+
+def make_page(
+    file: Path, models: dict[str, AdaptedLlama], ids: list[int], tokenizer: Tokenizer,
+    read: Callable[[str, TracedMemory], int],
+) -> None:  # fmt: skip
+    """Read the text `ids` with each model, and write a page of what their memories hold
+    meanwhile. `read(name, memory)` reads it with the model of this name, and returns the
+    token that is predicted after it."""
+    memories = {name: memory_of_page(adapted) for name, adapted in models.items()}
+    records = []
+    with created(file):
+        for name, memory in memories.items():
+            following = read(name, memory)
+            records.append(page_record(name, memory, tokenizer.piece(following)))
+        write_page(file, *token_texts(ids, tokenizer), records)

@@ -1,11 +1,13 @@
 """What slots hold: each slot as a mixture of tokens, and that as lines of text."""
 
+from functools import partial
 from typing import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from lococo import KINDS, Memory, Settings
+from lococo import KINDS, AdaptedLlama, Memory, Settings
+from support.files import UserError
 from support.tokenizer import Tokenizer
 
 
@@ -66,6 +68,39 @@ class TracedMemory(Memory):
         shares = torch.cat((old @ before, new), dim=2)
         self.shares[layer] = shares
         self.largest[layer].append(shares.topk(min(3, shares.shape[2])))
+
+
+# What to try where there is no adapter. By slot, so that a text of any length can be read.
+SUGGESTED = "--method h2o --mem 512 --positions slots, or --adapter RUN after train.py"
+
+
+def check_slots(settings: Settings) -> None:
+    """Raises UserError if there are no slots to show or to save."""
+    if not settings.mem:
+        reason = "it keeps everything and has no slots"
+        raise UserError(f"{settings.method}: {reason}; take {SUGGESTED}")
+
+
+def memory_of_layer(adapted: AdaptedLlama, layer: int, head: int) -> TracedMemory:
+    """An empty memory that is traced in one layer. Raises UserError if there is no such layer
+    or head."""
+    check_slots(adapted.settings)
+    layers, heads = adapted.model.config.n_layers, adapted.model.config.n_kv_heads
+    if layer >= layers or head >= heads:
+        has = f"there are layers 0 to {layers - 1} and heads 0 to {heads - 1}"
+        raise UserError(f"--show-memory {layer} {head}: no such layer or head; {has}")
+    return adapted.cache(partial(TracedMemory, layers=[layer]))
+
+
+def memory_of_page(adapted: AdaptedLlama) -> TracedMemory:
+    """An empty memory that is traced in all layers. Raises UserError if the layers are
+    compressed at different times, which a page does not show."""
+    check_slots(adapted.settings)
+    if adapted.settings.budgets:
+        reason = "a page does not show layers with budgets; give --show-memory LAYER HEAD"
+        raise UserError(f"{adapted.settings.method}: {reason}")
+    layers = range(adapted.model.config.n_layers)
+    return adapted.cache(partial(TracedMemory, layers=layers))
 
 
 def describe_slots(
