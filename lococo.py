@@ -189,7 +189,7 @@ def check_rows(compressor: Compressor, head_dim: int) -> None:
     entries = entries.to(next(compressor.parameters()).device)
     from_slot = torch.zeros_like(entries[:, 0], dtype=torch.bool)
     sums = compressor.weights(entries, from_slot, entries[:, 0].exp()).sum(dim=-1)
-    if not torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
+    if not torch.allclose(sums, torch.ones_like(sums), atol=1e-2):
         name = f"{type(compressor).__name__}.weights"
         found = f"the rows of w sum to {sums.min():.3g} to {sums.max():.3g} instead of 1"
         raise UserError(f"{name}: {found}; divide by `w.sum(dim=-1, keepdim=True)`")

@@ -102,24 +102,25 @@ def paper_by_loop(compressor, slots, k, v, *_):
     return w.detach()
 
 
-def facts_by_loop(compressor, slots, k, v, from_slot, scores):
+def selection_by_loop(compressor, slots, k, v, from_slot, scores):
     """Ours for one head, k and v (S, D), from_slot and scores (S,) -> w (slots, S), in float64."""
     entries, S = torch.cat((k, v), dim=1).double(), len(k)
     received = (scores.double() + 1e-4).log()
+    sharpness = 1 if compressor.training else 16
     w = torch.zeros(slots, S, dtype=torch.float64)
     taken = torch.zeros(S, dtype=torch.float64)
-    centred = entries - entries.mean(dim=0)
+    centred = v.double() - v.double().mean(dim=0)
     for i in range(slots):
+        logits = torch.zeros(S, dtype=torch.float64)
         for j in range(S):
             own, common = compressor.conv.weight, compressor.common
             if from_slot[j]:
                 own, common = compressor.slot_filters, compressor.slot_common
-            logit = filtered(entries, own, i, j) + 3 * filtered(entries, common, 0, j)
-            if hasattr(compressor, "trust"):
-                logit += 2 * compressor.trust.item() * (received[j] - received.mean())
-            w[i, j] = (logit - 1000 * taken[j]).exp()
-        best = max(range(S), key=lambda j: w[i, j].item())
-        w[i] = w[i] / w[i].sum()
+            logits[j] = filtered(entries, own, i, j) + 3 * filtered(entries, common, 0, j)
+            logits[j] += 2 * compressor.trust.item() * (received[j] - received.mean())
+            logits[j] -= 1000 * taken[j]
+        w[i] = (sharpness * logits).softmax(dim=0)
+        best = int(logits.argmax())
         for j in range(S):  # the rows after it avoid copies of what it likes best
             cosine = F.cosine_similarity(centred[best], centred[j], dim=0)
             taken[j] += cosine.clamp(min=0).detach() ** 32
@@ -127,7 +128,8 @@ def facts_by_loop(compressor, slots, k, v, from_slot, scores):
 
 
 def by_loop(compressor, *args):
-    return (facts_by_loop if hasattr(compressor, "common") else paper_by_loop)(compressor, *args)
+    ours = hasattr(compressor, "trust")
+    return (selection_by_loop if ours else paper_by_loop)(compressor, *args)
 
 
 def official_rows(compressor, slots, k, v, from_slot, scores):
@@ -147,26 +149,26 @@ def official_rows(compressor, slots, k, v, from_slot, scores):
 # Algorithm 2 for one key/value head, by loops. Its argument `rows` makes those rows of W that the
 # convolution fills: `by_loop` or `official_rows`.
 
-def turned(k, by, adapted):
-    """Keys (S, D), each turned on by so many positions, as complex numbers."""
+
+def turned(k, positions, adapted):
+    """Keys or queries (..., S, D), each turned by its position, as complex numbers."""
     s, c = adapted.settings, adapted.model.config
-    half = k.shape[1] // 2
+    half = k.shape[-1] // 2
     frequency = c.rope_theta ** (-torch.arange(half) / half)
-    scale = (s.mem + s.segment) / c.context
-    angle = torch.tensor(by).double()[:, None] / scale * frequency
-    pairs = torch.complex(k[:, :half], k[:, half:]) * torch.exp(1j * angle)
-    return torch.cat((pairs.real, pairs.imag), dim=1)
+    reached = s.mem + s.segment if s.positions == "slots" else s.length
+    scale = reached / c.context
+    angle = torch.tensor(positions).double()[:, None] / scale * frequency
+    pairs = torch.complex(k[..., :half], k[..., half:]) * torch.exp(1j * angle)
+    return torch.cat((pairs.real, pairs.imag), dim=-1)
 
 
 def slow_compress(k, v, scores, from_slot, adapted, rows):
     """k, v (S, D), scores (S,) and which entries have had a slot that is not a recent one -> those
-    of the M slots, and W (M, S)."""
+    of the M slots."""
     s, S = adapted.settings, len(k)
     by_score = sorted(range(s.sinks, S - s.recent), key=lambda i: -scores[i])
     kept = [*range(s.sinks), *sorted(by_score[: s.heavy])]
     rest = sorted(by_score[s.heavy :])
-    if s.positions == "slots":
-        k = turned(k, range(0, -S, -1), adapted)
     W = torch.zeros(s.mem, S, dtype=torch.float64)
     for slot, i in enumerate(kept):
         W[slot, i] = 1
@@ -175,31 +177,38 @@ def slow_compress(k, v, scores, from_slot, adapted, rows):
         W[len(kept) : len(kept) + s.merged, rest] = rows(*args, scores[rest])
     for n in range(1, s.recent + 1):
         W[s.mem - n, S - n] = 1
-    k_new = W @ k
-    if s.positions == "slots":
-        k_new = turned(k_new, range(s.mem), adapted)
     from_slot = torch.arange(s.mem) < s.mem - s.recent
-    return k_new, W @ v, W @ scores, from_slot, W
+    return W @ k, W @ v, W @ scores, from_slot
 
 
 def slow_memory(adapted, segments, rows):
-    """Segments of q (heads that share the key/value head, T, D), k and v (T, D) -> what is held at
-    the end, attention received, the last W, and what the heads have read."""
-    s, outputs, W = adapted.settings, [], None
+    """Segments of q (heads that share the key/value head, T, D), k and v (T, D), not rotated ->
+    keys as attention reads them, values and attention received, all at the end, and what the heads
+    have read."""
+    s, outputs = adapted.settings, []
     D = adapted.model.config.head_dim
     k, v, scores = torch.zeros(0, D).double(), torch.zeros(0, D).double(), torch.zeros(0).double()
-    from_slot = torch.zeros(0).bool()
+    from_slot, seen, new = torch.zeros(0).bool(), 0, 0
     for q, k_new, v_new in segments:
-        if len(k) + len(k_new) > s.mem + s.segment:
-            k, v, scores, from_slot, W = slow_compress(k, v, scores, from_slot, adapted, rows)
-        k, v = torch.cat((k, k_new.double())), torch.cat((v, v_new.double()))
-        scores = F.pad(s.forget ** (len(k_new) / s.segment) * scores, (0, len(k_new)))
-        from_slot = torch.cat((from_slot, torch.zeros(len(k_new)).bool()))
-        out = torch.zeros_like(q).double()
-        for t in range(len(k_new)):
-            n = len(k) - len(k_new) + t + 1  # entries that query t may see
-            p = (q[:, t].double() @ k[:n].T / D**0.5).softmax(dim=1)  # (1), a row for each head
+        T, q, k_new = len(k_new), q.double(), k_new.double()
+        if len(k) > s.mem and new + T > s.segment:
+            k, v, scores, from_slot = slow_compress(k, v, scores, from_slot, adapted, rows)
+            new = 0
+        if s.positions == "text":
+            q, k_new = (turned(x, range(seen, seen + T), adapted) for x in (q, k_new))
+        k, v = torch.cat((k, k_new)), torch.cat((v, v_new.double()))
+        read = k
+        if s.positions == "slots":
+            read = turned(k, range(len(k)), adapted)
+            q = turned(q, range(len(k) - T, len(k)), adapted)
+        scores = F.pad(s.forget ** (T / s.segment) * scores, (0, T))
+        from_slot = torch.cat((from_slot, torch.zeros(T).bool()))
+        out = torch.zeros_like(q)
+        for t in range(T):
+            n = len(k) - T + t + 1  # entries that query t may see
+            p = (q[:, t] @ read[:n].T / D**0.5).softmax(dim=1)  # (1), a row for each head
             scores[:n] += p.mean(dim=0)
             out[:, t] = p @ v[:n]
         outputs.append(out)
-    return k, v, W, scores, torch.cat(outputs, dim=1)
+        seen, new = seen + T, new + T
+    return read, v, scores, torch.cat(outputs, dim=1)
