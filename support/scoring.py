@@ -39,6 +39,8 @@ def parse_models(parser: Parser) -> argparse.Namespace:
     flags = parser.parse_methods()
     if not flags.runs and not flags.method and flags.model.resolve() == TINY:
         flags.runs = [TINY]
+    different = {run.resolve(): run for run in flags.runs}  # one named twice is scored once
+    flags.runs = list(different.values())
     return flags
 
 
