@@ -29,7 +29,7 @@ from support.command_line import TINY, at_least, output_file, run_program
 from support.facts import tell
 from support.files import UserError, write_file
 from support.saved_memory import load_memory, save_memory
-from support.scoring import name_of, note_limits
+from support.scoring import models_to_score, name_of, note_limits
 from support.settings import settings_for, warn_if_too_long
 from support.text import PARTS, long_documents, token_streams
 
@@ -39,6 +39,7 @@ LINES = {
 }
 SINKS = "--method h2o --mem 16 --sinks 4"
 WINDOW = Settings("streaming", 16, 96, sinks=4, recent=12, positions="slots", lora_rank=0)
+H2O_ROW = "base, h2o M=16 positions=slots"
 ENTRY = 2 * 4 * 2 * 64 * 4  # bytes of a key and a value in 4 layers of 2 heads of 64 floats
 
 
@@ -136,42 +137,45 @@ def test_the_table_and_the_loss_by_position(run, tokenizer, monkeypatch):
 def test_an_adapter_leaves_the_base_that_it_shares(model):
     """In bfloat16, where its embeddings and norms are in float32."""
     model.bfloat16()
-    other, before = shared_copy(model), copy.deepcopy(model.state_dict())
-    alone = AdaptedLlama(copy.deepcopy(model), settings(lora_rank=2))
-    adapted = AdaptedLlama(other, settings(lora_rank=2))
-    for p, new in zip(adapted.trained().values(), alone.trained().values(), strict=True):
-        new.data += 0.1 * torch.randn_like(new)
-        p.data = new.data
-    assert same(model.state_dict(), before)
-    frozen = other.layers[0].feed_forward.w1.weight
-    assert frozen.data_ptr() == model.layers[0].feed_forward.w1.weight.data_ptr()
-    tokens = torch.arange(40)[None]
-    assert torch.equal(*(prefill(m.model, tokens, m.cache(), 6) for m in (adapted, alone)))
+    before = copy.deepcopy(model.state_dict())
+    adapted = AdaptedLlama(shared_copy(model), settings(lora_rank=2))
+    for p in adapted.trained().values():
+        p.data += 1
+    frozen = (m.layers[0].feed_forward.w1.weight.data_ptr() for m in (model, adapted.model))
+    assert same(model.state_dict(), before) and len(set(frozen)) == 1
 
 
-@pytest.mark.parametrize("words, names", [
-    ("whole adapter", ["base, streaming M=16", "base, h2o M=16 positions=slots", "whole"]),
-    ("adapter --method full", [])])  # fmt: skip
-def test_recall(run, tokenizer, words, names):
-    """The share of answers that are the likeliest word. Beside runs stand a window and H2O of each
-    size, if no other methods are named."""
-    words += " --recall --data text --part held-out --lengths 64 300 --documents 3"
+@pytest.mark.parametrize("method, changes, names", [
+    ([], {}, ["base, streaming M=16", "base, h2o M=16 positions=slots"]), (["full"], {}, []),
+    (["h2o"], {"heavy": 100}, ["base, h2o M=512 heavy=100 recent=412"])])  # fmt: skip
+def test_which_models_stand_beside_a_run(method, changes, names):
+    """For --recall a window and H2O of its size, if no methods are named."""
+    flags = argparse.Namespace(runs=[Path("adapter")], method=method, mem=None, segment=None,
+                               changes=changes)  # fmt: skip
+    models = models_to_score(flags, load_llama(TINY), with_baselines=True)
+    assert [*models] == ["base, full", *names, "adapter"]
+
+
+def test_recall(run, tokenizer):
+    """The share of answers that are the likeliest word."""
+    words = "adapter --recall --data text --part held-out --lengths 64 300 --documents 2"
     code, out, err = run(eval_ppl, words)
-    names, table = ["base, full", *names, "adapter"], cells(out)
+    names, table = ["base, full", "base, streaming M=16", H2O_ROW, "adapter"], cells(out)
     assert code == 0 and table["recalled; by chance 1 in 220"] == ["answers", *names], err
     ids = token_streams([Path("text")], tokenizer)["held-out"]
-    texts = long_documents(ids, tokenizer.bos, 300, 3)
+    texts = long_documents(ids, tokenizer.bos, 300, 2)
     rows = [tell(text, 8, "held-out", 0, i, tokenizer) for i, text in enumerate(texts)]
-    for name, thing in (("base, full", FULL), ("adapter", "adapter")):
-        adapted, near, far = tiny(thing), [], []
+    for column, thing in ((1, FULL), (4, "adapter")):
+        adapted, hits = tiny(thing), []
         for told, ago in rows:
             likeliest = read_by_hand(adapted, told.tolist()).argmax(dim=-1)
-            for t in ago.nonzero()[:, 0].tolist():
-                (near if ago[t] <= 16 + 16 else far).append(float(likeliest[t - 1] == told[t]))
-        for kind, hits in (("0-32", near), ("32-300", far)):
-            row, share = table[f"told ago {kind}"], f"{np.mean(hits):.3f}" if hits else "-"
-            assert (row[0], row[1 + names.index(name)]) == (str(len(hits)), share)
-        assert thing == "adapter" or 1 in far  # full attention has some
+            answers = ago.nonzero()[:, 0].tolist()
+            hits += [float(likeliest[t - 1] == told[t]) for t in answers]
+        # A fact is told again after 64 tokens at least.
+        assert table["told ago 0-32"] == ["0", "-", "-", "-", "-"]
+        row = table["told ago 32-300"]
+        assert (row[0], row[column]) == (str(len(hits)), f"{np.mean(hits):.3f}")
+        assert thing == "adapter" or 1 in hits  # full attention has some
 
 
 def test_the_form_of_facts_reaches_all_that_is_scored(run, monkeypatch):
@@ -338,16 +342,15 @@ def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, changes, dty
         load_memory(tmp_path / "memory", other.cache(), other)
 
 
-@pytest.mark.parametrize("words, thing", [(SINKS, H2O), ("--adapter adapter", "adapter")])
-def test_a_memory_is_saved_and_asked_again(run, tokenizer, words, thing):
+def test_a_memory_is_saved_and_asked_again(run, tokenizer):
     """What is read in two runs is what one run reads, if the first ends with a whole segment."""
     ids, question = tokenizer.encode(Path("text/0.py").read_text())[:96], "return x"
     Path("book").write_text(tokenizer.decode(ids))  # 6 segments of 16
     Path("question").write_text(question)
-    assert run(generate, f"{words} --prompt book --save-memory memory")[0] == 0
+    assert run(generate, f"{SINKS} --prompt book --save-memory memory")[0] == 0
     both = ids + tokenizer.encode(question)[1:]
-    expected = tokenizer.decode(greedy_by_hand(tiny(thing), both)[: len(both) + 3]) + "\n"
-    ask = f"{words} --prompt question --load-memory memory --temperature 0 --max-new-tokens 3"
+    expected = tokenizer.decode(greedy_by_hand(tiny(H2O), both)[: len(both) + 3]) + "\n"
+    ask = f"{SINKS} --prompt question --load-memory memory --temperature 0 --max-new-tokens 3"
     for _ in range(2):
         code, out, err = run(generate, ask)
         assert code == 0 and expected.endswith(question + out), err
@@ -523,8 +526,8 @@ def test_a_terminal_of_ascii(run, monkeypatch):
 
 
 def test_closed_streams(run, monkeypatch):
-    """As the shell's `<&-` and `>&-` close them, and some that start programs by themselves; and
-    `| head`, which closes a pipe that is written to."""
+    """As the shell's `<&-` and `>&-` close them; and `| head`, which closes a pipe that is
+    written to."""
     code, _, err = run(generate, GENERATE.replace("text/0.py", "-"), stdin=None)
     assert code == 2 and "there is no text in it" in err
     with monkeypatch.context() as patch:
