@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lococo import METHODS, Adapter, AdaptedLlama, Settings, load_adapter, read_adapter
-from lococo import segment_losses, untrained, warn_if_too_long
+from lococo import METHODS, AdaptedLlama, Settings, segment_losses
+from support.adapter import Adapter, load_adapter, read_adapter
+from support.settings import untrained, warn_if_too_long
 from model import Llama, load_base
 from support.command_line import TINY, Machine, Parser, at_least, config_of, counted
 from support.command_line import method_flags, named_path, output_file, prepare, run_program
@@ -51,8 +52,11 @@ def token_losses(
         cache = adapted.cache()  # each batch of documents begins with an empty one
         with machine.precision():
             segment = adapted.settings.segment
-            pieces = list(segment_losses(adapted.model, batch, cache, segment))
-        nats_of_pieces, hits_of_pieces = zip(*pieces)
+            nats_of_pieces, hits_of_pieces, at = [], [], 1
+            for n, p in segment_losses(adapted.model, batch, cache, segment):
+                nats_of_pieces.append(n)
+                hits_of_pieces.append(p.argmax(-1) == batch[:, at : at + n.shape[1]])
+                at += n.shape[1]
         nats.append(torch.cat(nats_of_pieces, dim=1).cpu())
         hits.append(torch.cat(hits_of_pieces, dim=1).cpu())
     return torch.cat(nats), torch.cat(hits), cache.nbytes // len(batch)
@@ -132,7 +136,7 @@ def name_of(s: Settings) -> str:
     name += f" M={s.mem}"
     if s.segment != s.mem:
         name += f" T={s.segment}"
-    usual = {"sinks": 0, "heavy": 0, "recent": 0, "forget": 1.0, "positions": "interpolated"}
+    usual = {"sinks": 0, "heavy": 0, "recent": 0, "forget": 1.0, "positions": "text"}
     usual |= METHODS[s.method](s.mem)
     if s.positions != usual["positions"]:
         name += f" positions={s.positions}"
@@ -353,7 +357,7 @@ def score(
     (N, L - 1)."""
     if name != BASE:  # about this row there is a note already, see `print_limit`
         warn_if_too_long(adapted.settings, max(documents))
-    slots, room = adapted.settings.mem, adapted.settings.room
+    slots, room = adapted.settings.mem, adapted.settings.capacity
     short = [str(length) for length in documents if length - 1 <= room]
     # With budgets M + T is a mean. A smaller layer may compress earlier, so that the note
     # would be wrong.
@@ -394,7 +398,7 @@ def score_all(
             title = "perplexity, by tokens of a document"
             print(f"{title:{NAME}} {'slots':>6} {'cache bytes':>12}", *lengths)
         if adapted.settings.mem:
-            scores.reaches.append(adapted.settings.room)
+            scores.reaches.append(adapted.settings.capacity)
         cells, nats = score(name, adapted, documents, machine, config.micro_batch)
         scores.methods[name], scores.losses[name] = cells, nats
         if told is not None:

@@ -16,8 +16,9 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from lococo import Settings, settings_for  # noqa: E402
+from lococo import Settings  # noqa: E402
 from model import Llama, LlamaConfig  # noqa: E402
+from support.settings import settings_for  # noqa: E402
 from support.command_line import HERE, TINY, run_program  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
 
