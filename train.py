@@ -30,7 +30,8 @@ from eval_ppl import baselines, name_of, perplexity, ranges, token_losses
 from lococo import AdaptedLlama, Settings, segment_losses
 from model import KVCache, attention, load_base
 from support.adapter import identity, write_adapter
-from support.command_line import HERE, TINY, Machine, prepare, resume_command, run_program
+from support.command_line import HERE, TINY, Machine, method_flags, prepare
+from support.command_line import resume_command, run_program
 from support.facts import tell, tell_all
 from support.files import UserError
 from support.processes import RANK, WORLD, add_up, agreed, end_together, join
@@ -129,17 +130,18 @@ RECIPES = {  # what each changes of the defaults above
 OF_THE_METHOD = ("sinks", "heavy", "merged", "positions")
 
 
+def completed(config: TrainConfig) -> TrainConfig:
+    """With what follows from other fields."""
+    segment = config.segment or config.mem
+    batch = config.batch or max(1, 4096 // config.seq)
+    return replace(config, segment=segment, batch=batch)
+
+
 def settings_of(config: TrainConfig) -> Settings:
     """The memory of a configuration. Raises UserError if its slots do not fit, or if there
     is nothing to train."""
-    names = (
-        "sinks", "heavy", "merged", "recent", "positions", "forget", "budgets",
-        "compressor", "kernel", "lora_rank",
-    )  # fmt: skip
-    changes = {name: getattr(config, name) for name in names}
-    if config.recent is not None:
-        changes["merged"] = None
-    elif config.merged is not None:
+    changes = method_flags(asdict(config))
+    if config.recent is None and config.merged is not None:
         changes["merged"] = min(config.merged, config.mem // 4)
     settings = settings_for(config.method, config.mem, config.segment, config.seq, **changes)
     check_use(settings)
@@ -327,7 +329,9 @@ def train(
 def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
     """The configuration that a command line asks for (None: the program's own), and the
     state of the run that it goes on with."""
-    given = flags_given(make_parser(__doc__, TrainConfig(), RECIPES), line)
+    named = {name: RECIPES[name] | {"recipe": name} for name in RECIPES}
+    recipes = {name: completed(TrainConfig(**named[name])) for name in named}
+    given = flags_given(make_parser(__doc__, recipes), line)
     if "resume" in given:
         given["out"] = given.pop("resume")
         state = read_state(Path(given["out"]), [f.name for f in fields(TrainConfig)])
@@ -337,14 +341,10 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
         return TrainConfig(**state.config | given), state
 
     usual = "embedded" if given.get("model", str(TINY)) == str(TINY) else "paper"
-    name = given.get("recipe", usual)
-    recipe = RECIPES[name] | {"recipe": name}
+    recipe = named[given.get("recipe", usual)]
     if given.get("method", recipe.get("method")) != recipe.get("method"):
         recipe = {key: value for key, value in recipe.items() if key not in OF_THE_METHOD}
-    config = TrainConfig(**recipe | given)
-    segment = config.segment or config.mem
-    batch = config.batch or max(1, 4096 // config.seq)
-    return replace(config, segment=segment, batch=batch), None
+    return completed(TrainConfig(**recipe | given)), None
 
 
 def score(setup: Setup, adapted: AdaptedLlama) -> dict[str, float]:

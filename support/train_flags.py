@@ -19,7 +19,8 @@ RECIPES_VALUE = "where no default is named, the recipe's value holds: see the en
 
 def described(values: dict) -> str:
     """Values of a configuration in a line, without those that are not set."""
-    chosen = {name: value for name, value in values.items() if value not in (None, [], "")}
+    ours = {name: value for name, value in values.items() if name not in ("recipe", "model")}
+    chosen = {name: value for name, value in ours.items() if value not in (None, [], "")}
     return ", ".join(f"{name} {value}" for name, value in chosen.items())
 
 
@@ -30,21 +31,22 @@ def odd(text: str) -> int:
     return number
 
 
-def make_parser(doc: str, defaults: Any, recipes: dict[str, dict]) -> Parser:
-    """A flag that is not given is None. Then the recipe decides, or `defaults`, which is a
-    TrainConfig."""
+def make_parser(doc: str, recipes: dict[str, Any]) -> Parser:
+    """A flag that is not given is None; then the recipe decides. `recipes` has a TrainConfig
+    for each name. Those after the first are described by what they change of it."""
     parser = Parser(doc, mem="the recipe's", segment="the recipe's")
     parser.set_defaults(model=None, seed=None)
     add_memory_flags(parser)
     add_text_flags(parser)
     add_training_flags(parser, recipes)
     add_output_flags(parser)
-    usual = {name: value for name, value in asdict(defaults).items() if name != "model"}
-    lines = [f"{name}: {described(recipe)}" for name, recipe in recipes.items() if recipe]
-    lines = [f"paper: {described(usual | {'recipe': None})}", *lines]
-    wrapped = [fill(line, 78, subsequent_indent="  ") for line in lines]
-    title = "what `paper` sets, and what the other recipes change of it:"
-    parser.epilog = "\n".join([title, *wrapped])
+    first, *others = (asdict(config) for config in recipes.values())
+    described_recipes = [f"{first['recipe']}: {described(first)}"]
+    for other in others:
+        changes = {name: other[name] for name in other if other[name] != first[name]}
+        described_recipes.append(f"{other['recipe']}: {described(changes)}")
+    wrapped = [fill(line, 78, subsequent_indent="  ") for line in described_recipes]
+    parser.epilog = "\n".join(["what `paper` sets, and what the others change:", *wrapped])
     return parser
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lococo import KINDS, Settings
+from lococo import Settings
 from support.command_line import TINY, Machine, counted
 from support.text import Texts
 from support.train_flags import described
@@ -14,12 +14,12 @@ from support.train_flags import described
 
 def print_start(config: Any, settings: Settings, machine: Machine, texts: Texts) -> None:
     """`config` is a TrainConfig."""
-    print(f"run: {os.path.relpath(config.out)}, {machine.dtype} on {machine.device}")
-    not_repeated = dict(out="", data=[], held_out=[], device=None, dtype=None)
-    print(f"configuration: {described(asdict(config) | not_repeated)}")
-    slots = [f"{getattr(settings, kind)} {kind}" for kind in KINDS if getattr(settings, kind)]
-    if slots:
-        print(f"slots: {', '.join(slots)}; positions: {settings.positions}")
+    print(f"recipe {config.recipe} on {config.model}, {machine.dtype} on {machine.device}")
+    print(f"run: {os.path.relpath(config.out)}")
+    elsewhere = ("out", "data", "held_out", "device", "dtype", "merged", *asdict(settings))
+    own = {name: value for name, value in asdict(config).items() if name not in elsewhere}
+    print(f"training: {described(own)}")
+    print(f"memory: {described(asdict(settings))}")
     print(texts.summary)
     if not config.data and Path(config.model) != TINY:
         print("no --data: it trains on Python's standard library; "
