@@ -1,10 +1,10 @@
 """Train a memory: its convolutions and, with LoRA, its base's embeddings and norms.
 
     python train.py                            # the embedded model, on a CPU
-    python train.py --mem 512 --seq 8192       # the same, at 8 times its pretrained context
-    python train.py --model SmolLM2-135M --recipe inference --data books/    # frozen base
+    python train.py --mem 512 --seq 8192       # 8 times its pretrained context
+    python train.py --model SmolLM2-135M --recipe inference --data books/  # frozen base
     python train.py --model Llama-2-7b-hf --data RedPajama/ --mem 512 --seq 32768
-    python train.py --resume runs/my-run       # go on after Ctrl-C, a crash or a power cut
+    python train.py --resume runs/my-run       # after Ctrl-C, a crash or a power cut
     torchrun --nproc_per_node=4 train.py ...   # 4 GPUs share the sequences of a step
 
 The file follows a run from the inside out: what a recipe sets, the gradient of one step,
@@ -50,10 +50,10 @@ from support.train_report import print_scores, print_start
 class TrainConfig:
     """Everything that a run depends on.
 
-    The defaults are the paper's context extension. What is not in the paper, such as facts,
-    is off, and comments say where the paper gives no number. A recipe overrides the
-    defaults, and flags override the recipe. Paths are strings, so that a configuration can
-    be stored as JSON.
+    The defaults are the paper's context extension. What is not in the paper, such as
+    facts, is off, and comments say where the paper gives no number. A recipe overrides
+    the defaults, and flags override the recipe. Paths are strings, so that a
+    configuration can be stored as JSON.
     """
 
     recipe: str = "paper"  # its name; what it sets is in the other fields
@@ -72,7 +72,7 @@ class TrainConfig:
     kernel: int | None = None  # taps of the convolution
     sinks: int | None = None
     heavy: int | None = None
-    merged: int | None = None  # at most a quarter of M; with --recent the slots left over
+    merged: int | None = None  # at most M / 4; not used where `recent` is given
     recent: int | None = None
     positions: str | None = None
     forget: float | None = None
@@ -81,7 +81,7 @@ class TrainConfig:
     # Files and folders; none: Python's own library.
     data: list[str] = field(default_factory=list)
     held_out: list[str] = field(default_factory=list)  # none: a tenth of `data`
-    seq: int = 8192  # trained length L, in tokens; section 4.3 also takes 16,384 and 32,768
+    seq: int = 8192  # trained length L, in tokens; section 4.3 also has 16,384 and 32,768
     facts: int = 0  # written into each sequence
     fact_form: str = "line"  # or another of support.facts.FORMS
     # Training.
@@ -89,18 +89,18 @@ class TrainConfig:
     # Rate of LoRA, embeddings and norms; section 4.1. Both rates fall linearly to 0.
     lr: float = 5e-5
     conv_lr: float = 5e-2  # rate of the convolutions; section 4.1
-    # The paper gives no number for context extension. 100 steps are 104.9 million tokens;
-    # section 3.3 has 104 million for inference mode.
+    # The paper gives no number for context extension. 100 steps are 104.9 million
+    # tokens; section 3.3 has 104 million for inference mode.
     steps: int = 100
-    # Sequences per step; section 4.1. None: as many as fit into 4,096 tokens, at least one.
+    # Sequences per step; section 4.1. None: one, or as many as fit into 4,096 tokens.
     batch: int | None = 128
     micro_batch: int = 1  # sequences in memory at once; section 4.1
-    # Segments that the gradient spans. The paper does not say how many; the official code
-    # has 1.
+    # Segments that the gradient spans. The paper does not say how many; the official
+    # code has 1.
     bptt: int = 1
     recompute: bool = False  # True takes less memory and more time
-    # Ours: in the convolutions' gradient the loss of an answer, which is the word of a fact
-    # that is told again, counts so many times.
+    # Ours: in the convolutions' gradient the loss of an answer, which is the word of a
+    # fact that is told again, counts so many times.
     answer_weight: float = 1.0
     # Scoring and output.
     score_tokens: int = 32768  # about so many are scored: 4 documents of 8,192
@@ -138,12 +138,13 @@ def completed(config: TrainConfig) -> TrainConfig:
 
 
 def settings_of(config: TrainConfig) -> Settings:
-    """The memory of a configuration. Raises UserError if its slots do not fit, or if there
-    is nothing to train."""
+    """The memory of a configuration. Raises UserError if its slots do not fit, or if
+    there is nothing to train."""
     changes = method_flags(asdict(config))
     if config.recent is None and config.merged is not None:
         changes["merged"] = min(config.merged, config.mem // 4)
-    settings = settings_for(config.method, config.mem, config.segment, config.seq, **changes)
+    c = config
+    settings = settings_for(c.method, c.mem, c.segment, c.seq, **changes)
     check_use(settings)
     return settings
 
@@ -162,8 +163,8 @@ class Setup:
 
     def draw(self, i: int) -> tuple[Tensor, Tensor]:
         """Training sequence i with facts written into it, (L,), and for the word of each
-        fact how long ago it was last told, else 0, (L,). Raises UserError if the text is too
-        short."""
+        fact how long ago it was last told, else 0, (L,). Raises UserError if the text is
+        too short."""
         c = self.config
         tokens = sequence(self.texts.ids, c.seq, c.seed, i)
         return tell(tokens, c.facts, "training", c.seed, i, self.tokenizer, c.fact_form)
@@ -175,8 +176,8 @@ ANSWERS_EVERY = 3  # pieces; see `add_answers`
 
 
 class ShiftedGroups(KVCache):
-    """LongLoRA's attention while it trains (arXiv 2309.12307). The whole sequence enters at
-    once, and each token attends within its quarter of it."""
+    """LongLoRA's attention while it trains (arXiv 2309.12307). The whole sequence enters
+    at once, and each token attends within its quarter of it."""
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         """For the second half of the heads the borders are moved by half a quarter. Both
@@ -223,7 +224,8 @@ def backward(
 ) -> float:  # fmt: skip
     """Read sequences (B, L) in pieces of `bptt` segments, and go back through each piece
     before the next one, so that the graph never spans more. Returns what they add to the
-    loss of the step. `answers` (B, L) marks the tokens that count more, see `add_answers`.
+    loss of the step. `answers` (B, L) marks the tokens that count more, see
+    `add_answers`.
     """
     longlora = adapted.settings.method == "longlora"
     cache = adapted.cache(plain=ShiftedGroups if longlora else KVCache)
@@ -267,11 +269,11 @@ def add_answers(nats: Tensor, adapted: AdaptedLlama, config: TrainConfig) -> Non
 
 
 def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
-    """AdamW with a group for the convolutions and one for the rest. Each group stores its
-    first rate as "rate". From it `train` computes "lr", the rate of a step.
+    """AdamW with a group for the convolutions and one for the rest. Each group stores
+    its first rate as "rate". From it `train` computes "lr", the rate of a step.
 
-    Ours, as the paper is silent: no weight decay, and `train` clips each group's gradient
-    to norm 1.
+    Ours, as the paper is silent: no weight decay, and `train` clips each group's
+    gradient to norm 1.
     """
     convolutions = list(adapted.compressors.parameters())
     rest = [p for p in adapted.model.parameters() if p.requires_grad]
@@ -289,14 +291,16 @@ def train(
     setup: Setup, adapted: AdaptedLlama, optimizer: AdamW, begin: int,
     save: Callable[[int], None], log: TextIO,
 ) -> int:  # fmt: skip
-    """Steps from `begin` to `steps`; save(steps done) is called after every `save_every`. A
-    signal to any process ends all after the step that is under way. Returns the signal's
-    number, or 0 if all steps are done."""
+    """Steps from `begin` to `steps`; save(steps done) is called after every
+    `save_every`. A signal to any process ends all after the step that is under way.
+    Returns the signal's number, or 0 if all steps are done."""
     config = setup.config
     # The tokens of a step that this process has.
     own = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
-    bar = tqdm(desc="training", total=config.steps * own, initial=begin * own,
-               unit=" tokens", unit_scale=True, mininterval=1, disable=RANK > 0)  # fmt: skip
+    bar = tqdm(
+        desc="training", total=config.steps * own, initial=begin * own,
+        unit=" tokens", unit_scale=True, mininterval=1, disable=RANK > 0,
+    )  # fmt: skip
     adapted.train()
     with noted_signals() as noted, bar:
         for step in range(begin, config.steps):
@@ -349,8 +353,8 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
 
 def score(setup: Setup, adapted: AdaptedLlama) -> dict[str, float]:
     """Perplexity of the run's documents. If --facts is not 0, also the recall of 8 facts
-    that are told in each, by distance. It is empty if there is nothing to score, and in all
-    processes but the first."""
+    that are told in each, by distance. It is empty if there is nothing to score, and in
+    all processes but the first."""
     config, documents = setup.config, setup.texts.documents
     if RANK > 0 or not len(documents):
         return {}
@@ -367,8 +371,8 @@ def score(setup: Setup, adapted: AdaptedLlama) -> dict[str, float]:
 
 
 def run(config: TrainConfig, state: State | None) -> int:
-    """Train and score, or go on from a state. All that is written goes into the folder of
-    the run. Returns the exit code."""
+    """Train and score, or go on from a state. All that is written goes into the folder
+    of the run. Returns the exit code."""
     settings = settings_of(config)
     machine = prepare(config.device, config.dtype, config.seed)
     usual = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
@@ -399,8 +403,8 @@ def run(config: TrainConfig, state: State | None) -> int:
 def train_and_score(
     setup: Setup, adapted: AdaptedLlama, state: State | None, scores: dict, log: TextIO
 ) -> int:
-    """Score, train, write the adapter and score again. A run that goes on was scored before.
-    Returns the exit code."""
+    """Score, train, write the adapter and score again. A run that goes on was scored
+    before. Returns the exit code."""
     config, out = setup.config, Path(setup.config.out)
     optimizer = make_optimizer(adapted, config)
     owner = identity(adapted) | {"text": setup.texts.checksum}

@@ -15,7 +15,7 @@ from support.tokenizer import Tokenizer
 # What stands before a fact's name, between the name and its word, and after the word.
 FORMS = {
     "line": ("@", " =", "\n"),
-    # The needle of RULER (Hsieh and others 2024), with a word where it usually has a number.
+    # The needle of RULER (Hsieh and others 2024), with a word in the place of a number.
     "sentence": ("One of the special magic words for", " is:", ".\n"),
 }
 
@@ -74,9 +74,9 @@ def choose_facts(
 def schedule(
     names: Iterable[str], L: int, rng: np.random.Generator
 ) -> list[tuple[float, str]]:
-    """When each fact is due in a text of L tokens: once in the first half, then after gaps
-    of 64 to L tokens (log-uniform). `pop` takes the one that is due next off the end of the
-    list."""
+    """When each fact is due in a text of L tokens: once in the first half, then after
+    gaps of 64 to L tokens (log-uniform). `pop` takes the one that is due next off the
+    end of the list."""
     mentions = []
     for name in names:
         place = rng.uniform(0, L / 2)
@@ -90,11 +90,11 @@ def tell(
     tokens: Tensor, facts: int, part: str, seed: int, i: int, tokenizer: Tokenizer,
     form: str = "line",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write facts into text number i, (L,). Each is told at the first line break after it is
-    due.
+    """Write facts into text number i, (L,). Each is told at the first line break after
+    it is due.
 
-    Returns the text, cut at L, and for the word of each fact how long ago it was last told,
-    else 0: both (L,).
+    Returns the text, cut at L, and for the word of each fact how long ago it was last
+    told, else 0: both (L,).
     """
     if not facts:  # the tokenizer need not have their characters
         return tokens, torch.zeros_like(tokens)
@@ -121,8 +121,8 @@ def tell(
 def tell_all(
     documents: Tensor, part: str, tokenizer: Tokenizer, form: str = "line"
 ) -> tuple[Tensor, Tensor]:
-    """8 facts in each of documents (N, L): the texts (N, L), and how long ago the word of
-    each was last told, (N, L - 1)."""
-    rows = [tell(text, 8, part, 0, i, tokenizer, form) for i, text in enumerate(documents)]
+    """8 facts in each of documents (N, L): the texts (N, L), and how long ago the word
+    of each was last told, (N, L - 1)."""
+    rows = [tell(row, 8, part, 0, i, tokenizer, form) for i, row in enumerate(documents)]
     tokens, ago = (torch.stack(row) for row in zip(*rows))
     return tokens, ago[:, 1:]

@@ -30,8 +30,8 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 def start_process() -> None:
     """Begin a program of many processes, or of one. Process 0 calls `join` when it knows
-    that the work can begin: until then it refuses flags and texts, and tokenizes, while the
-    others wait here."""
+    that the work can begin: until then it refuses flags and texts, and tokenizes, while
+    the others wait here."""
     check_environment()
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")
@@ -67,15 +67,15 @@ def join() -> None:
 
 
 def end_together(code: int) -> None:
-    """End all processes with this exit code, when all have done their work: process 0 still
-    scores, and torchrun ends all when one has ended. One process alone goes on if the code
-    is 0."""
+    """End all processes with this exit code, when all have done their work: process 0
+    still scores, and torchrun ends all when one has ended. One process alone goes on if
+    the code is 0."""
     if WORLD > 1:
         wait_for_all()
         sys.stdout.flush()
         sys.stderr.flush()
-        # At once, as gloo's threads may abort a process that ends in the usual way (PyTorch
-        # issue 190489).
+        # At once, as gloo's threads may abort a process that ends in the usual way
+        # (PyTorch issue 190489).
         os._exit(code)
     if code:
         sys.exit(code)
@@ -92,8 +92,8 @@ def add_up(t: Tensor) -> Tensor:
 
 
 def start_alike(parameters: Iterable[Tensor]) -> None:
-    """All processes start from the parameters of process 0. Their own may differ where their
-    random numbers do, on another kind of machine for instance."""
+    """All processes start from the parameters of process 0. Their own may differ where
+    their random numbers do, on another kind of machine for instance."""
     if WORLD > 1:
         for p in parameters:
             dist.broadcast(p.data, src=0)
@@ -120,7 +120,8 @@ def noted_signals() -> Iterator[list[int]]:
             signal.signal(each, signal.SIG_DFL)
         if RANK == 0:  # a handler may interrupt `print`, and must not call it
             with suppress(OSError):  # the terminal may be gone
-                os.write(2, b"\nthis step is finished first; a second signal ends at once\n")
+                sentence = "this step is finished first; a second signal ends at once"
+                os.write(2, f"\n{sentence}\n".encode())
 
     usual = {number: signal.signal(number, note) for number in numbers}
     try:

@@ -1,4 +1,4 @@
-"""The folder of a run: its log, which also locks the folder, and the state to resume from."""
+"""The folder of a run: its log, which locks the folder, and the state to resume from."""
 
 import fcntl
 import os
@@ -31,15 +31,15 @@ def claim(out: str, usual: Path, steps: int | None) -> tuple[Path, TextIO]:
     """The folder of a run and its log, which is locked, so that no other process writes
     there. Without `out` it is `usual`, usual-2, usual-3 ..., the first that is not used.
 
-    `steps` are those that a run to resume has done, None at a start. Processes other than
-    the first get a log that nobody keeps. Raises UserError.
+    `steps` are those that a run to resume has done, None at a start. Processes other
+    than the first get a log that nobody keeps. Raises UserError.
     """
     if RANK > 0:
         return Path(out or usual), open(os.devnull, "a")
     for folder in [Path(out)] if out else new_folders(usual):
         if steps is None and is_used(folder):
-            remedy = "name a new folder, or go on with it by --resume"
-            raise UserError(f"--out {os.path.relpath(folder)}: it is there already; {remedy}")
+            sentence = "it is there already; name a new folder, or go on with it by --resume"
+            raise UserError(f"--out {os.path.relpath(folder)}: {sentence}")
         log = lock_log(folder)
         if log:
             forget_crash(folder, steps or 0)
@@ -94,8 +94,8 @@ def write_state(
     out: Path, adapted: AdaptedLlama, optimizer: Optimizer, config: dict, owner: dict,
     scores: dict, step: int,
 ) -> None:  # fmt: skip
-    """Nothing in a step is random, so that a run which goes on from here ends with the same
-    bytes."""
+    """Nothing in a step is random, so that a run which goes on from here ends with the
+    same bytes."""
     tensors = {}
     for name, p in adapted.trained().items():
         tensors[f"value {name}"] = p
@@ -104,13 +104,14 @@ def write_state(
     if RANK == 0:
         about = dict(step=step, config=config, owner=owner, scores=scores)
         write_file(out / "state.safetensors", tensors, **about)
-    # Until process 0 has written the file: if another process ended with an error meanwhile,
-    # torchrun would end process 0 in the middle of it.
+    # Until process 0 has written the file: if another process ended with an error
+    # meanwhile, torchrun would end process 0 in the middle of it.
     wait_for_all()
 
 
 def read_state(out: Path, names: list[str]) -> State:
-    """The state of a run, whose configuration must have these names. Raises UserError."""
+    """The state of a run, whose configuration must have these names. Raises
+    UserError."""
     run = os.path.relpath(out)
     if not (out / "state.safetensors").exists():
         sentence = "there is no run to go on with; name a folder that train.py has made"

@@ -1,5 +1,5 @@
-"""Text: files into documents, documents into tokens, and tokens into what a run trains on
-and scores."""
+"""Text: files into documents, documents into tokens, and tokens into what a run trains
+on and scores."""
 
 import gzip
 import hashlib
@@ -18,7 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from support.command_line import counted
-from support.files import FOREIGN, UTF8, UserError, checksum, read_file, read_text, write_file
+from support.files import FOREIGN, UTF8, UserError, checksum
+from support.files import read_file, read_text, write_file
 from support.tokenizer import Tokenizer
 
 # --- Files into documents ---------------------------------------------------------------
@@ -33,7 +34,8 @@ def find_files(paths: list[Path]) -> list[Path]:
     """The files, and in folders all but hidden ones; without a path those of Python's
     library. A file that is named twice counts once."""
     if not paths:
-        return sorted(f for f in library().rglob("*.py") if "site-packages" not in f.parts)
+        files = sorted(library().rglob("*.py"))
+        return [file for file in files if "site-packages" not in file.parts]
     files = {}
     for path in paths:
         if not path.exists():
@@ -54,8 +56,8 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, dict]]:
-    """Number and object of each line of a .jsonl or .jsonl.gz file, for which `check` must
-    hold. It may also raise what looking for values raises."""
+    """Number and object of each line of a .jsonl or .jsonl.gz file, for which `check`
+    must hold. It may also raise what looking for values raises."""
     opener = gzip.open if file.suffix.lower() == ".gz" else open
     number = 1
     # Bytes, as text would be decoded ahead of the line that is read.
@@ -89,8 +91,9 @@ def parsed(text: bytes) -> Any:
 
 
 def has_rows(file: Path) -> bool:
-    """Whether each line is a document. The end of the name says so, in capitals or not; of a
-    .json file the first line does. Raises UserError if texts are packed otherwise."""
+    """Whether each line is a document. The end of the name says so, in capitals or not;
+    of a .json file the first line does. Raises UserError if texts are packed
+    otherwise."""
     name = file.name.lower()
     if name.endswith((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz")):
         return True
@@ -113,8 +116,9 @@ def read_documents(file: Path) -> Iterator[tuple[str, str]]:
         for number, row in read_rows(file, is_row):
             yield f"{file.name}:{number}", row["text"]
     else:
-        # The library has two files with a byte order mark. There it stays, so that what is
-        # trained and measured on these texts is the same with any version of this program.
+        # The library has two files with a byte order mark. There it stays, so that what
+        # is trained and measured on these texts is the same with any version of this
+        # program.
         yield file.name, read_text(file, "utf-8" if library() in file.parents else UTF8)
 
 
@@ -148,8 +152,9 @@ def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
 
 
 def name_of_tokens(files: list[Path], tokenizer: Tokenizer) -> str:
-    """A name by all that tokens are made from: the texts, the names that choose a part, the
-    tokenizer and how it begins a text, and how this module reads them (a number to raise).
+    """A name by all that tokens are made from: the texts, the names that choose a part,
+    the tokenizer and how it begins a text, and how this module reads them (a number to
+    raise).
     """
     texts = []
     for file in files:
@@ -191,8 +196,8 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
 
 
 def sequence(ids: np.ndarray, L: int, seed: int, i: int) -> Tensor:
-    """Training sequence i, (L,): the stream is cut into pieces, which are shuffled anew for
-    each pass."""
+    """Training sequence i, (L,): the stream is cut into pieces, which are shuffled anew
+    for each pass."""
     if len(ids) < L:
         only = f"the text to train on has only {counted(len(ids), 'token')}"
         raise UserError(f"--seq {L}: {only}; give more text, or a smaller --seq")
@@ -225,9 +230,10 @@ class Texts(NamedTuple):
 def read_texts(
     data: list[str], held_out: list[str], L: int, score_tokens: int, tokenizer: Tokenizer
 ) -> Texts:
-    """The texts of a run. All of `data` trains if texts are held out. If none are, the names
-    of the documents choose a tenth of `data` that is held out. About `score_tokens` of what
-    is held out are scored, in documents of L tokens. Raises UserError."""
+    """The texts of a run. All of `data` trains if texts are held out. If none are, the
+    names of the documents choose a tenth of `data` that is held out. About
+    `score_tokens` of what is held out are scored, in documents of L tokens. Raises
+    UserError."""
     if held_out:
         ids, scored, parts = split_by_flag(data, held_out, tokenizer)
     else:
@@ -264,8 +270,8 @@ def split_by_flag(
 def split_by_name(
     data: list[str], tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Tokens to train on, tokens to score, and the parts that train. If all documents are of
-    one part, they all train, and nothing is scored."""
+    """Tokens to train on, tokens to score, and the parts that train. If all documents
+    are of one part, they all train, and nothing is scored."""
     streams = token_streams([Path(name) for name in data], tokenizer)
     ids, scored = streams["training"], streams["held-out"]
     if not len(ids):

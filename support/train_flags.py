@@ -19,8 +19,7 @@ RECIPES_VALUE = "where no default is named, the recipe's value holds: see the en
 
 def described(values: dict) -> str:
     """Values of a configuration in a line, without those that are not set."""
-    ours = {name: value for name, value in values.items() if name not in ("recipe", "model")}
-    chosen = {name: value for name, value in ours.items() if value not in (None, [], "")}
+    chosen = {name: value for name, value in values.items() if value not in (None, [], "")}
     return ", ".join(f"{name} {value}" for name, value in chosen.items())
 
 
@@ -32,8 +31,9 @@ def odd(text: str) -> int:
 
 
 def make_parser(doc: str, recipes: dict[str, Any]) -> Parser:
-    """A flag that is not given is None; then the recipe decides. `recipes` has a TrainConfig
-    for each name. Those after the first are described by what they change of it."""
+    """A flag that is not given is None; then the recipe decides. `recipes` has a
+    TrainConfig for each name. Those after the first are described by what they change of
+    it."""
     parser = Parser(doc, mem="the recipe's", segment="the recipe's")
     parser.set_defaults(model=None, seed=None)
     add_memory_flags(parser)
@@ -41,12 +41,11 @@ def make_parser(doc: str, recipes: dict[str, Any]) -> Parser:
     add_training_flags(parser, recipes)
     add_output_flags(parser)
     first, *others = (asdict(config) for config in recipes.values())
-    described_recipes = [f"{first['recipe']}: {described(first)}"]
+    lines = ["what a recipe sets, and what others change of it:"]
+    lines += [described(first | {"model": None})]
     for other in others:
-        changes = {name: other[name] for name in other if other[name] != first[name]}
-        described_recipes.append(f"{other['recipe']}: {described(changes)}")
-    wrapped = [fill(line, 78, subsequent_indent="  ") for line in described_recipes]
-    parser.epilog = "\n".join(["what `paper` sets, and what the others change:", *wrapped])
+        lines += [described({name: other[name] for name in other if other[name] != first[name]})]
+    parser.epilog = "\n".join(fill(line, 78, subsequent_indent="  ") for line in lines)
     return parser
 
 
@@ -63,7 +62,7 @@ def add_memory_flags(parser: Parser) -> None:
 def add_text_flags(parser: Parser) -> None:
     add = parser.add_argument_group("text", RECIPES_VALUE).add_argument
     add("--data", type=named_path, nargs="+", metavar="PATH",
-        help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s library)')
+        help='files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
     add("--held-out", type=named_path, nargs="+", metavar="PATH",
         help="texts to score; all of --data trains then (default: a tenth of --data)")
     add("--seq", type=at_least(2), metavar="L",
@@ -71,20 +70,22 @@ def add_text_flags(parser: Parser) -> None:
     add("--facts", type=at_least(0), metavar="N",
         help="facts that are written into each sequence")
     add("--fact-form", choices=FORMS,
-        help="lines `@ name name = word`, or sentences as RULER's needles (default: lines)")
+        help="lines `@ name name = word` (default), or sentences as RULER's needles")
 
 
 def add_training_flags(parser: Parser, recipes: dict[str, dict]) -> None:
     positive, number = at_least(1), at_least(0, float)
     add = parser.add_argument_group("training", RECIPES_VALUE).add_argument
     add("--recipe", choices=recipes,
-        help="values of flags that are not given (default: embedded for tiny/, else paper)")
+        help="what is not given by flags (default: embedded for tiny/, else paper)")
     add("--lora-rank", type=at_least(0), metavar="RANK",
         help="of LoRA; with 0 only the convolutions train (inference mode)")
     add("--lr", type=number, metavar="RATE",
         help="learning rate of LoRA, embeddings and norms")
-    add("--conv-lr", type=number, metavar="RATE", help="learning rate of the convolutions")
-    add("--steps", type=positive, help="optimizer steps; the rates fall linearly towards 0")
+    add("--conv-lr", type=number, metavar="RATE",
+        help="learning rate of the convolutions")
+    add("--steps", type=positive,
+        help="optimizer steps; the rates fall linearly towards 0")
     add("--batch", type=positive, metavar="N", help="sequences per step")
     add("--micro-batch", type=positive, metavar="N", help="sequences in memory at once")
     add("--bptt", type=positive, metavar="N", help="segments that the gradient spans")

@@ -1,4 +1,4 @@
-"""What train.py prints: what a run does before it begins, and its scores when it has ended."""
+"""What train.py prints: what a run will do, and its scores at the end."""
 
 import math
 import os
@@ -14,11 +14,10 @@ from support.train_flags import described
 
 def print_start(config: Any, settings: Settings, machine: Machine, texts: Texts) -> None:
     """`config` is a TrainConfig."""
-    print(f"recipe {config.recipe} on {config.model}, {machine.dtype} on {machine.device}")
-    print(f"run: {os.path.relpath(config.out)}")
-    elsewhere = ("out", "data", "held_out", "device", "dtype", "merged", *asdict(settings))
-    own = {name: value for name, value in asdict(config).items() if name not in elsewhere}
-    print(f"training: {described(own)}")
+    print(f"run: {os.path.relpath(config.out)}, {machine.dtype} on {machine.device}")
+    named_elsewhere = ("out", "device", "dtype", "merged", "data", "held_out")
+    left_out = dict.fromkeys([*named_elsewhere, *asdict(settings)])
+    print(f"training: {described(asdict(config) | left_out)}")
     print(f"memory: {described(asdict(settings))}")
     print(texts.summary)
     if not config.data and Path(config.model) != TINY:
@@ -26,7 +25,7 @@ def print_start(config: Any, settings: Settings, machine: Machine, texts: Texts)
               "name your own text by --data")  # fmt: skip
     tokens = config.steps * config.batch * config.seq
     passes = tokens / len(texts.ids)
-    print(f"training reads {tokens:,} tokens, each token of the text {passes:.1f} times")
+    print(f"training reads {tokens:,} tokens, each token of the text {passes:.2g} times")
 
 
 def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
@@ -37,6 +36,7 @@ def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
     print(f"{counted(documents, 'held-out document'):40}", *columns, sep="  ")
     for name, row in scores.items():
         # NaN: there are no answers in this range.
-        cells = ["-" if math.isnan(row[name]) else f"{row[name]:.3f}" for name in columns]
+        values = [row.get(name, math.nan) for name in columns]
+        cells = ["-" if math.isnan(value) else f"{value:.3f}" for value in values]
         padded = [f"{cell:>{len(column)}}" for cell, column in zip(cells, columns)]
         print(f"{name:40}", *padded, sep="  ")

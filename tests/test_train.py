@@ -1,4 +1,5 @@
-"""train.py: the gradient of a step, runs that are stopped and go on, and two processes."""
+"""train.py: the gradient of a step, runs that are stopped and go on, and two
+processes."""
 
 import copy
 import json
@@ -41,8 +42,9 @@ def adapted_by(model, rank=2) -> AdaptedLlama:
 @pytest.mark.parametrize("weight, told, bptt, micro_batch", [
     (7.5, 1, 2, 1), (7.5, 1, 1, 2), (1.0, 1, 2, 2), (7.5, 0, 2, 1)])  # fmt: skip
 def test_the_gradient_of_a_step(in_float64, model, weight, told, bptt, micro_batch):
-    """A step's loss and gradient are those of single nats, in float64. In the convolutions'
-    gradient those of answers count `weight` times, on the mean of three steps."""
+    """A step's loss and gradient are those of single nats, in float64. In the
+    convolutions' gradient those of answers count `weight` times, on the mean of three
+    steps."""
     adapted = adapted_by(model)
     tokens, ago = torch.randint(3, 64, (2, 41)), torch.zeros(2, 41, dtype=torch.int64)
     ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (2, 5))
@@ -146,7 +148,8 @@ def test_the_slots_of_a_recipe(words, counts):
 
 def test_a_folder_has_one_run(own_folders):
     """Each run without --out gets a folder of its own, which a lock takes. That of a run
-    which never began is taken again. With --out, or --resume, the second one is refused."""
+    which never began is taken again. With --out, or --resume, the second one is
+    refused."""
     usual, held = Path("runs/usual"), []
     for name in ("usual", "usual-2"):
         folder, log = claim("", usual, None)
@@ -380,8 +383,8 @@ def test_a_signal_to_any_process_stops_all(monkeypatch):
     assert agreed([]) == signal.SIGTERM
 
 
-# train.py as each process runs it. The second process has other random numbers, and aborts at
-# its end, when torchrun ends all. Process 0 scores slowly.
+# train.py as each process runs it. The second process has other random numbers, and
+# aborts at its end, when torchrun ends all. Process 0 scores slowly.
 PROCESS = """
 import os, time
 import torch, train
