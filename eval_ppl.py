@@ -24,9 +24,9 @@ from model import load_base
 from support.command_line import Machine, Parser, at_least, named_path, prepare, run_program
 from support.facts import FORMS, fact_tokens, tell_all
 from support.files import write_json
-from support.scoring import add_shared_flags, documents_to_score, models_to_score
-from support.scoring import note_limits, parse_models, parts_to_score
-from support.scoring import baselines, name_of  # noqa: F401, for train.py
+from programs.scoring import add_shared_flags, documents_to_score, models_to_score
+from programs.scoring import note_limits, parse_models, parts_to_score
+from programs.scoring import baselines, name_of  # noqa: F401, for train.py
 from support.text import PARTS
 
 # --- Perplexity -------------------------------------------------------------------------

@@ -61,7 +61,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a trained adapter depends on; support.settings.settings_for makes one."""
+    """All that a trained adapter depends on; programs.settings.settings_for makes one."""
 
     method: str
     segment: int  # the most tokens that enter together

@@ -29,19 +29,19 @@ from tqdm import tqdm
 from eval_ppl import baselines, name_of, perplexity, ranges, token_losses
 from lococo import AdaptedLlama, Settings, segment_losses
 from model import KVCache, attention, load_base
-from support.adapter import identity, write_adapter
+from programs.adapter import identity, write_adapter
 from support.command_line import HERE, TINY, Machine, method_flags, prepare
 from support.command_line import resume_command, run_program
 from support.facts import tell, tell_all
 from support.files import UserError
 from support.processes import RANK, WORLD, add_up, agreed, end_together, join
 from support.processes import noted_signals, start_alike, start_process
-from support.run_folder import State, claim, read_state, restore, write_state
-from support.settings import settings_for
+from programs.run_folder import State, claim, read_state, restore, write_state
+from programs.settings import settings_for
 from support.text import Texts, read_texts, sequence
 from support.tokenizer import Tokenizer
-from support.train_flags import check_use, flags_given, make_parser
-from support.train_report import print_scores, print_start
+from programs.train_flags import check_use, flags_given, make_parser
+from programs.train_report import print_scores, print_start
 
 # --- Recipes ----------------------------------------------------------------------------
 

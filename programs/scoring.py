@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lococo import METHODS, AdaptedLlama, Settings
 from model import Llama
-from support.adapter import load_adapter, read_adapter, shared_copy
+from programs.adapter import load_adapter, read_adapter, shared_copy
 from support.command_line import TINY, Parser, output_file
 from support.files import UserError
-from support.settings import untrained, warn_if_too_long
+from programs.settings import untrained, warn_if_too_long
 from support.text import PARTS, long_documents, token_streams
 from support.tokenizer import Tokenizer
 
