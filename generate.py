@@ -21,23 +21,24 @@ The text goes to standard output, the figures to standard error. For the method 
 import argparse
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import Iterator
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lococo import KINDS, METHODS, AdaptedLlama, Memory, Settings, identity, load_adapter
-from lococo import read_adapter, untrained, warn_if_too_long
-from model import Entries, KVCache, Llama, load_base
-from support.command_line import TINY, Machine, Parser, at_least, config_of, method_flags
-from support.command_line import counted, output_file, prepare, run_program
-from support.files import UTF8, UserError, checksum, created, read_file, write_file
-from support.memory_page import page_record, token_texts, write_page
+from lococo import METHODS, AdaptedLlama, Settings
+from model import KVCache, Llama, load_base
+from support.adapter import load_adapter, shared_copy
+from support.command_line import TINY, Parser, at_least, output_file, prepare
+from support.command_line import read_prompt, run_program
+from support.files import UserError, created
+from support.memory_page import make_page, what_to_show
+from support.saved_memory import load_memory, save_memory
+from support.settings import untrained, warn_if_too_long
 from support.tokenizer import Tokenizer
+from support.tracing import SUGGESTED, check_slots, describe_slots, memory_of_layer
 
 # --- Text as it comes -------------------------------------------------------------------
 
@@ -99,173 +100,11 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
             logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
 
 
-# --- What the slots hold ----------------------------------------------------------------
-
-
-class TracedMemory(Memory):
-    """A memory for a batch of one text that multiplies the mixing matrices of all
-    compressions, so that each slot is known as a mixture of tokens. It does so in some
-    layers or in all."""
-
-    def __init__(self, *args, layers: Iterable[int]):
-        """`args` as those of Memory."""
-        super().__init__(*args)
-        self.seen_at = []  # tokens that had entered at each compression
-        # shares[layer][g, slot, place] is how much of the slot is the token at this place of
-        # the text, (G, M, tokens).
-        self.shares = {layer: torch.zeros(self.config.n_kv_heads, 0, 0) for layer in layers}
-        # For each layer, after each compression: the three largest shares of each slot, and
-        # their tokens' places, both (G, M, 3). `shares` grows with the text, these do not.
-        self.largest = {layer: [] for layer in layers}
-
-    def copy(self) -> "TracedMemory":
-        other = super().copy()
-        other.seen_at = [*self.seen_at]
-        other.shares = {**self.shares}
-        other.largest = {layer: [*kept] for layer, kept in self.largest.items()}
-        return other
-
-    def compress(self, layer: int) -> tuple[Tensor, Tensor]:
-        order, w = super().compress(layer)
-        if layer == 0:
-            self.seen_at.append(self.seen)
-        if layer in self.shares:
-            matrix = self.mixing_matrix(layer, order, w)[0].float().cpu()  # (G, M, S)
-            before = self.shares[layer]
-            # Entries in slots: 0 before the first compression, then M. Every other entry is
-            # one whole token.
-            in_slots = before.shape[1]
-            old, new = matrix.tensor_split([in_slots], dim=2)
-            shares = torch.cat((old @ before, new), dim=2)
-            self.shares[layer] = shares
-            self.largest[layer].append(shares.topk(min(3, shares.shape[2])))
-        return order, w
-
-
-def describe_slots(
-    memory: TracedMemory, layer: int, head: int, ids: list[int], tokenizer: Tokenizer
-) -> Iterator[str]:
-    """Lines about what the slots hold; ids are the tokens that were read.
-
-    The bars at a line's end follow its first token, one bar for each compression. A bar is
-    the token's largest share among the slots in which it came first then.
-    """
-    held = memory.keys[layer].size
-    yield f"layer {layer}, head {head}: {held} entries after {len(ids)} tokens"
-    counts = memory.layer_settings[layer]
-    kinds = [kind for kind in KINDS for _ in range(getattr(counts, kind))]
-    for slot, kind in enumerate(kinds if memory.largest[layer] else []):
-        line = f"{slot:>4} {kind:7}"
-        last = memory.largest[layer][-1]  # after the last compression
-        shares, places = (part[head, slot].tolist() for part in last)
-        for share, place in zip(shares, places):
-            if share >= 0.01:
-                piece = repr(tokenizer.piece(ids[place]))
-                line += f"  {'█' * round(4 * share):·<4} {share:.2f} {piece:<10} {place:<5}"
-        bars = ""
-        for shares_then, places_then in memory.largest[layer]:
-            same = places_then[head, :, 0] == places[0]
-            first = shares_then[head, :, 0] * same
-            bars += " ▁▂▃▄▅▆▇█"[round(8 * float(first.max()))]
-        yield f"{line}  {bars}"
-
-
-# --- Saved memories ---------------------------------------------------------------------
-
-
-def save_memory(file: Path, memory: Memory, owner: dict) -> None:
-    """Write the entries, the scores and the number of tokens seen. `owner` says which base
-    and adapter they belong to. Raises UserError."""
-    tensors = {}
-    for layer in range(memory.config.n_layers):
-        tensors[f"keys {layer}"] = memory.keys[layer].held
-        tensors[f"values {layer}"] = memory.values[layer].held
-        if memory.scoring:
-            tensors[f"scores {layer}"] = memory.scores[layer]
-    write_file(file, tensors, seen=memory.seen, owner=owner)
-
-
-def load_memory(file: Path, memory: Memory, owner: dict, device: str) -> None:
-    """Read what `save_memory` has written into an empty memory. Raises UserError."""
-    tensors, about = read_file(file)
-    if about.get("owner") != owner:
-        other = "it was saved with another model, adapter, --dtype, --method or its flags"
-        raise UserError(f"--load-memory {file}: {other}; give the same ones")
-    for layer in range(memory.config.n_layers):
-        memory.keys[layer] = Entries(tensors[f"keys {layer}"].to(device))
-        memory.values[layer] = Entries(tensors[f"values {layer}"].to(device))
-        if memory.scoring:
-            memory.scores[layer] = tensors[f"scores {layer}"].to(device)
-    memory.seen = about["seen"]
-
-
 # --- The program ------------------------------------------------------------------------
 
-MOST_MEMORIES = 3  # on a page
-# What to try where there is no adapter. By slot, so that a text of any length can be read.
-SUGGESTED = "--method h2o --mem 512 --positions slots"
 
-
-@dataclass(frozen=True)
-class GenerateConfig:
-    """What the command line asks for."""
-
-    model: Path
-    device: str | None  # None: a GPU if there is one
-    dtype: str | None
-    seed: int
-    prompt: str  # a file; - for standard input
-    max_new_tokens: int
-    temperature: float
-    # Memory: an adapter, or a method without training. More than one only for a page.
-    adapter: Path | None
-    method: list[str]
-    mem: int | None  # of the methods; None was not given
-    segment: int | None
-    changes: dict  # of the methods' rows of METHODS
-    # Output.
-    save_memory: Path | None
-    load_memory: Path | None
-    layer_and_head: tuple[int, int] | None  # of --show-memory
-    page: Path | None  # the file of --show-memory
-
-
-def read_prompt(name: str) -> str:
-    """The text of a file; of standard input if the name is -."""
-    if Path(name).is_dir():
-        raise UserError(f"--prompt {name}: this is a folder; name a file")
-    data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    try:
-        text = data.decode(UTF8)
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompt {name}: not UTF-8 text (byte {error.start})") from None
-    if not text:
-        raise UserError(f"--prompt {name}: there is no text in it")
-    return text
-
-
-def encode_prompt(config: GenerateConfig, text: str, tokenizer: Tokenizer) -> list[int]:
-    ids = tokenizer.encode(text)
-    if len(ids) == len(tokenizer.prefix):
-        sentence = "the tokenizer has no token for its text; write more"
-        raise UserError(f"--prompt {config.prompt}: {sentence}")
-    return ids
-
-
-def refuse_without_slots(settings: Settings) -> None:
-    if not settings.mem:
-        remedy = f"take {SUGGESTED}, or --adapter RUN after train.py"
-        raise UserError(f"{settings.method}: it keeps everything and has no slots; {remedy}")
-
-
-def refuse_for_page(settings: Settings) -> None:
-    refuse_without_slots(settings)
-    if settings.budgets:
-        reason = "a page does not show layers with budgets, as their compressions differ in time"
-        raise UserError(f"{settings.method}: {reason}; give --show-memory LAYER HEAD")
-
-
-def make_parser() -> Parser:
+def parse() -> argparse.Namespace:
+    """The flags. Of --show-memory, `head` has the layer and the head, or `page` the file."""
     parser = Parser(__doc__, mem="512; on a page that of the adapter")
     add = parser.add_argument_group("text").add_argument
     add("--prompt", required=True, metavar="FILE", help="a text file; - for standard input")
@@ -279,182 +118,60 @@ def make_parser() -> Parser:
     add("--method", nargs="+", default=[], choices=METHODS,
         help="a method without training, instead of an adapter (default for other models: "
              "full); several, also beside an adapter, with --show-memory page.html")
-    group = parser.add_argument_group("output")
-    group.add_argument("--save-memory", type=output_file, metavar="FILE",
-                       help="write the memory there, and end")  # fmt: skip
-    one = group.add_mutually_exclusive_group().add_argument
-    one("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
-    one("--show-memory", nargs="+", metavar="WHAT",
+    add = parser.add_argument_group("output").add_argument
+    add("--save-memory", type=output_file, metavar="FILE",
+        help="write the memory there, and end")
+    add("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
+    add("--show-memory", nargs="+", metavar="WHAT",
         help="LAYER HEAD: print what its slots hold, and end; FILE.html: write a page of what "
              "all slots hold while the text is read, and end")
-    return parser
 
-
-def parse() -> GenerateConfig:
-    parser = make_parser()
-    flags = parser.parse_args()
-    flags.layer_and_head = flags.page = None
+    flags = parser.parse_methods()
+    flags.head = flags.page = None
     if flags.show_memory:
-        flags.layer_and_head, flags.page = what_to_show(flags.show_memory, parser)
-    parser.refuse_counts(flags)
-    flags.method = list(dict.fromkeys(flags.method))
-    flags.changes = method_flags(vars(flags))
-    config = config_of(GenerateConfig, flags)
-    refuse_conflicts(config, parser)
-    if config.save_memory and config.save_memory.exists():
-        parser.error(f"--save-memory {config.save_memory}: there is such a file already")
-    return config
+        flags.head, flags.page = what_to_show(flags.show_memory)
+        if flags.save_memory or flags.load_memory:
+            parser.error("--show-memory goes with neither --save-memory nor --load-memory")
+    asked = [f"--adapter {flags.adapter}"] if flags.adapter else []
+    asked += flags.method
+    if len(asked) > (3 if flags.page else 1):
+        most = "one at a time, or up to three with --show-memory page.html"
+        parser.error(f"{', '.join(asked)}: {most}")
+    return flags
 
 
-def what_to_show(
-    words: list[str], parser: Parser
-) -> tuple[tuple[int, int] | None, Path | None]:
-    """Of --show-memory: a layer and a head, or else the file of a page."""
-    numbers = [int(word) for word in words if word.isdecimal()]
-    if len(words) == len(numbers) == 2:
-        return tuple(numbers), None
-    if len(words) > 1 or not words[0].lower().endswith(".html"):
-        remedy = "name a layer and a head, such as 1 0, or one file, such as page.html"
-        parser.error(f"--show-memory {' '.join(words)}: {remedy}")
-    try:
-        return None, output_file(words[0])
-    except argparse.ArgumentTypeError as error:
-        parser.error(f"--show-memory {error}")
-
-
-def refuse_conflicts(config: GenerateConfig, parser: Parser) -> None:
-    """Refuse flags that do not go together. A page may show three memories, else there is
-    one."""
-    asked = ([f"--adapter {config.adapter}"] if config.adapter else []) + config.method
-    if len(asked) > 1 and not config.page:
-        parser.error(f"{', '.join(asked)}: one at a time, or --show-memory page.html")
-    if len(asked) > MOST_MEMORIES:
-        parser.error(f"{', '.join(asked)}: a page shows at most {MOST_MEMORIES} memories")
-    if config.save_memory and (config.layer_and_head or config.page):
-        parser.error("--save-memory and --show-memory: one at a time, as each ends the program")
-
-
-def model_with_memory(config: GenerateConfig, model: Llama) -> AdaptedLlama:
-    """The base with the adapter or the method that the flags ask for."""
-    if config.adapter:
-        return load_adapter(config.adapter, model)
-    if config.method:
-        mem = config.mem or 512
-        return untrained(model, config.method[0], mem, config.segment or mem, **config.changes)
-    if config.model.resolve() == TINY:
-        return load_adapter(TINY, model)
-    memory = "its memory is the full cache, which keeps every token"
-    others = f"for 512 slots: {SUGGESTED}, or --adapter RUN after train.py"
-    print(f"this base has no adapter: {memory}; {others}", file=sys.stderr)
-    return untrained(model, "full", 512, 512)
-
-
-def empty_cache(config: GenerateConfig, adapted: AdaptedLlama) -> KVCache:
-    """The cache that reads the prompt: with --show-memory LAYER HEAD a TracedMemory. Raises
-    UserError."""
-    if config.save_memory or config.load_memory or config.layer_and_head:
-        refuse_without_slots(adapted.settings)
-    if not config.layer_and_head:
-        return adapted.cache()
-    layer, head = config.layer_and_head
-    sizes = adapted.model.config
-    if layer >= sizes.n_layers or head >= sizes.n_kv_heads:
-        has = f"layers 0 to {sizes.n_layers - 1} and heads 0 to {sizes.n_kv_heads - 1}"
-        raise UserError(f"--show-memory {layer} {head}: no such layer or head; there are {has}")
-    return adapted.cache(partial(TracedMemory, layers=[layer]))
-
-
-def figures(cache: KVCache, settings: Settings) -> str:
-    """How much is held, and what the full cache would hold."""
-    held = sum(keys.size for keys in cache.keys) // len(cache.keys)  # mean over the layers
-    slots = f"{settings.mem} slots" if settings.mem else "all entries"
-    memory = f"memory           {slots}; {held:,} entries held of {cache.seen:,}"
-    below = "\n" + 17 * " "
-    if settings.budgets:
-        layers = f"layers have {min(settings.budgets)} to {max(settings.budgets)} slots"
-        new = f"at most T = {settings.segment} new tokens"
-        memory += f"{below}this is the mean; {layers} and {new}"
-    elif settings.mem and cache.compressed:
-        waiting = f"{counted(cache.size - settings.mem, 'token')} since the last compression"
-        most = f"at most T = {settings.segment}"
-        memory += f"{below}these are {settings.mem} slots, and {waiting} ({most})"
-    elif settings.mem:
-        memory += f"{below}nothing is compressed up to M + T = {settings.room:,} entries"
-    full = f"the full cache would hold {cache.full_nbytes:,}"
-    return f"{memory}\nkey/value cache  {cache.nbytes:,} bytes; {full}"
-
-
-def adapter_of_page(config: GenerateConfig) -> Path | None:
-    """The run whose memory a page shows; None if it shows methods alone. Raises
-    UserError."""
-    run = config.adapter
-    if not run and not config.method:
+def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedLlama]:
+    """The adapter and the methods that the flags name, on one base. Beside an adapter the
+    methods have its M and T, if --mem is not given."""
+    run, mem, segment = flags.adapter, flags.mem or 512, flags.segment
+    if not run and not flags.method and flags.model.resolve() == TINY:
         run = TINY
-        if config.model.resolve() != TINY:
-            remedy = f"name a memory: {SUGGESTED}, or --adapter RUN after train.py"
-            raise UserError(f"--show-memory {config.page}: this base has no adapter; {remedy}")
+    models = {}
     if run:
-        refuse_for_page(read_adapter(run).settings)
-    return run
-
-
-def methods_of_page(
-    config: GenerateConfig, model: Llama, run: Path | None
-) -> list[AdaptedLlama]:
-    """Each --method on one base. Without --mem they have the adapter's M and T."""
-    mem, segment = config.mem or 512, config.segment
-    if run and not config.mem:
-        settings = read_adapter(run).settings
-        mem, segment = settings.mem, segment or settings.segment
-    models = []
-    for method in config.method:
-        adapted = untrained(model, method, mem, segment or mem, **config.changes)
-        refuse_for_page(adapted.settings)
-        models.append(adapted)
+        adapted = load_adapter(run, shared_copy(model))
+        settings = adapted.settings
+        models[f"{settings.method}, adapter {run.resolve().name}"] = adapted
+        if not flags.mem and settings.mem:
+            mem, segment = settings.mem, segment or settings.segment
+    for method in flags.method:
+        models[method] = untrained(model, method, mem, segment or mem, **flags.changes)
+    if not models:
+        memory = "its memory is the full cache, which keeps every token"
+        others = f"for 512 slots: {SUGGESTED}"
+        print(f"this base has no adapter: {memory}; {others}", file=sys.stderr)
+        models["full"] = untrained(model, "full", 512, 512)
     return models
 
 
-def memories_of_page(
-    config: GenerateConfig, machine: Machine
-) -> Iterator[tuple[str, AdaptedLlama]]:
-    """Names and models: each --method, then the adapter. The methods share a base. Delete a
-    model before asking for the next: a GPU may hold just one."""
-    run = adapter_of_page(config)
-    if config.method:
-        if run:  # it reads last, but one of another base is refused now
-            load_adapter(run, load_base(config.model, machine.dtype, machine.device)[0])
-        model, _ = load_base(config.model, machine.dtype, machine.device)
-        models = methods_of_page(config, model, run)
-        yield from zip(config.method, models)
-        del model, models
-    if run:
-        adapted = load_adapter(run, load_base(config.model, machine.dtype, machine.device)[0])
-        yield f"{adapted.settings.method}, adapter {run.resolve().name}", adapted
-
-
-def make_page(config: GenerateConfig, machine: Machine, text: str) -> None:
-    """Read the text with each memory, and write down what its slots hold on the way."""
-    tokenizer = Tokenizer(config.model)
-    ids = encode_prompt(config, text, tokenizer)
-    prompt = torch.tensor([ids], device=machine.device)
-    records = []
-    with created(config.page):
-        for name, adapted in memories_of_page(config, machine):
-            settings, layers = adapted.settings, range(adapted.model.config.n_layers)
-            warn_if_too_long(settings, len(ids))
-            cache = adapted.cache(partial(TracedMemory, layers=layers))
-            with machine.precision():
-                logits = prefill(adapted.model, prompt, cache, settings.segment)
-            following = tokenizer.piece(sample(logits[0, : tokenizer.vocab_size], temperature=0))
-            counts = {kind: getattr(settings, kind) for kind in KINDS}
-            records.append(page_record(name, cache, counts, following))
-            print(f"{name}\n{figures(cache, settings)}", file=sys.stderr)
-            del adapted, cache
-        if config.adapter:
-            # The adapter was the last to read, and comes first.
-            records.insert(0, records.pop())
-        write_page(config.page, *token_texts(ids, tokenizer), records)
-    print(f"open {config.page} in a browser", file=sys.stderr)
+def print_figures(cache: KVCache, settings: Settings) -> None:
+    """How much is held, and what the full cache would hold."""
+    held = sum(keys.size for keys in cache.keys) // len(cache.keys)  # mean over the layers
+    slots, most = "all entries", ""
+    if settings.mem:
+        slots, most = f"{settings.mem} slots", f" (at most M + T = {settings.capacity:,})"
+    print(f"memory           {slots}; {held:,} entries held of {cache.seen:,}{most}\n"
+          f"key/value cache  {cache.nbytes:,} bytes; "
+          f"the full cache would hold {cache.full_nbytes:,}", file=sys.stderr)  # fmt: skip
 
 
 def print_text(new: Iterator[int], tokenizer: Tokenizer, ids: list[int]) -> None:
@@ -464,40 +181,73 @@ def print_text(new: Iterator[int], tokenizer: Tokenizer, ids: list[int]) -> None
     print(flush=True)
 
 
-def main() -> None:
-    config = parse()
-    machine = prepare(config.device, config.dtype, config.seed)
-    text = read_prompt(config.prompt)
-    if config.page:
-        make_page(config, machine, text)
-        return
-    model, tokenizer = load_base(config.model, machine.dtype, machine.device)
-    ids = encode_prompt(config, text, tokenizer)
-    adapted = model_with_memory(config, model)
+def read(adapted: AdaptedLlama, ids: list[int], cache: KVCache) -> Tensor:
+    """Read a text into a cache of the model. Returns the logits of `prefill`."""
+    tokens = torch.tensor([ids], device=adapted.model.norm.weight.device)
+    return prefill(adapted.model, tokens, cache, adapted.settings.segment)
+
+
+def show_page(
+    page: Path, models: dict[str, AdaptedLlama], ids: list[int], tokenizer: Tokenizer
+) -> None:
+    """Read the text with each model, and write a page of what its memory holds meanwhile."""
+
+    def read_and_predict(name: str, cache: KVCache) -> int:
+        settings = models[name].settings
+        warn_if_too_long(settings, len(ids))
+        logits = read(models[name], ids, cache)
+        print(name, file=sys.stderr)
+        print_figures(cache, settings)
+        return sample(logits[0, : tokenizer.vocab_size], temperature=0)
+
+    make_page(page, models, ids, tokenizer, read_and_predict)
+    print(f"open {page} in a browser", file=sys.stderr)
+
+
+def continue_text(
+    flags: argparse.Namespace, adapted: AdaptedLlama, ids: list[int], tokenizer: Tokenizer
+) -> None:
+    """Read the text, and continue it; or save the memory, or print what slots hold."""
     settings = adapted.settings
-    cache = empty_cache(config, adapted)
-    if config.save_memory or config.load_memory:
-        owner = identity(adapted) | {"adapter": checksum(adapted.trained(), str(machine.dtype))}
-    if config.load_memory:
-        load_memory(config.load_memory, cache, owner, machine.device)
+    if flags.save_memory or flags.load_memory:
+        check_slots(settings)
+    cache = memory_of_layer(adapted, *flags.head) if flags.head else adapted.cache()
+    if flags.load_memory:
+        load_memory(flags.load_memory, cache, adapted)
         # The question continues a text, so it has no BOS. Sentencepiece still puts a blank
         # first.
         ids = ids[len(tokenizer.prefix) :]
-    answer = 0 if config.save_memory or config.layer_and_head else config.max_new_tokens
-    warn_if_too_long(settings, cache.seen + len(ids) + answer)
+    most = 0 if flags.save_memory or flags.head else flags.max_new_tokens
+    warn_if_too_long(settings, cache.seen + len(ids) + most)
 
-    saved = created(config.save_memory) if config.save_memory else nullcontext()
-    with saved, machine.precision():
-        prompt = torch.tensor([ids], device=machine.device)
-        logits = prefill(model, prompt, cache, settings.segment)
-        if config.save_memory:
-            save_memory(config.save_memory, cache, owner)
-        elif config.layer_and_head:
-            print(*describe_slots(cache, *config.layer_and_head, ids, tokenizer), sep="\n")
+    with created(flags.save_memory) if flags.save_memory else nullcontext():
+        logits = read(adapted, ids, cache)
+        if flags.save_memory:
+            save_memory(flags.save_memory, cache, adapted)
+    if flags.head:
+        print(*describe_slots(cache, *flags.head, ids, tokenizer), sep="\n")
+    if most:
+        new = decode(adapted.model, tokenizer, logits, cache, most, flags.temperature)
+        print_text(new, tokenizer, ids)
+    print_figures(cache, settings)
+
+
+def main() -> None:
+    flags = parse()
+    machine = prepare(flags.device, flags.dtype, flags.seed)
+    text = read_prompt(flags.prompt)
+    base, tokenizer = load_base(flags.model, machine.dtype, machine.device)
+    ids = tokenizer.encode(text)
+    if len(ids) == len(tokenizer.prefix):
+        nothing = "the tokenizer has no token for its text; write more"
+        raise UserError(f"--prompt {flags.prompt}: {nothing}")
+    models = chosen_models(flags, base)
+    with machine.precision():
+        if flags.page:
+            show_page(flags.page, models, ids, tokenizer)
         else:
-            most, temperature = config.max_new_tokens, config.temperature
-            print_text(decode(model, tokenizer, logits, cache, most, temperature), tokenizer, ids)
-    print(figures(cache, settings), file=sys.stderr)
+            [adapted] = models.values()
+            continue_text(flags, adapted, ids, tokenizer)
 
 
 if __name__ == "__main__":

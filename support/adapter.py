@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings
@@ -83,3 +84,12 @@ def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
         p.data = tensors[name].to(p.device, copy=True)
     adapted.round_embeddings()
     return adapted
+
+
+def shared_copy(model: Llama) -> Llama:
+    """A second Llama on the same weights, which are not copied. An adapter changes one of the
+    two and leaves the other as it is: what is frozen stays in memory once."""
+    with torch.device("meta"):  # shapes without numbers
+        other = Llama(model.config)
+    other.load_state_dict(model.state_dict(), assign=True)
+    return other

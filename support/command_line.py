@@ -1,4 +1,4 @@
-"""The command line of all programs: shared flags, device and numbers, errors as one sentence."""
+"""The command line of all programs: shared flags, device and dtype, errors as one sentence."""
 
 import argparse
 import os
@@ -10,13 +10,12 @@ from typing import Any, Callable, NoReturn
 
 import torch
 
-from support.files import UserError, is_out_of_memory, is_stream
+from support.files import UTF8, UserError, is_out_of_memory, is_stream
 
 HERE = Path(__file__).resolve().parent.parent  # the project's folder
 TINY = HERE / "tiny"  # the embedded model and its adapter
-KEPT = {"--sinks": "first tokens", "--heavy": "most attended entries", "--recent": "last tokens"}
 HUGE = 2**31 - 1  # the largest number that a flag takes
-POSITIONS = ("interpolated", "original", "slots")  # see lococo.interpolation
+POSITIONS = ("text", "slots")  # see lococo.interpolation
 
 
 def at_least(least: float, kind: type = int, most: float = HUGE) -> Callable[[str], float]:
@@ -35,8 +34,8 @@ def at_least(least: float, kind: type = int, most: float = HUGE) -> Callable[[st
 
 
 def named_path(text: str) -> Path:
-    """An argparse type: a file or a folder. An empty name, as an unset variable of the shell gives,
-    would be the current folder."""
+    """An argparse type: a file or a folder. An empty name, as an unset variable of the shell
+    gives, would be the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("'': this name is empty; give a file or a folder")
     return Path(text)
@@ -48,10 +47,26 @@ def output_file(text: str) -> Path:
     if file.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: this is a folder; name a file")
     if not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {file.parent}; make it first")
+        none = f"there is no folder {file.parent}; make it first"
+        raise argparse.ArgumentTypeError(f"{text}: {none}")
     if not os.access(file if is_stream(file) else file.resolve().parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text}: nothing can be written there; name another file")
+        sentence = "nothing can be written there; name another file"
+        raise argparse.ArgumentTypeError(f"{text}: {sentence}")
     return file
+
+
+def read_prompt(name: str) -> str:
+    """The text of --prompt, a file; of standard input if the name is -. Raises UserError."""
+    if Path(name).is_dir():
+        raise UserError(f"--prompt {name}: this is a folder; name a file")
+    data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    try:
+        text = data.decode(UTF8)
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt {name}: not UTF-8 text (byte {error.start})") from None
+    if not text:
+        raise UserError(f"--prompt {name}: there is no text in it")
+    return text
 
 
 def resume_command(run: Path) -> str:
@@ -66,14 +81,16 @@ def counted(number: int, thing: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """The flags of all programs. A mistake is one sentence. `mem` and `segment` say in --help what
-    these flags are by default."""
+    """The flags of all programs. A mistake is one sentence. `mem` and `segment` say in --help
+    what these flags are by default."""
 
     def __init__(self, doc: str, mem: str = "512", segment: str = "as --mem"):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=doc, formatter_class=formatter)
         self.machine = self.add_argument_group("model and machine")
         add = self.machine.add_argument
-        add("--model", type=Path, default=TINY, help="directory of the base model (default: tiny/)")
+        add("--model", type=Path, default=TINY,
+            help="directory of the base model (default: tiny/)")
         add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
         add("--dtype", choices=("float32", "bfloat16"),
             help="of the base model (default: float32 on a CPU, bfloat16 on a GPU)")
@@ -84,22 +101,32 @@ class Parser(argparse.ArgumentParser):
             help=f"slots, from 4 on (default: {mem})")
         add("--segment", type=at_least(1), metavar="T",
             help=f"tokens that enter together (default: {segment})")
-        for flag, kept in KEPT.items():
-            add(flag, type=at_least(0), metavar="N",
-                help=f"slots that keep the {kept} (default: the method's)")
+        add("--sinks", type=at_least(0), metavar="N",
+            help="slots that keep the first tokens (default: the method's)")
+        add("--heavy", type=at_least(0), metavar="N",
+            help="slots that keep the most attended entries (default: the method's)")
+        add("--recent", type=at_least(0), metavar="N",
+            help="slots that keep the last tokens (default: the method's)")
         add("--positions", choices=POSITIONS,
-            help="of keys. interpolated: in the text, divided; original: in the text; slots: in "
-                 "the cache (default: the method's)")
+            help="of keys. text: in the text (interpolated if it was trained for more than "
+                 "the base's context); slots: in the cache (default: the method's)")
         add("--forget", type=at_least(0, float, most=1), metavar="F",
-            help="factor of the attention that an entry has received, at each segment, from 0 to 1 "
-                 "(default: the method's, which is 1 for most)")
+            help="factor of the attention that an entry has received, at each segment, from "
+                 "0 to 1 (default: the method's, which is 1 for most)")
         add("--budgets", type=at_least(4), nargs="+", metavar="N",
-            help="slots of each layer, M on average; tools/budgets.py finds them (default: M each)")
+            help="slots of each layer, M on average; tools/budgets.py finds them "
+                 "(default: M each)")
 
-    def refuse_counts(self, args: argparse.Namespace) -> None:
-        given = [args.mem, args.segment, *method_flags(vars(args)).values()]
-        if any(value is not None for value in given) and not args.method:
+    def parse_methods(self) -> argparse.Namespace:
+        """Parse the command line of a program that has a list of --method. `changes` has what
+        the user says about all of these methods, apart from M and T."""
+        flags = self.parse_args()
+        flags.method = list(dict.fromkeys(flags.method))
+        flags.changes = method_flags(vars(flags))
+        given = [flags.mem, flags.segment, *flags.changes.values()]
+        if any(value is not None for value in given) and not flags.method:
             self.error("--mem and the like go with --method; a trained adapter has its own")
+        return flags
 
     def error(self, message: str):
         if message.startswith("argument "):  # argparse's "argument --mem: 0: it must ..."
@@ -113,9 +140,10 @@ def config_of(kind: type, flags: argparse.Namespace) -> Any:
 
 
 def method_flags(flags: dict) -> dict:
-    """Those of the flags that change a row of METHODS. train.py has three more than the others."""
-    names = ("sinks", "heavy", "recent", "positions", "forget", "budgets", "compressor", "kernel",
-             "lora_rank")  # fmt: skip
+    """Those of the flags that change a row of METHODS. train.py has three more than the
+    others."""
+    names = ("sinks", "heavy", "recent", "positions", "forget", "budgets", "compressor",
+             "kernel", "lora_rank")  # fmt: skip
     return {name: flags[name] for name in names if name in flags}
 
 
@@ -133,7 +161,8 @@ class Machine:
 
 
 def prepare(device: str | None, dtype: str | None, seed: int = 0) -> Machine:
-    """The machine that the flags ask for; None takes the default. Sets the random state, too."""
+    """The machine that the flags ask for; None takes the default. Sets the random state,
+    too."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=device).item()
@@ -142,13 +171,14 @@ def prepare(device: str | None, dtype: str | None, seed: int = 0) -> Machine:
         raise UserError(f"--device {device}: {none}") from None
     usual = "float32" if torch.device(device).type == "cpu" else "bfloat16"
     torch.manual_seed(seed)
-    torch.set_flush_denormal(True)  # a CPU is many times slower with a softmax's tiny weights
+    # A CPU is many times slower with a softmax's tiny weights.
+    torch.set_flush_denormal(True)
     return Machine(device, getattr(torch, dtype or usual))
 
 
 def run_program(main: Callable[[], None]) -> None:
-    """Run a program. A mistake that the user can fix is one sentence and exit code 2; what only a
-    bug of ours can cause is a traceback."""
+    """Run a program. A mistake that the user can fix is one sentence and exit code 2; what
+    only a bug of ours can cause is a traceback."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # it is closed, as by the shell's `>&-`
             setattr(sys, name, open(os.devnull, "r+"))

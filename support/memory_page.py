@@ -1,20 +1,21 @@
 """The page of `generate.py --show-memory page.html`: what memories hold while a text is read.
 
 memory_page.html, beside this file, is the page itself: HTML, CSS and JavaScript without data.
-This module makes the data from what generate.TracedMemory has followed, and fills them in.
+This module reads the text with each memory, makes the data, and fills them in.
 """
 
+import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Callable
 
 from torch import Tensor
 
-from support.files import write_whole
+from lococo import KINDS, AdaptedLlama
+from support.command_line import output_file
+from support.files import UserError, created, write_whole
 from support.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from generate import TracedMemory
+from support.tracing import TracedMemory, memory_of_page
 
 TEMPLATE = Path(__file__).with_name("memory_page.html")
 PLACE = "THE_DATA_OF_THE_PAGE"  # stands once in the template
@@ -22,15 +23,28 @@ LEAST = 0.01  # smaller shares are left out
 TITLES = {  # of methods, as README.md calls them
     "streaming": "window (streaming)",
     "h2o": "H2O",
-    "lococo+window": "ours (lococo+window)",
-    "lococo+h2o+recent": "ours (lococo+h2o+recent)",
+    "selection": "ours (selection)",
 }
 
 
+def what_to_show(words: list[str]) -> tuple[tuple[int, int] | None, Path | None]:
+    """Of --show-memory: a layer and a head, or else the file of a page. Raises UserError."""
+    numbers = [int(word) for word in words if word.isdecimal()]
+    if len(words) == len(numbers) == 2:
+        return tuple(numbers), None
+    if len(words) > 1 or not words[0].lower().endswith(".html"):
+        remedy = "name a layer and a head, such as 1 0, or one file, such as page.html"
+        raise UserError(f"--show-memory {' '.join(words)}: {remedy}")
+    try:
+        return None, output_file(words[0])
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"--show-memory {error}") from None
+
+
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> tuple[list[str], dict[int, str]]:
-    """The text of each token; joined, they are the text that was read. A token that ends inside
-    a character has none: the token that completes the character has it. Also the names of the
-    tokens without text, such as <s>."""
+    """The text of each token; joined, they are the text that was read. A token that ends
+    inside a character has none: the token that completes the character has it. Also the names
+    of the tokens without text, such as <s>."""
     start = len(tokenizer.prefix)
     texts = [""] * start
     context, waiting = [], []  # tokens before, and those whose character is incomplete
@@ -49,8 +63,8 @@ def token_texts(ids: list[int], tokenizer: Tokenizer) -> tuple[list[str], dict[i
 
 
 def slot_record(shares: list[float], tokens: list[int]) -> int | list[int]:
-    """One slot: [token, share, token, share ...] with shares in hundredths, the largest first.
-    A slot that is one whole token, as most are, is that token's number alone."""
+    """One slot: [token, share, token, share ...] with shares in hundredths, the largest
+    first. A slot that is one whole token, as most are, is that token's number alone."""
     record = []
     for share, token in zip(shares, tokens):
         if share >= LEAST:
@@ -63,18 +77,16 @@ def head_record(shares: Tensor, tokens: Tensor) -> list[int | list[int]]:
     return [slot_record(*slot) for slot in zip(shares.tolist(), tokens.tolist())]
 
 
-def page_record(
-    name: str, memory: "TracedMemory", counts: dict[str, int], following: str
-) -> dict:
-    """What the page shows of a memory that has read the text. `counts`: slots of each kind;
-    `following`: the token that it predicts after the text."""
+def page_record(name: str, memory: TracedMemory, following: str) -> dict:
+    """What the page shows of a memory that has read the text. `following` is the token that
+    it predicts after the text."""
     held = []  # [compression][layer][head][slot]
     for layers in zip(*memory.largest.values()):
         held.append([[head_record(*head) for head in zip(*layer)] for layer in layers])
     method, comma, adapter = name.partition(",")
     return {
         "name": TITLES.get(method, method) + comma + adapter,
-        "counts": counts,
+        "counts": {kind: getattr(memory.settings, kind) for kind in KINDS},
         "segment": memory.settings.segment,
         "layers": memory.config.n_layers,
         "heads": memory.config.n_kv_heads,
@@ -88,9 +100,25 @@ def page_record(
 def write_page(
     file: Path, tokens: list[str], names: dict[int, str], memories: list[dict]
 ) -> None:
-    """The template with its data. In a script a `<` could end it or begin a comment, so each one
-    is written as an escape."""
+    """The template with its data. In a script a `<` could end it or begin a comment, so each
+    one is written as an escape."""
     data = {"tokens": tokens, "names": names, "memories": memories}
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    page = TEMPLATE.read_text("utf-8").replace(PLACE, text)
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    page = TEMPLATE.read_text("utf-8").replace(PLACE, text.replace("<", "\\u003c"))
     write_whole(file, lambda beside: beside.write_bytes(page.encode("utf-8")))
+
+
+def make_page(
+    file: Path, models: dict[str, AdaptedLlama], ids: list[int], tokenizer: Tokenizer,
+    read: Callable[[str, TracedMemory], int],
+) -> None:  # fmt: skip
+    """Read the text `ids` with each model, and write a page of what their memories hold
+    meanwhile. `read(name, memory)` reads it with the model of this name, and returns the
+    token that is predicted after it."""
+    memories = {name: memory_of_page(adapted) for name, adapted in models.items()}
+    records = []
+    with created(file):
+        for name, memory in memories.items():
+            following = read(name, memory)
+            records.append(page_record(name, memory, tokenizer.piece(following)))
+        write_page(file, *token_texts(ids, tokenizer), records)

@@ -18,7 +18,9 @@ import torch  # noqa: E402
 
 from lococo import Settings  # noqa: E402
 from model import Llama, LlamaConfig  # noqa: E402
-from support.command_line import HERE, TINY, run_program
+from support.settings import settings_for  # noqa: E402
+from support.command_line import HERE, TINY, run_program  # noqa: E402
+from support.files import UserError  # noqa: E402
 from support.settings import settings_for  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
 
@@ -96,6 +98,21 @@ def run(own_folders, monkeypatch, capsys):
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return Tokenizer(TINY)
+
+
+def refusal(call, path, *parts: str, args=()) -> None:
+    """call(path, *args) is refused by a short line that names the path and has all `parts`."""
+    with pytest.raises(UserError) as caught:
+        call(path, *args)
+    sentence = str(caught.value)
+    assert sentence.isprintable() and len(sentence.replace(str(path.parent), "")) < 350
+    assert all(part in sentence for part in (str(path), *parts)), sentence
+
+
+def same(a: dict, b: dict) -> bool:
+    """Whether these are the same tensors, to the bit."""
+    alike = (t.dtype == b[name].dtype and torch.equal(t, b[name]) for name, t in a.items())
+    return a.keys() == b.keys() and all(alike)
 
 
 @torch.no_grad()

@@ -1,10 +1,9 @@
-"""The page of --show-memory page.html: its shares, its text, and its view in a browser."""
+"""What slots hold: their shares, as lines and as a page, its text and its view in a browser."""
 
 import json
 import os
 import re
 import shutil
-from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,15 +13,18 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import settings
-from reference import by_loop, slow_memory
 
 import generate
-from generate import TracedMemory
-from lococo import KINDS, AdaptedLlama
-from model import Llama
+from generate import prefill
+from lococo import KINDS, AdaptedLlama, Settings
+from model import Entries, load_llama
+from support.adapter import write_adapter
 from support.command_line import HERE, TINY
+from support.files import UserError
 from support.memory_page import PLACE, TEMPLATE, page_record, slot_record, token_texts
-from support.memory_page import write_page
+from support.memory_page import what_to_show, write_page
+from support.settings import settings_for
+from support.tracing import TracedMemory, describe_slots
 
 BROWSER = shutil.which("chromium")
 TEXTS = {
@@ -67,54 +69,77 @@ def pairs(record: int | list[int]) -> dict[int, int]:
 # --- Shares -----------------------------------------------------------------------------
 
 
-def slots_by_hand(matrices: list[torch.Tensor]) -> list[list[dict[int, float]]]:
-    """For each compression, given its W, what the slots hold: {token: share}."""
-    compressions, entries, read = [], [], 0
-    for W in matrices:
-        while len(entries) < W.shape[1]:  # those that have come since the compression before
-            entries.append({read: 1.0})
-            read += 1
-        slots = []
-        for row in W.tolist():
-            slot = {}
-            for weight, entry in zip(row, entries):
-                for token, share in entry.items():
-                    slot[token] = slot.get(token, 0) + weight * share
-            slots.append(slot)
-        compressions.append(slots)
-        entries = [*slots]
-    return compressions
+@pytest.mark.parametrize("counts", [(4, 0, 0, 4), (0, 4, 0, 4), (0, 0, 8, 0), (2, 2, 3, 1)])
+@pytest.mark.parametrize("compressor", ["paper", "selection"])
+def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, compressor):
+    """8 slots read 40 tokens in segments of 8. After each compression keys and values are those
+    that once entered, mixed by the shares; tracing changes nothing. The page has the three largest
+    shares in hundredths."""
+    settings = Settings("a method", 8, 64, *counts, "slots", compressor, kernel=3, lora_rank=0)
+    tokens = torch.randint(0, 64, (1, 40))
+    entered, shown = {0: [], 1: []}, []
+
+    class Followed(TracedMemory):
+        def attend(self, layer, q, k, v):
+            entered[layer].append(torch.cat((k, v), dim=3)[0])
+            return super().attend(layer, q, k, v)
+
+        def compress(self, layers):
+            result = super().compress(layers)
+            shown.append({})
+            for layer in layers:
+                held = torch.cat((self.plain[layer].held, self.values[layer].held), dim=3)[0]
+                shares = self.shares[layer]  # (G, M, tokens)
+                mixtures = shares @ torch.cat(entered[layer], dim=1)
+                assert torch.allclose(mixtures, held, atol=1e-4)
+                assert torch.allclose(shares.sum(dim=2), torch.ones(2, 8), atol=1e-5)
+                shown[-1][layer] = shares.topk(3)
+            return result
+
+    adapted = AdaptedLlama(model, settings).eval()
+    cache = adapted.cache(partial(Followed, layers=[0, 1]))
+    logits = [prefill(model, tokens, memory, 8) for memory in (cache, adapted.cache())]
+    assert torch.equal(*logits) and cache.size == 8 + 8 and len(shown) == 3
+    record = page_record("a memory", cache, "next")
+    assert record["read"] == [16, 24, 32] and [*record["counts"].values()] == [*counts]
+    for expected, found in zip(shown, record["held"], strict=True):
+        for layer, (shares, places) in expected.items():
+            for head, slot in ((0, 0), (1, 7), (1, 4)):
+                three = slot_record(shares[head, slot].tolist(), places[head, slot].tolist())
+                assert found[layer][head][slot] == three
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("method, changes", [
-    ("streaming", dict(sinks=2)), ("h2o", {}), ("lococo", dict(sinks=1, heavy=2, recent=2)),
-    ("lococo", dict(recent=1, compressor="facts")), ("lococo+h2o+recent", {})])  # fmt: skip
-def test_the_shares_are_those_of_a_slow_memory(config, method, changes):
-    """Three compressions of two heads: from W of the slow memory to shares, by loops."""
-    torch.manual_seed(1)
-    adapted = AdaptedLlama(Llama(replace(config, n_layers=1)), settings(method, **changes))
-    cache = adapted.cache(partial(TracedMemory, layers=[0]))
-    segments = []
-    for _ in range(5):
-        k, v = torch.randn(2, 1, 2, 6, 8)
-        segments.append((2 * k.repeat_interleave(2, dim=1) + torch.randn(1, 4, 6, 8), k, v))
-        cache.enter(6)
-        cache.attend(0, *segments[-1])
-    record = page_record("a memory", cache, {}, "next")
-    assert record["read"] == [12, 18, 24] and len(record["held"]) == 3
-    for head in range(2):
-        own = [(q[0, 2 * head : 2 * head + 2], k[0, head], v[0, head]) for q, k, v in segments]
-        matrices = [slow_memory(adapted, own[:n], by_loop)[2] for n in (3, 4, 5)]
-        for compression, slots in enumerate(slots_by_hand(matrices)):
-            found = record["held"][compression][0][head]
-            assert len(found) == len(slots) == 8
-            for slot, expected in zip(found, slots):
-                largest = sorted(expected.values(), reverse=True)[:3]
-                largest = [100 * share for share in largest if share >= 0.01]
-                assert [*pairs(slot).values()] == pytest.approx(largest, abs=0.51)
-                for token, share in pairs(slot).items():
-                    assert share == pytest.approx(100 * expected[token], abs=0.51)
+def test_a_copied_traced_memory_leaves_the_original_as_it_is(model):
+    adapted, tokens = AdaptedLlama(model, settings()), torch.arange(40)[None]
+    cache = adapted.cache(partial(TracedMemory, layers=[0, 1]))
+    prefill(model, tokens[:, :20], cache, 6)
+    seen_at, largest = [*cache.seen_at], len(cache.largest[1])
+    prefill(model, tokens[:, 20:], cache.copy(), 6)
+    assert cache.seen_at == seen_at and len(cache.largest[1]) == largest > 0
+
+
+def test_slots_are_described_by_their_largest_shares(model, tokenizer):
+    """Shares written by hand: three a slot are shown, from 0.01, and after each compression the
+    largest share of the first of them."""
+    ids = tokenizer.encode("def f(x):\n    return [x]")
+    settings = Settings("a method", 2, 64, 1, 1, 1, 1, kernel=3, lora_rank=0)
+    cache = AdaptedLlama(model, settings).cache(partial(TracedMemory, layers=[1]))
+    cache.keys[1] = Entries(torch.zeros(1, 2, 6, 8))
+    first = "layer 1, head 1: 6 entries after 12 tokens"
+    assert list(describe_slots(cache, 1, 1, ids, tokenizer)) == [first]  # all tokens are held
+    at_first = torch.zeros(2, 4, len(ids))
+    at_first[1, range(4), [0, 3, 3, 2]] = torch.tensor([1, 0.5, 0.3, 0.05])
+    shares = torch.zeros(2, 4, len(ids))
+    slots, tokens = (0, 1, 2, 2, 2, 2, 3, 3), (0, 3, 2, 4, 6, 7, 8, 7)
+    shares[1, slots, tokens] = torch.tensor([1, 1, 0.5, 0.25, 0.2, 0.05, 0.994, 0.006])
+    cache.largest = {1: [at_first.topk(3), shares.topk(3)]}
+    assert list(describe_slots(cache, 1, 1, ids, tokenizer)) == [
+        first, "   0 sinks    ████ 1.00 '<s>'      0      ██",
+        "   1 heavy    ████ 1.00 '('        3      ▄█",
+        "   2 merged   ██·· 0.50 ' f'       2      █··· 0.25 'x'        4"
+        "      █··· 0.20 '\\n'       6       ▄",
+        "   3 recent   ████ 0.99 'return'   8       █",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("shares, record", [
@@ -128,14 +153,10 @@ def test_a_slot_is_written_in_few_letters(shares, record):
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_every_text_survives(run, text):
+def test_every_text_survives(own_folders, tokenizer, text):
     """Between other words, as the whole of a text, and at its end."""
     for whole in (text, f"x = 1  # {text}\nreturn x\n" * 4, f"see {text}"):
-        Path("page.html").unlink(missing_ok=True)
-        Path("prompt.txt").write_bytes(whole.encode("utf-8"))
-        words = "--prompt prompt.txt --method h2o --mem 8 --show-memory page.html"
-        code, _, err = run(generate, words)
-        assert code == 0, err
+        write_page(Path("page.html"), *token_texts(tokenizer.encode(whole), tokenizer), [])
         data = data_of("page.html")
         assert "".join(data["tokens"]) == whole
         nameless = {str(n) for n, token in enumerate(data["tokens"]) if not token}
@@ -159,6 +180,30 @@ def test_a_character_of_several_tokens_stands_at_the_last_of_them(tokenizer):
 # --- The program ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("words, found", [
+    ("1 0", ((1, 0), None)), ("p.html", (None, Path("p.html"))), ("P.HTML", (None, Path("P.HTML"))),
+    ("1", "1: name a layer and a head, such as 1 0, or one"), ("1 x", "1 x: name a layer and"),
+    ("0 0 0", "0 0 0: name a"), ("-1 0", "-1 0: name a"), ("a.html b.html", "or one file"),
+    ("text", "text: name a layer"), ("no/p.html", "no/p.html: there is no folder no; make it")])
+def test_what_to_show(own_folders, words, found):
+    if isinstance(found, str):
+        with pytest.raises(UserError, match=found):
+            what_to_show(words.split())
+    else:
+        assert what_to_show(words.split()) == found
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory) -> Path:
+    """An adapter of 16 slots."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("mine") / "mine"
+    folder.mkdir()
+    settings = settings_for("selection", 16, 16, 96, positions="slots", lora_rank=0)
+    write_adapter(folder, AdaptedLlama(load_llama(TINY), settings), ["training"])
+    return folder
+
+
 def printed_size(data: dict, memory: dict) -> str:
     """What is printed about a memory of the page, at its last place."""
     tokens, last = len(data["tokens"]), memory["read"][-1] if memory["read"] else 0
@@ -167,12 +212,13 @@ def printed_size(data: dict, memory: dict) -> str:
     return f"{own:,} bytes; the full cache would hold {full:,}\n"
 
 
-def test_three_memories_on_one_page(run, monkeypatch):
+def test_three_memories_on_one_page(run, run_folder):
     """Methods have the adapter's M and T, and the figures are those that are printed. The last
     compression of a head is what the two numbers print."""
-    prompt = (HERE / "assets" / "prompt.txt").read_text()[:1100]
+    prompt = (HERE / "assets" / "prompt.txt").read_text()[:150]
     Path("prompt.txt").write_text(prompt)
-    words = f"--prompt prompt.txt --adapter {TINY} --method streaming h2o --show-memory page.html"
+    ours = f"--adapter {run_folder}"
+    words = f"--prompt prompt.txt {ours} --method streaming h2o --show-memory page.html"
     code, out, err = run(generate, words)
     assert (code, out) == (0, "") and "open page.html in a browser" in err, err
     assert sorted(Path().glob("*.*")) == [Path("page.html"), Path("prompt.txt")]
@@ -180,34 +226,34 @@ def test_three_memories_on_one_page(run, monkeypatch):
     assert "".join(data["tokens"]) == prompt
     memories = data["memories"]
     names = [memory["name"] for memory in memories]
-    assert names == ["ours (lococo+window), adapter tiny", "window (streaming)", "H2O"]
+    assert names == ["ours (selection), adapter mine", "window (streaming)", "H2O"]
     assert [[*memory["counts"].values()] for memory in memories] == [
-        [4, 0, 24, 100], [4, 0, 0, 124], [0, 64, 0, 64]]  # fmt: skip
+        [0, 6, 4, 6], [4, 0, 0, 12], [0, 8, 0, 8]]  # fmt: skip
     for memory in memories:
         assert printed_size(data, memory) in err
-        assert memory["segment"] == 128 and memory["read"] == [256, 384]
-        assert len(memory["held"]) == 2 and len(memory["held"][0]) == memory["layers"] == 4
+        assert memory["segment"] == 16 and memory["read"][:2] == [32, 48]
+        assert len(memory["held"][0]) == memory["layers"] == 4
         assert {len(layer) for layer in memory["held"][0]} == {memory["heads"]} == {2}
 
-    for flags, memory in (("--method h2o --mem 128", memories[2]), ("", memories[0])):
+    for flags, memory in (("--method h2o --mem 16", memories[2]), (ours, memories[0])):
         words = f"--prompt prompt.txt {flags} --temperature 0 --max-new-tokens 1"
         assert run(generate, words)[1] == memory["next"] + "\n"
-        for layer, head in ((1, 0), (3, 1)):
-            words = f"--prompt prompt.txt {flags} --show-memory {layer} {head}"
-            lines = run(generate, words)[1].splitlines()[1:]
-            for line, slot in zip(lines, memory["held"][-1][layer][head], strict=True):
-                shown = re.findall(r" (\d\.\d\d) (?:'.*?'|\".*?\") +(\d+)", line)
-                found = {int(token): share for share, token in shown}
-                assert found == {n: f"{share / 100:.2f}" for n, share in pairs(slot).items()}
+        words = f"--prompt prompt.txt {flags} --show-memory 3 1"
+        lines = run(generate, words)[1].splitlines()[1:]
+        for line, slot in zip(lines, memory["held"][-1][3][1], strict=True):
+            shown = re.findall(r" (\d\.\d\d) (?:'.*?'|\".*?\") +(\d+)", line)
+            found = {int(token): share for share, token in shown}
+            assert found == {n: f"{share / 100:.2f}" for n, share in pairs(slot).items()}
 
 
 def test_a_page_before_any_compression(run):
     """Of a text that fits."""
-    code, _, err = run(generate, "--prompt - --show-memory page.html", b"a short text")
-    assert code == 0 and "nothing is compressed up to M + T = 256" in err
+    words = "--prompt - --method h2o --mem 128 --show-memory page.html"
+    code, _, err = run(generate, words, b"a short text")
     data = data_of("page.html")
     memory = data["memories"][0]
-    assert memory["held"] == memory["read"] == [] and printed_size(data, memory) in err
+    assert code == 0 and memory["held"] == memory["read"] == []
+    assert printed_size(data, memory) in err
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("x"), OSError(28, "full")])
@@ -217,7 +263,8 @@ def test_nothing_is_left_of_a_page_that_fails(run, monkeypatch, error):
         with monkeypatch.context() as broken:
             broken.setattr(name, Mock(side_effect=error))
             try:
-                code = run(generate, "--prompt text/0.py --show-memory page.html")[0]
+                words = "--prompt text/0.py --method h2o --mem 8 --show-memory page.html"
+                code = run(generate, words)[0]
             except RuntimeError:
                 code = None
         assert code != 0 and not Path("page.html").exists()
@@ -253,30 +300,25 @@ def in_a_browser(page: str, view: str) -> str:
     return done.stdout.split("<main")[1].split("</main>")[0]
 
 
-@pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
-def test_a_browser_shows_a_long_text_near_the_viewport_only(run):
-    Path("prompt.txt").write_text((HERE / "assets" / "prompt.txt").read_text() * 2)
-    words = f"--prompt prompt.txt --adapter {TINY} --method streaming --show-memory page.html"
-    assert run(generate, words)[0] == 0
-    shown = in_a_browser("page.html", "compression=17&layer=1&head=0&token=72")
-    ours, window = shown.split("<section")[1:]
-    assert "gone in all layers and heads; in layer 1, head 0, since compression 1." in window
-    assert "There it is only merged from compression 1 on" in ours
-    there = [*map(int, re.findall(r'data-token="(\d+)"', ours))]
-    assert 72 in there and len(there) < 3000 < len(data_of("page.html")["tokens"])
-    assert re.search(r'class="slot merged lit".*?1\.00 “ socket”', ours)
-
-
-def page_by_hand() -> None:
+def page_by_hand(more: int = 0) -> None:
     """Eight tokens a to h, a slot of each kind, two heads and two compressions. The heavy slot of
-    head 0 has a mixture: its tokens are not kept word for word. In head 1 token c leaves."""
+    head 0 has a mixture: its tokens are not kept word for word. In head 1 token c leaves. `more`
+    tokens follow, which are not read."""
     first = [0, [1, 60, 2, 40], [2, 75, 1, 25], 4]
     second = [0, 1, [3, 50, 2, 50], 4]
     last = [0, 1, [3, 50, 1, 50], 6]
     memory = {"name": "by hand", "counts": dict.fromkeys(KINDS, 1), "segment": 2, "layers": 1}
     memory |= {"heads": 2, "entry_bytes": 100, "next": "i", "read": [5, 7]}
     memory["held"] = [[[first, second]], [[first, last]]]
-    write_page(Path("page.html"), [*"abcdefgh"], {}, [memory])
+    write_page(Path("page.html"), [*"abcdefgh", *more * ["i\n"]], {}, [memory])
+
+
+@pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
+def test_a_browser_shows_a_long_text_near_the_viewport_only(own_folders):
+    page_by_hand(more=9000)
+    shown = in_a_browser("page.html", "compression=1&layer=0&head=0")
+    there = [*map(int, re.findall(r'data-token="(\d+)"', shown))]
+    assert 0 in there and len(there) < 3000
 
 
 @pytest.mark.skipif(not BROWSER, reason="chromium is not installed")

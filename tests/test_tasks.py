@@ -13,10 +13,12 @@ import tasks
 from conftest import FULL, H2O, greedy_by_hand, read_by_hand
 
 from generate import prefill
-from lococo import AdaptedLlama, load_adapter
+from lococo import AdaptedLlama
 from model import load_llama
+from support.adapter import write_adapter
 from support.command_line import HERE, TINY
 from support.files import UserError
+from support.settings import settings_for
 
 TEXT = "\ndef add(x, y):\n    return [x, y]\n\ndef get(x, y):\n    return x[y]\n"
 TEXT += "\ndef f(x, y):\n    return x["  # three segments
@@ -56,36 +58,33 @@ def test_metrics_of_longbench(data, text, answer, classes, expected):
     assert [*found] == pytest.approx([expected])
 
 
-@pytest.mark.parametrize("settings", [FULL, H2O], ids=lambda s: s.method)
-@pytest.mark.parametrize("space, ends", [("", "xxxxx"), (" ", "xxxxx"), ("", "xys01")])
+@pytest.mark.parametrize("settings, space, ends", [
+    (FULL, "", "xxxxx"), (H2O, " ", "xxxxx"), (H2O, "", "xys01")])
 def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
     """By sums and by sums for a character. A prompt, which each choice may have, is read once, but
     for its last token. A blank at its end is read with the choice, before the choice's own."""
     adapted, sums = AdaptedLlama(load_llama(TINY), settings), []
     choices = ["x", "x + y", "None", " self", "x[y]"]
-    for end, choice in zip(ends, choices):
+    prompts = [TEXT + end + space for end in ends]
+    for end, prompt, choice in zip(ends, prompts, choices):
         start = tokenizer.encode(TEXT + end)
-        ids = start + tokenizer.encode(f"{TEXT}{end}{space} {choice}")[len(start) :]
+        ids = start + tokenizer.encode(f"{prompt} {choice}")[len(start) :]
         p = read_by_hand(adapted, ids[:-1])
         sums.append(sum(p[t - 1, ids[t]].item() for t in range(len(start), len(ids))))
     by_length = np.divide(sums, [1, 5, 4, 5, 4])  # characters
     assert np.argmax(sums) != np.argmax(by_length)
+    row = {"prompt": prompts if ends == "xys01" else prompts[0], "choices": choices}
     for metric, scores in (("acc", sums), ("acc_norm", by_length)):
-        order = np.argsort(scores).tolist()
-        for some in (order, order[::-1], order[:3]):
-            prompts = [TEXT + ends[i] + space for i in some]
-            row = {"prompt": prompts if ends == "xys01" else prompts[0]}
-            row["choices"] = [choices[i] for i in some]
-            row["answer"] = some.index(max(some, key=order.index))
+        for answer in range(5):
             monkeypatch.setattr(tasks, "prefill", Mock(side_effect=prefill))
-            found, cache = tasks.score_choices(adapted, row, tokenizer, "cpu")
-            assert found[metric] and (cache.seen, cache.size) == (48, 32 if settings.mem else 48)
-            assert tasks.prefill.call_count == len(set(prompts))
+            found, cache = tasks.score_choices(adapted, row | {"answer": answer}, tokenizer, "cpu")
+            assert found[metric] == (answer == np.argmax(scores))
+        assert (cache.seen, cache.size) == (48, 32 if settings.mem else 48)
+        assert tasks.prefill.call_count == len(set(prompts))
 
 
-@pytest.mark.parametrize("settings", [FULL, H2O], ids=lambda s: s.method)
-@pytest.mark.parametrize("more, kept", [
-    ({}, 12), ({"stop": "]", "punctuation": ""}, 12), ({"max_tokens": 1}, 1)])  # fmt: skip
+@pytest.mark.parametrize("settings, more, kept", [
+    (FULL, {}, 12), (H2O, {"stop": "]", "punctuation": ""}, 12), (H2O, {"max_tokens": 1}, 1)])
 def test_a_text_is_the_likeliest_up_to_its_stop(tokenizer, monkeypatch, settings, more, kept):
     adapted, ids = AdaptedLlama(load_llama(TINY), settings), tokenizer.encode(TEXT)
     written = tokenizer.decode(greedy_by_hand(adapted, ids)[: 48 + kept])[len(TEXT) :]
@@ -135,25 +134,26 @@ def test_means_and_standard_errors(run, tokenizer, monkeypatch):
     Path("row").write_text(json.dumps({"prompt": "Q:", "answers": answers[0]}))
     _, out, _ = run(tasks, "score row --method h2o")
     assert re.search("base, h2o M=512 +0.000 .* 1.000 +1.000", out)
-    for flag in ("--shots 3", "--out x"):
-        code, _, err = run(tasks, f"score row {flag}")
-        assert code == 2 and f"{flag}: score takes rows as they are; --json FILE writes" in err
 
 
 def test_the_table_of_choices(run, tokenizer):
-    """Beside the embedded adapter are the methods without training, of its size."""
-    prompts, own = ["x =", "x = 1\n" * 300 + "x ="], load_adapter(TINY, load_llama(TINY)).settings
+    """Beside an adapter are the methods without training, of its size."""
+    Path("mine").mkdir()
+    own = settings_for("selection", 16, 16, 96, positions="slots", lora_rank=0)
+    write_adapter(Path("mine"), AdaptedLlama(load_llama(TINY), own), ["training"])
+    prompts = ["x =", "x = 1\n" * 300 + "x ="]
     rows = [{"prompt": p, "choices": ["1", "zq"], "answer": n} for n, p in enumerate(prompts)]
-    head, *lines = table(run, "", rows)
+    head, *lines = table(run, "--run mine", rows)
     a, b = (len(tokenizer.encode(prompt)) - 1 for prompt in prompts)
-    assert head == ["compressed", "cache, MB", "acc", "acc_norm"] and 1024 < b <= own.length
-    half, note = "0.500 ±0.500", ["1 above 1,024 tokens: line 3 ..."]
-    kept = own.mem + (b % own.segment or own.segment)
+    assert head == ["compressed", "cache, MB", "acc", "acc_norm"]
+    half, kept = "0.500 ±0.500", 16 + (b % 16 or 16)
     entry = 2 * 4 * 2 * 64 * 4 / 2e6  # half a key and a value in 4 layers of 2 heads of 64 floats
     full, small = (f"{(n + a) * entry:.3f} ±{(n - a) * entry:.3f}" for n in (b, kept))
-    same, names = [half, small, half, half], [line.pop(0) for line in lines]
-    assert names[:3] == ["base, full", "base, streaming M=128", "base, h2o M=128 positions=slots"]
-    assert lines == [["0.000 ±0.000", full, half, half] + note, same + note, same + note, same]
+    notes = [f"1 above {most} tokens: line 3 ..." for most in ("1,024", "96")]
+    names, same = [line.pop(0) for line in lines], [half, small, half, half]
+    assert names == ["base, full", "base, streaming M=16", "base, h2o M=16 positions=slots", "mine"]
+    assert lines == [["0.000 ±0.000", full, half, half, notes[0]], [*same, notes[0]],
+                     [*same, notes[0]], [*same, notes[1]]]  # fmt: skip
 
 
 def test_long_prompts_lose_their_middle(run, tokenizer):
@@ -181,15 +181,25 @@ BAD += [CHOICES | change for change in (
 
 
 @pytest.mark.parametrize("line", ["x", "[1]", '{"prompt": "x", "choices": ["1"]}', *BAD], ids=str)
-def test_a_mistake_in_the_rows_is_one_sentence(run, line):
+def test_a_mistake_in_the_rows_is_one_sentence(tmp_path, line):
     line = line if isinstance(line, str) else json.dumps(line)
-    Path("rows").write_text(f"{json.dumps(ANSWERS)}\n\n{line}")
-    code, out, err = run(tasks, "score rows")
-    assert (code, out, err.count("\n")) == (2, "", 1)
+    (tmp_path / "rows").write_text(f"{json.dumps(ANSWERS)}\n\n{line}")
     wrong = "this is not valid JSON" if line == "x" else "not as --help says"
-    assert err.startswith(f"tasks.py: rows, line 3: {wrong}")
+    with pytest.raises(UserError, match=f"rows, line 3: {wrong}"):
+        list(tasks.read_rows(tmp_path / "rows", tasks.is_task))
+
+
+@pytest.mark.parametrize("words, sentence", [
+    ("score blank", "tasks.py: blank: there are no rows in it"), ("score", "name files of rows"),
+    ("score row --shots 3", "--shots 3: score takes rows as they are; --json FILE writes"),
+    ("score row --out x", "--out x: score takes rows as they are"), ("recall", "--out: name the"),
+    ("recall text --out x", "text: recall makes its own texts"),
+    ("arc a b --out x", "b: one folder at a time"),
+    ("recall --shots 8 --out x", "--shots 8: a text has 8 facts, so that at most 7 are")])
+def test_a_mistake_in_the_flags_is_one_sentence(run, words, sentence):
     Path("blank").write_text("\n")
-    assert run(tasks, "score blank")[2] == "tasks.py: blank: there are no rows in it\n"
+    code, out, err = run(tasks, words)
+    assert (code, out, err.count("\n")) == (2, "", 1) and sentence in err
 
 
 def test_texts_without_tokens_are_named(run, monkeypatch):
@@ -286,25 +296,15 @@ def test_recall(run, tokenizer, monkeypatch):
         assert all(zlib.crc32(f[1:].replace(" ", "▁").encode()) % 20 < 2 for f in facts)
         assert 1900 < len(tokenizer.encode(row["prompt"])) <= 2048
     assert convert(run, "recall --shots 3 --seed 1") != rows
-    few = "--shots 8: a text has 8 facts, so that at most 7 are"
-    assert few in convert(run, "recall --shots 8")
-    assert "text: recall makes its own texts" in convert(run, "recall text")
 
 
-def test_row_numbers_are_those_of_the_file(tmp_path):
+@pytest.mark.parametrize("line, reason", [
+    (b"no JSON", "JSONDecodeError"), (b'{"question": "caf\xe9"}', "UnicodeDecodeError"),
+    (b'{"question": {"stem": "?", "choices": []}, "answerKey": "Z"}', "ValueError")])
+def test_row_numbers_are_those_of_the_file(tmp_path, line, reason):
     good = {"question": {"stem": "?", "choices": [{"text": "a", "label": "A"}]},
             "answerKey": "A"}  # fmt: skip
     file = tmp_path / "ARC-Easy-Test.jsonl"
-    file.write_text(f"{json.dumps(good)}\n\n{json.dumps(good)}\nno JSON\n")
-    with pytest.raises(UserError, match="ARC-Easy-Test.jsonl, row 4: not as in"):
-        tasks.read("arc-easy", file, "itself", tasks.arc)
-    file.write_text(f"{json.dumps(good)}\n\n{json.dumps(good | {'answerKey': 'Z'})}\n")
-    with pytest.raises(UserError, match="row 3: not as in"):
-        tasks.read("arc-easy", file, "itself", tasks.arc)
-    file.write_bytes(f"{json.dumps(good)}\n\n".encode() + b'{"question": "caf\xe9"}\n')
-    with pytest.raises(UserError, match="row 3: not as in arc-easy .*UnicodeDecodeError"):
-        tasks.read("arc-easy", file, "itself", tasks.arc)
-    rows = "\n".join([json.dumps(ANSWERS), "", json.dumps(ANSWERS)])
-    file.write_bytes(rows.encode() + b'\n{"prompt": "caf\xe9"}\n')
-    with pytest.raises(UserError, match="ARC-Easy-Test.jsonl, line 4: not as --help says"):
-        list(tasks.read_rows(file, tasks.is_task))
+    file.write_bytes(f"{json.dumps(good)}\n\n{json.dumps(good)}\n".encode() + line)
+    with pytest.raises(UserError, match=f"ARC-Easy-Test.jsonl, row 4: not as in arc .{reason}"):
+        tasks.read("arc", file, "itself", tasks.arc)

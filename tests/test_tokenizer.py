@@ -1,7 +1,7 @@
-"""tokenizer.json: ids by hand, where beginning and end come from, and the programs on such a base.
+"""support/tokenizer.py: both kinds of tokenizers, and what begins and ends a text.
 
-These tests need one package more than requirements.txt has (`pip install tokenizers`). .ci/run
-installs it, and without it they are skipped."""
+The tests of tokenizer.json need one package more than requirements.txt has (`pip install
+tokenizers`). .ci/run installs it, and without it they are skipped."""
 
 import json
 import shutil
@@ -10,17 +10,13 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from conftest import refusal
+from sentencepiece import SentencePieceTrainer
 
-import eval_ppl
-import generate
 import tasks
-import train
-from generate import as_text
-from model import Tokenizer
 from support.command_line import TINY
-from support.files import UserError
-
-TEXTS = ["def f(x):\n    return x\n", "  two  spaces ", "<end> is plain text", "naïve 北京 🐍\n", ""]
+from support.facts import fact_tokens
+from support.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -48,6 +44,63 @@ def write(folder: Path, name: str, **content) -> None:
     (folder / f"{name}.json").write_text(json.dumps(content))
 
 
+# --- Both kinds -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
+@pytest.mark.parametrize("text", [
+    "def f(x):\n    return x\n", "  two  spaces ", "<s> a <end>", "naïve 北京 🐍\n", ""])
+def test_a_text_comes_back(request, kind, text):
+    """What looks like a special token is plain text."""
+    path = TINY if kind == "tokenizer.model" else request.getfixturevalue("folder")
+    tokenizer = Tokenizer(path)
+    ids = tokenizer.encode(text)
+    assert ids[0] == tokenizer.bos and not {tokenizer.bos, *tokenizer.ends} & {*ids[1:]}
+    assert tokenizer.decode(ids[1:]) == text
+
+
+# --- tokenizer.model --------------------------------------------------------------------
+
+
+def test_metas_tokenizer_is_found_from_everywhere(tmp_path, tokenizer, monkeypatch):
+    """It is one level up. By its path, by a link to the model's directory, and from inside it."""
+    (tmp_path / "llama" / "7B").mkdir(parents=True)
+    shutil.copy(tokenizer.file, tmp_path / "llama")
+    (tmp_path / "link").symlink_to("llama/7B")
+    monkeypatch.chdir(tmp_path / "llama" / "7B")
+    for path in (tmp_path / "llama" / "7B", tmp_path / "link", Path(".")):
+        assert Tokenizer(path).encode("x") == tokenizer.encode("x")
+
+
+@pytest.mark.parametrize("bos, eos, begins", [(1, 2, 1), (-1, 1, 1), (-1, -1, None)])
+def test_a_tokenizer_without_a_token_that_begins_a_text(tmp_path, bos, eos, begins):
+    """The end of a text begins the next one. A tokenizer with neither is refused."""
+    (tmp_path / "text").write_text("the cat sat on the mat and ran\n" * 20)
+    SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=24,
+        model_type="bpe", bos_id=bos, eos_id=eos, minloglevel=2)  # fmt: skip
+    if begins is None:
+        refusal(Tokenizer, tmp_path, "no token that begins or ends a text")
+    else:
+        found = Tokenizer(tmp_path)
+        assert (found.bos, found.prefix, found.ends) == (begins, [begins], {eos})
+
+
+@pytest.mark.parametrize("file, content, sentence", [
+    ("tokenizer.model", "", "tokenizer.model is not a readable tokenizer"),
+    ("tokenizer.model", "version https://git-lfs.github.com/spec/v1\n", "run: git lfs pull"),
+    ("prefix.json", '"abc"', "no ids that begin a text: 'abc'"),
+    ("prefix.json", "[-1]", "no ids that begin a text: [-1]"),
+    ("prefix.json", "[]", "no ids that begin a text: []")])  # fmt: skip
+def test_a_file_that_cannot_be_used_is_named(tmp_path, tokenizer, file, content, sentence):
+    shutil.copy(tokenizer.file, tmp_path)
+    (tmp_path / file).write_text(content)
+    refusal(Tokenizer, tmp_path, sentence)
+
+
+# --- tokenizer.json ---------------------------------------------------------------------
+
+
 def test_ids_by_hand(folder):
     """Merges are applied in their order: "hello" is "hell" and "o"."""
     tokenizer, letters = Tokenizer(folder), sorted("".join(chr(n) for n in range(33, 127)))
@@ -57,6 +110,7 @@ def test_ids_by_hand(folder):
     assert [tokenizer.piece(i) for i in (258, o, 262, 296, 297, 298)] == [
         "hell", "o", " aaa", "<begin>", "<end>", "<298>"]  # fmt: skip
     assert tokenizer.vocab_size == 298
+    assert len(fact_tokens(tokenizer).words) == 12
 
 
 def test_a_text_is_read_whole_whatever_length_its_file_asks_for(folder):
@@ -67,16 +121,6 @@ def test_a_text_is_read_whole_whatever_length_its_file_asks_for(folder):
     tokenizer.enable_padding(length=9, pad_token="<begin>", pad_id=296)
     tokenizer.save(str(file))
     assert Tokenizer(folder).encode("hello") == expected
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_text_comes_back(folder, text):
-    tokenizer = Tokenizer(folder)
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids[1:]) == text and not {296, 297} & set(ids[1:])
-    prompt = tokenizer.encode("the prompt:")
-    pieces = list(as_text(iter(tokenizer.encode(text)[1:]), tokenizer, prompt))
-    assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
 
 
 @pytest.mark.parametrize("files, bos, ends", [
@@ -94,45 +138,29 @@ def test_the_files_say_what_begins_and_ends_a_text(folder, files, bos, ends):
     assert (tokenizer.bos, tokenizer.ends) == (bos, ends)
 
 
-def test_what_cannot_be_used_is_one_sentence(folder, monkeypatch):
+@pytest.mark.parametrize("file, content, sentence", [
+    ("config", "{}", "names a token that begins"),
+    ("config", '{"bos_token_id": "0"}', "no ids that begin a text: ['0']"),
+    ("generation_config", "[]", "generation_config.json is of another form"),
+    ("config", '{"bos_token": {"text": "<s>"}}', "config.json is of another form"),
+    ("tokenizer", "{", "tokenizer.json is not a readable tokenizer")])  # fmt: skip
+def test_what_cannot_be_used_is_one_sentence(folder, file, content, sentence):
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match="base: tokenizer.json is not .* names a token that begins"):
-        Tokenizer(folder)
-    for name in ("0", -1):
-        write(folder, "config", bos_token_id=name)
-        with pytest.raises(UserError, match=rf"no ids that begin a text: \[{name!r}\]"):
-            Tokenizer(folder)
-    for content in ("[]", '{"bos_token": {"text": "<s>"}}'):
-        (folder / "generation_config.json").write_text(content)
-        with pytest.raises(UserError, match="generation_config.json is of another form"):
-            Tokenizer(folder)
-    (folder / "generation_config.json").write_text("{")
-    with pytest.raises(UserError, match="base/generation_config.json: cannot be read as JSON"):
-        Tokenizer(folder)
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="base: tokenizer.json is not a readable tokenizer"):
-        Tokenizer(folder)
+    (folder / f"{file}.json").write_text(content)
+    refusal(Tokenizer, folder, sentence)
+
+
+def test_a_package_that_is_missing_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
-    with pytest.raises(UserError, match="pip install tokenizers"):
-        Tokenizer(folder)
+    refusal(Tokenizer, folder, "pip install tokenizers")
 
 
-def test_a_bug_of_ours_is_no_damaged_tokenizer(folder, monkeypatch):
-    """It is a traceback, not the user's mistake."""
-    for error in (AttributeError, LookupError, RuntimeError):
-        monkeypatch.setattr("model.JsonTokens.special_ids", Mock(side_effect=error))
-        with pytest.raises(error):
-            Tokenizer(folder)
-
-
-def test_what_the_package_says_of_other_things_than_the_file_passes_on(folder, monkeypatch):
-    """It raises plain Exceptions about a file. Memory, for instance, may run out while it reads."""
+def test_what_is_not_the_files_fault_passes_on(folder, monkeypatch):
+    """Memory, for instance, may run out while the package reads."""
     package = pytest.importorskip("tokenizers")
-    for error, expected in ((Exception("broken"), UserError), (MemoryError(), MemoryError)):
-        broken = Mock(from_str=Mock(side_effect=error))
-        monkeypatch.setattr(package, "Tokenizer", broken)
-        with pytest.raises(expected):
-            Tokenizer(folder)
+    monkeypatch.setattr(package, "Tokenizer", Mock(from_str=Mock(side_effect=MemoryError)))
+    with pytest.raises(MemoryError):
+        Tokenizer(folder)
 
 
 def test_a_tokenizer_without_the_letter_x(folder):
@@ -149,20 +177,3 @@ def test_what_begins_a_text_is_not_in_a_prompt_that_is_cut(folder):
     """Decoded, it would come back as plain text."""
     row = {"prompt": "abcdefghi" * 9}
     assert tasks.shorten(row, 10, Tokenizer(folder)) and row["prompt"] == "abcdefghi"
-
-
-def test_the_programs_run_on_such_a_base(folder, run):
-    """Training with facts (there are 12 words), a table, greedy text, shown and saved memories."""
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(TINY / name, folder / name)
-    words = f"--model {folder} --data text --mem 16 --seq 96 --steps 1 --batch 2 --facts 1"
-    code, out, err = run(train, f"{words} --recipe embedded --score-tokens 0 --out run")
-    assert code == 0, err
-    base = f"--model {folder} --adapter run --prompt text/0.py"
-    code, out, err = run(generate, f"{base} --max-new-tokens 5 --temperature 0")
-    assert code == 0 and len(out) > 1, err
-    assert "layer 0, head 0: " in run(generate, f"{base} --show-memory 0 0")[1]
-    assert run(generate, f"{base} --save-memory memory")[0] == 0
-    assert run(generate, f"{base} --load-memory memory --max-new-tokens 2")[0] == 0
-    code, out, err = run(eval_ppl, f"run --model {folder} --data text --lengths 96 --recall")
-    assert code == 0 and "recalled; by chance 1 in 12" in out, err

@@ -26,11 +26,11 @@ shortens long prompts in their middle, as it does. metrics.py says what an answe
 are drawn from the training split, by the seed.
 """
 
+import argparse
 import json
 import re
 import sys
 import zlib
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Callable, Iterator
@@ -40,38 +40,20 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import NAME, Chosen, add_shared_flags, chosen_models  # noqa: E402
-from eval_ppl import compared, memory_sizes  # noqa: E402
+from eval_ppl import NAME  # noqa: E402
 from generate import as_text, decode, prefill  # noqa: E402
-from lococo import AdaptedLlama, read_adapter, segment_losses  # noqa: E402
+from lococo import AdaptedLlama, segment_losses  # noqa: E402
 from metrics import LONGBENCH, compare  # noqa: E402
-from model import KVCache  # noqa: E402
+from model import KVCache, load_base  # noqa: E402
 from support.command_line import (  # noqa: E402
-    TINY, Machine, Parser, at_least, config_of, counted, prepare, run_program,
+    TINY, Machine, Parser, at_least, counted, prepare, run_program,
 )  # fmt: skip
 from support.facts import fact_tokens  # noqa: E402
 from support.files import DAMAGED, UserError, read_json  # noqa: E402
 from support.files import write_json, write_text  # noqa: E402
+from support.scoring import add_shared_flags, models_to_score, parse_models  # noqa: E402
 from support.text import PARTS, long_documents, read_rows, token_streams  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line asks for."""
-
-    data: str  # what to convert; or "score"
-    files: list[Path]  # a folder of official files; to score: rows
-    shots: int  # answered rows in front of each
-    seed: int
-    out: Path | None  # where rows are written
-    # For "score" alone.
-    chosen: Chosen
-    cut: int | None  # tokens of a prompt at most
-    device: str | None
-    dtype: str | None
-    json: Path | None
-
 
 # --- Rows from the official files -------------------------------------------------------
 
@@ -229,20 +211,20 @@ def recall(shots: int, seed: int) -> Iterator[dict]:
         yield {"prompt": prompt, "choices": values, "answer": 7}
 
 
-def write_rows(options: Options) -> None:
+def write_rows(flags: argparse.Namespace) -> None:
     """Write the rows of a data set to --out."""
-    if options.data == "recall":
-        rows = list(recall(options.shots, options.seed))
+    if flags.data == "recall":
+        rows = list(recall(flags.shots, flags.seed))
         asked = [{"prompt": r["prompt"], "answers": [r["choices"][7]]} for r in rows]
-        made = {options.out / "choices.jsonl": rows, options.out / "questions.jsonl": asked}
+        made = {flags.out / "choices.jsonl": rows, flags.out / "questions.jsonl": asked}
     else:
-        train, test, convert = DATA[options.data]
-        source = options.files[0] if options.files else Path()
-        rows = read(options.data, source, test, convert)
-        training = read(options.data, source, train, convert) if options.shots else []
-        if options.shots >= max(len(training), 1):
-            raise UserError(f"--shots {options.shots}: {len(training)} rows to draw from")
-        made = {options.out: list(with_shots(rows, training, options.shots, options.seed))}
+        train, test, convert = DATA[flags.data]
+        source = flags.files[0] if flags.files else Path()
+        rows = read(flags.data, source, test, convert)
+        training = read(flags.data, source, train, convert) if flags.shots else []
+        if flags.shots >= max(len(training), 1):
+            raise UserError(f"--shots {flags.shots}: {len(training)} rows to draw from")
+        made = {flags.out: list(with_shots(rows, training, flags.shots, flags.seed))}
     for file, rows in made.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
@@ -380,50 +362,56 @@ def summary(columns: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return cells
 
 
-def score(options: Options) -> None:
+def score(flags: argparse.Namespace) -> None:
     """A table for each file: means over its rows ± standard error."""
-    machine = prepare(options.device, options.dtype, options.seed)
-    files = {file: list(read_rows(file, is_task)) for file in options.files}
+    machine = prepare(flags.device, flags.dtype, flags.seed)
+    files = {file: list(read_rows(file, is_task)) for file in flags.files}
     for file, rows in files.items():
         if not rows:
             raise UserError(f"{file}: there are no rows in it")
-    tokenizer = Tokenizer(options.chosen.model)
+    model, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     for file, rows in files.items():
         refuse_without_tokens(file, rows, tokenizer)
-    sizes = memory_sizes([read_adapter(run) for run in options.chosen.runs])
-    if options.chosen.method:
-        sizes = []  # no more methods than are asked for
+    models = models_to_score(flags, model, with_baselines=True)
     report = {}
     for file, rows in files.items():
         print(f"{file}: {counted(len(rows), 'row')}", end="")
-        if options.cut:
-            cuts = sum(shorten(row, options.cut, tokenizer) for _, row in rows)
-            print(f", {cuts} with a prompt cut to {options.cut:,} tokens", end="")
+        if flags.cut:
+            cuts = sum(shorten(row, flags.cut, tokenizer) for _, row in rows)
+            print(f", {cuts} with a prompt cut to {flags.cut:,} tokens", end="")
         print()
-        report[str(file)] = methods = {}
-        for name, adapted in compared(options.chosen, machine, sizes):
-            columns, long = score_rows(adapted, rows, tokenizer, machine)
-            cells = summary(columns)
-            if not methods:
-                print(f"{'':{NAME}}", *(f"{column:>13}" for column in cells))
-            line = f"{name:{NAME}}"
-            for cell in cells.values():
-                text = " ±".join(f"{number:.3f}" for number in cell.values())
-                line += f" {text:>13}"
-            if long:
-                trained = adapted.settings.length
-                line += f"  {len(long)} above {trained:,} tokens: line {long[0]} ..."
-            print(line, flush=True)
-            methods[name] = cells | {"lines above the trained length": long}
-            del adapted  # before the next one is loaded
-    if options.json:
-        write_json(options.json, report)
+        report[str(file)] = score_file(models, rows, tokenizer, machine)
+    if flags.json:
+        write_json(flags.json, report)
+
+
+def score_file(
+    models: dict[str, AdaptedLlama], rows: list[tuple[int, dict]], tokenizer: Tokenizer,
+    machine: Machine,
+) -> dict[str, dict]:  # fmt: skip
+    """Print a line for each model. Returns its cells by its name."""
+    methods = {}
+    for name, adapted in models.items():
+        columns, long = score_rows(adapted, rows, tokenizer, machine)
+        cells = summary(columns)
+        if not methods:
+            print(f"{'':{NAME}}", *(f"{column:>13}" for column in cells))
+        line = f"{name:{NAME}}"
+        for cell in cells.values():
+            text = " ±".join(f"{number:.3f}" for number in cell.values())
+            line += f" {text:>13}"
+        if long:
+            trained = adapted.settings.length
+            line += f"  {len(long)} above {trained:,} tokens: line {long[0]} ..."
+        print(line, flush=True)
+        methods[name] = cells | {"lines above the trained length": long}
+    return methods
 
 
 # --- The program ------------------------------------------------------------------------
 
 
-def parse() -> Options:
+def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("data", choices=[*DATA, "recall", "score"], help="what to convert; or score")
@@ -433,10 +421,7 @@ def parse() -> Options:
     add("--cut", type=at_least(4), metavar="N", help="score: cut longer prompts in the middle")
     add("--run", dest="runs", type=Path, nargs="+", default=[], help="score these adapters")
     add_shared_flags(parser)
-    flags = parser.parse_args()
-    if not flags.runs and not flags.method and flags.model.resolve() == TINY:
-        flags.runs = [TINY]
-    flags.chosen = chosen_models(flags, parser)
+    flags = parse_models(parser)
     if flags.data != "score":
         if not flags.out:
             parser.error("--out: name the file to write to")
@@ -449,15 +434,15 @@ def parse() -> Options:
         parser.error(f"{flag}: score takes rows as they are; --json FILE writes the tables")
     elif not flags.files:
         parser.error("score: name files of rows")
-    return config_of(Options, flags)
+    return flags
 
 
 def main() -> None:
-    options = parse()
-    if options.data == "score":
-        score(options)
+    flags = parse()
+    if flags.data == "score":
+        score(flags)
     else:
-        write_rows(options)
+        write_rows(flags)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+"""The file of --save-memory: what a memory holds after a text, to go on from there."""
+
+from pathlib import Path
+
+from lococo import AdaptedLlama, Memory
+from support.adapter import identity
+from support.files import UserError, checksum, read_file, write_file
+
+
+def owner(adapted: AdaptedLlama) -> dict:
+    """Which base, settings, dtype and adapter a memory belongs to."""
+    adapter = checksum(adapted.trained(), str(adapted.model.dtype))
+    return identity(adapted) | {"adapter": adapter}
+
+
+def save_memory(file: Path, memory: Memory, adapted: AdaptedLlama) -> None:
+    """Write what each layer holds, and the number of tokens seen. Raises UserError."""
+    tensors = {}
+    for layer in range(memory.config.n_layers):
+        tensors[f"keys {layer}"] = memory.plain[layer].held  # as compressions read them
+        tensors[f"values {layer}"] = memory.values[layer].held
+        if memory.scoring:
+            tensors[f"scores {layer}"] = memory.scores[layer]
+    write_file(file, tensors, seen=memory.seen, owner=owner(adapted))
+
+
+def load_memory(file: Path, memory: Memory, adapted: AdaptedLlama) -> None:
+    """Read what `save_memory` has written into an empty memory. Raises UserError."""
+    tensors, about = read_file(file)
+    if about.get("owner") != owner(adapted):
+        other = "it was saved with another model, adapter, --dtype, --method or its flags"
+        raise UserError(f"--load-memory {file}: {other}; give the same ones")
+    device = adapted.model.norm.weight.device
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    for layer in range(memory.config.n_layers):
+        kept = [tensors.get(f"{what} {layer}") for what in ("keys", "values", "scores")]
+        memory.hold(layer, *kept)
+    memory.seen = about["seen"]

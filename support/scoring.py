@@ -1,0 +1,155 @@
+"""What eval_ppl.py and tools/tasks.py score: the models and the texts that flags name."""
+
+import argparse
+import os
+import sys
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lococo import METHODS, AdaptedLlama, Settings
+from model import Llama
+from support.adapter import load_adapter, read_adapter, shared_copy
+from support.command_line import TINY, Parser, output_file
+from support.files import UserError
+from support.settings import untrained, warn_if_too_long
+from support.text import PARTS, long_documents, token_streams
+from support.tokenizer import Tokenizer
+
+# --- Flags ------------------------------------------------------------------------------
+
+
+def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
+    """Add the flags that eval_ppl.py and tools/tasks.py share. Returns the group that others
+    may join."""
+    parser.memory.add_argument("--method", nargs="+", default=[], choices=METHODS,
+                               help="methods without training (default: none)")  # fmt: skip
+    group = parser.add_argument_group("scoring and output")
+    group.add_argument(
+        "--json", type=output_file, metavar="FILE",
+        help="write the tables there, too; null is infinite, or of no tokens",
+    )  # fmt: skip
+    return group
+
+
+def parse_models(parser: Parser) -> argparse.Namespace:
+    """Parse the flags of eval_ppl.py or tools/tasks.py. Where no model is named, `runs` is
+    the embedded adapter."""
+    flags = parser.parse_methods()
+    if not flags.runs and not flags.method and flags.model.resolve() == TINY:
+        flags.runs = [TINY]
+    different = {run.resolve(): run for run in flags.runs}  # one named twice is scored once
+    flags.runs = list(different.values())
+    return flags
+
+
+# --- Models -----------------------------------------------------------------------------
+
+
+def name_of(s: Settings) -> str:
+    """A method without training, as a table names it: with all that differs from its row of
+    METHODS."""
+    name = f"base, {s.method}"
+    if not s.mem:
+        return name
+    name += f" M={s.mem}"
+    if s.segment != s.mem:
+        name += f" T={s.segment}"
+    usual = {"positions": "text", "sinks": 0, "heavy": 0, "recent": 0, "forget": 1.0}
+    usual |= METHODS[s.method](s.mem)
+    for key in ("positions", "sinks", "heavy", "recent", "forget"):
+        if getattr(s, key) != usual[key]:
+            name += f" {key}={getattr(s, key)}"
+    return name + " budgets" if s.budgets else name
+
+
+def baselines(model: Llama, mem: int, segment: int) -> list[AdaptedLlama]:
+    """A window and H2O of M slots, at least 4, on their base. Their positions are those of
+    the slots, because positions in a long text would pass the base's context."""
+    return [
+        untrained(model, method, max(4, mem), segment, positions="slots")
+        for method in ("streaming", "h2o")
+    ]
+
+
+def models_to_score(
+    flags: argparse.Namespace, model: Llama, with_baselines: bool
+) -> dict[str, AdaptedLlama]:
+    """By name: the base with its full cache and with each --method, then the runs; beside
+    each run its baselines, if no --method is named. All are on one base. All are made at
+    once, so that a wrong one is refused before anything is scored."""
+    runs = {}
+    for run in flags.runs:
+        runs[os.path.relpath(run)] = load_adapter(run, shared_copy(model))
+    mem = flags.mem or 512
+    models = [untrained(model, "full", mem, segment=512)]
+    for method in flags.method:
+        models.append(untrained(model, method, mem, flags.segment or mem, **flags.changes))
+    if with_baselines and not flags.method:
+        for adapted in runs.values():
+            if adapted.settings.mem:
+                models += baselines(model, adapted.settings.mem, adapted.settings.segment)
+    return {name_of(adapted.settings): adapted for adapted in models} | runs
+
+
+def note_limits(models: dict[str, AdaptedLlama], lengths: list[int]) -> None:
+    """Say where positions are too large, and where nothing is compressed."""
+    for name, adapted in models.items():
+        s = adapted.settings
+        warn_if_too_long(s, max(lengths))
+        short = [str(L) for L in lengths if L - 1 <= s.capacity]
+        if s.mem and short and not s.budgets:  # with budgets a layer may compress earlier
+            nothing = f"up to M + T = {s.capacity:,} entries nothing is compressed"
+            print(f"note: {name}, --lengths {' '.join(short)}: {nothing}", file=sys.stderr)
+
+
+# --- Texts ------------------------------------------------------------------------------
+
+
+def parts_to_score(flags: argparse.Namespace) -> list[str]:
+    """The part that --part names. Without --part: the part that train.py holds out, if a
+    RUN has left it out or the texts are Python's library; otherwise all parts of --data.
+    A RUN that held nothing out has trained on all of its texts, and scores others."""
+    left_out = not flags.data
+    for run in flags.runs:
+        if "held-out" in read_adapter(run).parts:
+            sentence = "it trained on all of its --data"
+            remedy = "score it only on other texts, which is not checked"
+            print(f"{run}: {sentence}; {remedy}", file=sys.stderr)
+        elif run.resolve() != TINY:  # tiny/ has read Python's library alone
+            left_out = True
+    part = flags.part or ("held-out" if left_out else "all")
+    return list(PARTS) if part == "all" else [part]
+
+
+def documents_to_score(
+    flags: argparse.Namespace, parts: list[str], tokenizer: Tokenizer
+) -> dict[int, Tensor]:
+    """By length L the first documents of these parts, (N, L). Raises UserError if there are
+    none of a length."""
+    streams = token_streams(flags.data, tokenizer)
+    documents = {}
+    for L in flags.lengths:
+        rows = [
+            long_documents(streams[part], tokenizer.bos, L, flags.documents) for part in parts
+        ]
+        documents[L] = torch.cat(rows)[: flags.documents]
+        if not len(documents[L]):
+            raise UserError(f"--lengths {L}: {why_none(streams, parts, tokenizer.bos)}")
+    listed = ", ".join(f"{len(rows)} of {L} tokens" for L, rows in documents.items())
+    of = "all parts" if len(parts) == len(PARTS) else parts[0]
+    whose = "" if flags.data else "Python's standard library, "
+    print(f"documents ({whose}{of}): {listed}; cache bytes at {[*documents][-1]}")
+    return documents
+
+
+def why_none(streams: dict[str, np.ndarray], parts: list[str], bos: int) -> str:
+    """How long the longest document of these parts is, one part or all."""
+    longest = 0
+    for part in parts:
+        lengths = np.diff(np.flatnonzero(streams[part] == bos), append=len(streams[part]))
+        longest = max(longest, lengths.max(initial=0))
+    of = f" of the {parts[0]} part" if len(parts) == 1 else ""
+    remedy = "name smaller --lengths, longer texts by --data, or another --part"
+    return f"the longest document{of} has {longest:,} tokens; {remedy}"

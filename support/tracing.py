@@ -1,0 +1,132 @@
+"""What slots hold: each slot as a mixture of tokens, and that as lines of text."""
+
+from functools import partial
+from typing import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from lococo import KINDS, AdaptedLlama, Memory, Settings
+from support.files import UserError
+from support.tokenizer import Tokenizer
+
+
+def mixing_matrix(s: Settings, order: Tensor, w: Tensor) -> Tensor:
+    """The mixing matrix (B, G, M, S) that is drawn in lococo.Memory: of one layer with the
+    settings `s`, from what `Memory.compress` returns for it, order (B, G, S) and w."""
+    S = order.shape[2]
+    merged = slice(s.pinned, s.pinned + s.merged)
+    matrix = w.new_zeros(*w.shape[:2], s.mem, S)
+    matrix[:, :, : s.pinned, : s.pinned] = torch.eye(s.pinned)
+    matrix[:, :, merged, s.pinned : S - s.recent] = w
+    matrix[:, :, s.mem - s.recent :, S - s.recent :] = torch.eye(s.recent)
+    # Columns back in the order of the cache.
+    columns = order[:, :, None].expand_as(matrix)
+    return torch.zeros_like(matrix).scatter(3, columns, matrix)
+
+
+class TracedMemory(Memory):
+    """A memory for a batch of one text that multiplies the mixing matrices of all
+    compressions, so that each slot is known as a mixture of tokens. It does so in some
+    layers or in all."""
+
+    def __init__(self, *args, layers: Iterable[int]):
+        """`args` as those of Memory."""
+        super().__init__(*args)
+        self.seen_at = []  # tokens that had entered at each compression of layer 0
+        # shares[layer][g, slot, place] is how much of the slot is the token at this place of
+        # the text, (G, M, tokens).
+        self.shares = {layer: torch.zeros(self.config.n_kv_heads, 0, 0) for layer in layers}
+        # For each layer, after each compression: the three largest shares of each slot, and
+        # their tokens' places, both (G, M, 3). `shares` grows with the text, these do not.
+        self.largest = {layer: [] for layer in layers}
+
+    def copy(self) -> "TracedMemory":
+        other = super().copy()
+        other.seen_at = [*self.seen_at]
+        other.shares = {**self.shares}
+        other.largest = {layer: [*kept] for layer, kept in self.largest.items()}
+        return other
+
+    def compress(self, layers: list[int]) -> tuple[Tensor, Tensor]:
+        order, w = super().compress(layers)
+        if 0 in layers:
+            self.seen_at.append(self.seen)
+        for layer, *part in zip(layers, order.chunk(len(layers)), w.chunk(len(layers))):
+            if layer in self.shares:
+                matrix = mixing_matrix(self.layer_settings[layer], *part)
+                self.follow(layer, matrix[0].cpu())
+        return order, w
+
+    def follow(self, layer: int, matrix: Tensor) -> None:
+        """Multiply the shares by a mixing matrix (G, M, S)."""
+        before = self.shares[layer]
+        # Entries in slots: 0 before the first compression, then M. Every other entry is one
+        # whole token.
+        in_slots = before.shape[1]
+        old, new = matrix.tensor_split([in_slots], dim=2)
+        shares = torch.cat((old @ before, new), dim=2)
+        self.shares[layer] = shares
+        self.largest[layer].append(shares.topk(min(3, shares.shape[2])))
+
+
+# What to try where there is no adapter. By slot, so that a text of any length can be read.
+SUGGESTED = "--method h2o --mem 512 --positions slots, or --adapter RUN after train.py"
+
+
+def check_slots(settings: Settings) -> None:
+    """Raises UserError if there are no slots to show or to save."""
+    if not settings.mem:
+        reason = "it keeps everything and has no slots"
+        raise UserError(f"{settings.method}: {reason}; take {SUGGESTED}")
+
+
+def memory_of_layer(adapted: AdaptedLlama, layer: int, head: int) -> TracedMemory:
+    """An empty memory that is traced in one layer. Raises UserError if there is no such layer
+    or head."""
+    check_slots(adapted.settings)
+    layers, heads = adapted.model.config.n_layers, adapted.model.config.n_kv_heads
+    if layer >= layers or head >= heads:
+        has = f"there are layers 0 to {layers - 1} and heads 0 to {heads - 1}"
+        raise UserError(f"--show-memory {layer} {head}: no such layer or head; {has}")
+    return adapted.cache(partial(TracedMemory, layers=[layer]))
+
+
+def memory_of_page(adapted: AdaptedLlama) -> TracedMemory:
+    """An empty memory that is traced in all layers. Raises UserError if the layers are
+    compressed at different times, which a page does not show."""
+    check_slots(adapted.settings)
+    if adapted.settings.budgets:
+        reason = "a page does not show layers with budgets; give --show-memory LAYER HEAD"
+        raise UserError(f"{adapted.settings.method}: {reason}")
+    layers = range(adapted.model.config.n_layers)
+    return adapted.cache(partial(TracedMemory, layers=layers))
+
+
+def describe_slots(
+    memory: TracedMemory, layer: int, head: int, ids: list[int], tokenizer: Tokenizer
+) -> Iterator[str]:
+    """Lines about what the slots hold; ids are the tokens that were read.
+
+    The bars at a line's end follow its first token, one bar for each compression. A bar is
+    the token's largest share among the slots in which it came first then.
+    """
+    held = memory.keys[layer].size
+    yield f"layer {layer}, head {head}: {held} entries after {len(ids)} tokens"
+    counts = memory.layer_settings[layer]
+    kinds = [kind for kind in KINDS for _ in range(getattr(counts, kind))]
+    for slot, kind in enumerate(kinds if memory.largest[layer] else []):
+        line = f"{slot:>4} {kind:7}"
+        last = memory.largest[layer][-1]  # after the last compression
+        shares, places = (part[head, slot].tolist() for part in last)
+        for share, place in zip(shares, places):
+            if share >= 0.01:
+                piece = repr(tokenizer.piece(ids[place]))
+                bar = "█" * round(4 * share)
+                line += f"  {bar:·<4} {share:.2f} {piece:<10} {place:<5}"
+        bars = ""
+        for shares_then, places_then in memory.largest[layer]:
+            same = places_then[head, :, 0] == places[0]
+            first = shares_then[head, :, 0] * same
+            bars += " ▁▂▃▄▅▆▇█"[round(8 * float(first.max()))]
+        yield f"{line}  {bars}"

@@ -1,0 +1,86 @@
+"""support/adapter.py: adapters in files."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import refusal, same, settings
+
+from generate import prefill
+from lococo import AdaptedLlama
+from support.adapter import identity, load_adapter, write_adapter
+from support.files import write_file
+
+LORA_A = "model.layers.0.attention.wq.lora_a"
+
+
+def adapter(model) -> AdaptedLlama:
+    """With random weights."""
+    adapted = AdaptedLlama(model, settings("selection", 8, 8, 64, lora_rank=2)).eval()
+    for p in adapted.trained().values():
+        p.data += 0.3 * torch.randn(p.shape)
+    return adapted
+
+
+def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
+    base, scaled, turned, rounded = (copy.deepcopy(model) for _ in range(4))
+    adapted, tokens = adapter(model), torch.arange(60)[None]
+    write_adapter(tmp_path, adapted, ["training"])
+    scaled.layers[1].feed_forward.w2.weight.data *= 1.1
+    turned.config = replace(turned.config, rope_theta=20000.0)
+    for other in (scaled, turned):
+        refusal(load_adapter, tmp_path, "for another base", args=(other,))
+    about = identity(adapted) | {"parts": []}
+    (tmp_path / "other").mkdir()
+    about["settings"] |= {"budgets": 3 * [adapted.settings.mem]}
+    write_file(tmp_path / "other" / "adapter.safetensors", adapted.trained(), **about)
+    refusal(load_adapter, tmp_path / "other", "for another base", args=(base,))
+    (tmp_path / "other" / "adapter.safetensors").rename(tmp_path / "other" / "state.safetensors")
+    refusal(load_adapter, tmp_path / "other",
+            "this run has not ended; to go on: python train.py --resume", args=(base,))  # fmt: skip
+    loaded = load_adapter(tmp_path, base)
+    assert loaded.settings == adapted.settings
+    assert torch.equal(*(prefill(m.model, tokens, m.cache(), 8) for m in (adapted, loaded)))
+    half = load_adapter(tmp_path, rounded.bfloat16())
+    assert half.model.tok_embeddings.weight.dtype == torch.bfloat16
+    half.model.tok_embeddings.weight.data = adapted.model.tok_embeddings.weight
+    assert same(half.trained(), adapted.trained())
+
+
+def test_a_loaded_adapter_reads_as_in_training_and_converts_no_embeddings(model, tmp_path):
+    """Tied embeddings are the output matrix: in float32 each token would convert all of them."""
+    model.config = replace(model.config, tied=True)
+    model.bfloat16()
+    base, tokens = copy.deepcopy(model), torch.arange(60)[None]
+    adapted = adapter(model)
+    write_adapter(tmp_path, adapted, ["training"])
+    loaded = load_adapter(tmp_path, base)
+    assert torch.equal(*(prefill(m.model, tokens, m.cache(), 8) for m in (adapted, loaded)))
+    assert loaded.model.tok_embeddings.weight.dtype == torch.bfloat16
+    others = loaded.trained().keys() - {"model.tok_embeddings.weight"}
+    assert same(*({name: m.trained()[name] for name in others} for m in (loaded, adapted)))
+
+
+@pytest.mark.parametrize("kind", ["compressor", "method"])
+def test_an_adapter_with_an_unknown_name_is_refused(model, tmp_path, kind):
+    """A program that adds a compressor to COMPRESSORS makes adapters that others cannot read."""
+    adapted = adapter(model)
+    about = identity(adapted) | {"parts": []}
+    about["settings"][kind] = "magic"
+    write_file(tmp_path / "adapter.safetensors", adapted.trained(), **about)
+    refusal(load_adapter, tmp_path, f"its {kind} 'magic' is unknown", args=(model,))
+
+
+@pytest.mark.parametrize("change", [
+    lambda tensors, about: tensors.update({LORA_A: tensors[LORA_A][:1]}),  # it could broadcast
+    lambda tensors, about: tensors.update(more=tensors.pop(LORA_A)),
+    lambda tensors, about: about["settings"].update(lora_rank=4),
+    lambda tensors, about: about["settings"].pop("method"),
+    lambda tensors, about: about.pop("base")])  # fmt: skip
+def test_adapters_of_another_version_are_refused(model, tmp_path, change):
+    base, adapted = copy.deepcopy(model), adapter(model)
+    tensors, about = adapted.trained(), identity(adapted) | {"parts": []}
+    change(tensors, about)
+    write_file(tmp_path / "adapter.safetensors", tensors, **about)
+    refusal(load_adapter, tmp_path, "its adapter is ", "another version", args=(base,))

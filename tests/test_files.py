@@ -1,0 +1,146 @@
+"""support/files.py: files of our own are written whole, and a damaged one is noticed."""
+
+import json
+import math
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import refusal, same
+from safetensors.torch import save_file
+
+from support.command_line import HERE
+from support.files import UserError, checksum, created, read_file, read_json, write_file
+from support.files import write_json, write_whole
+
+TENSORS = {
+    "a.b": torch.randn(3, 5), "steps": torch.tensor(7.0), "none": torch.empty(0, 3),
+    "half": torch.randn(4, 3).bfloat16().T, "every other": torch.arange(9)[::2],
+}  # fmt: skip
+ABOUT = {"step": 3, "words": "na\u00efve", "a": [None, 0.1]}
+
+
+def test_a_changed_byte_is_noticed(tmp_path):
+    """A bit is flipped in each byte of the header, of what is said and of each tensor, and the file
+    is cut off in many places. What is read all the same is what was written."""
+    file, read = tmp_path / "file", 0
+    write_file(file, {"another": torch.ones(3)})  # is replaced
+    write_file(file, TENSORS, **ABOUT)
+    whole = file.read_bytes()
+    changed = [whole[:at] for at in range(0, len(whole), 50)]
+    for at, byte in enumerate(whole):
+        changed.append(whole[:at] + bytes([byte ^ 1 << at % 8]) + whole[at + 1 :])
+    for content in [whole, *changed]:
+        file.write_bytes(content)
+        try:
+            tensors, found = read_file(file)
+            assert same(tensors, TENSORS) and found == ABOUT
+            read += 1
+        except UserError as error:
+            assert str(error).startswith(f"{file}: ") and str(error).isprintable()
+    assert 1 <= read < 10  # the whole, and changes of its padding
+
+
+def test_a_checksum_sees_shapes_and_dtypes():
+    zeros = torch.zeros(2, 3)
+    alike = (zeros, zeros.T, zeros.flatten(), zeros.int())  # the same bytes
+    assert len({checksum({"a": t}, "") for t in alike}) == 4
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"content": "{}"}])
+def test_files_of_other_programs_are_refused(tmp_path, metadata):
+    save_file({"a": torch.ones(3)}, tmp_path / "file", metadata)
+    refusal(read_file, tmp_path / "file", "damaged or another version's")
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    """As a clone without Git LFS has them in the place of large files."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (tmp_path / "file").write_text(pointer)
+    for read in (read_file, read_json):
+        refusal(read, tmp_path / "file", "run: git lfs pull")
+
+
+def test_a_place_where_nothing_can_be_written(tmp_path):
+    for place in (tmp_path, tmp_path / "gone" / "file"):
+        refusal(write_file, place, "cannot be written (", args=({},))
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("error, seen", [
+    (OSError(28, "No space left on device"), UserError), (KeyboardInterrupt(), KeyboardInterrupt)])
+def test_a_failed_write_leaves_what_was_there(tmp_path, error, seen):
+    (tmp_path / "file").write_text("old")
+
+    def save(beside):
+        beside.write_text("the first half")
+        raise error
+
+    with pytest.raises(seen):
+        write_whole(tmp_path / "file", save)
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+def test_two_that_write_one_file_do_not_meet(tmp_path, monkeypatch):
+    """Another process writes the same file while this one does: the last one is there, whole."""
+    usual, file, between = os.fsync, tmp_path / "file", [{"a": torch.zeros(3)}]
+
+    def fsync(*args):
+        usual(*args)
+        if between:
+            write_file(file, between.pop())
+
+    monkeypatch.setattr("os.fsync", fsync)
+    write_file(file, {"a": torch.ones(3)})
+    assert read_file(file)[0]["a"].tolist() == [1, 1, 1] and [*tmp_path.iterdir()] == [file]
+
+
+def test_all_programs_write_whole_files():
+    """What a library writes goes through write_whole, so that a good file is never half a file."""
+    calls = r"\.savefig\(|\.save\((?!weights, content\))|\bsave_file\((?!tensors, beside)"
+    direct = re.compile(calls + r'|open\((?!os\.devnull)[^)]*"[wa]"')
+    sources = [f for place in ("", "support", "tools", "tiny") for f in (HERE / place).glob("*.py")]
+    lines = [line for file in sources for line in file.read_text("utf-8").splitlines()]
+    assert len(lines) > 3000 and not [line for line in lines if direct.search(line)]
+
+
+def test_json_is_json(tmp_path):
+    """Other languages' readers refuse Infinity and NaN. A byte order mark is no text."""
+    write_json(tmp_path / "file", {"nats": [1.5, math.nan, -math.inf], "ppl": {512: math.inf}})
+    written = (tmp_path / "file").read_bytes()
+    assert json.loads(written) == {"nats": [1.5, None, None], "ppl": {"512": None}}
+    (tmp_path / "file").write_bytes(b"\xef\xbb\xbf" + written)
+    assert read_json(tmp_path / "file") == json.loads(written)
+    for content in ('{"dim": ', "[" * 99999):
+        (tmp_path / "file").write_text(content)
+        refusal(read_json, tmp_path / "file", "cannot be read as JSON (")
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
+    """As of --json /dev/stdout | less. A name in /dev would be taken by a file, where root may."""
+    (tmp_path / "link").symlink_to("figures.json")
+    write_json(tmp_path / "link", [1])
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "figures.json").read_text() == "[\n 1\n]\n"
+    os.mkfifo(tmp_path / "pipe")
+    end = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_json(tmp_path / "pipe", [2])
+    assert os.read(end, 99) == b"[\n 2\n]\n" and (tmp_path / "pipe").is_fifo()
+    os.close(end)
+
+
+def test_a_name_is_taken_once(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"), created(tmp_path / "file"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(9)  # the signal comes first
+    assert not (tmp_path / "file").exists() and signal.getsignal(signal.SIGTERM) == before
+    with pytest.raises(ZeroDivisionError), created(tmp_path / "file"):
+        refusal(lambda f: created(f).__enter__(), tmp_path / "file", "there is such a file")
+        raise ZeroDivisionError
+    assert not (tmp_path / "file").exists()

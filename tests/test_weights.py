@@ -1,0 +1,228 @@
+"""model.load_llama and support/weights.py: checkpoints of both layouts, and what is refused."""
+
+import json
+import math
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from conftest import refusal
+from reference import meta_state, permute
+from safetensors.torch import save_file
+
+from model import Llama, LlamaConfig, hugging_face_name, load_base, load_llama
+from support.command_line import TINY
+
+TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
+META = [f"consolidated.{n:02}.pth" for n in range(8)]
+HF, BIN = "model.safetensors", "pytorch_model.bin"
+SHARDS, BINS = ["model-1.safetensors", "model-2.safetensors"], ["pytorch_model-1.bin", BIN]
+WQ, Q_PROJ = "layers.0.attention.wq.weight", "model.layers.0.self_attn.q_proj.weight"
+LLAMA3 = dict(rope_type="llama3", factor="8", low_freq_factor=1, high_freq_factor=4,
+              original_max_position_embeddings=32)  # fmt: skip
+
+# --- Checkpoints, written as Meta and Hugging Face do -----------------------------------
+
+
+def configuration(c: LlamaConfig, meta: bool) -> dict:
+    if meta:
+        keys = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "vocab_size")
+        return {key: getattr(c, key) for key in keys} | {"multiple_of": 32}
+    return dict(
+        model_type="llama", hidden_act="silu", hidden_size=c.dim, vocab_size=c.vocab_size,
+        intermediate_size=c.ffn_dim, num_hidden_layers=c.n_layers, rms_norm_eps=c.norm_eps,
+        num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads,
+        tie_word_embeddings=False, max_position_embeddings=c.context,
+    )  # fmt: skip
+
+
+def write_model(path, model, files, edit=lambda state: None, **changes) -> Path:
+    """In Meta's layout if `files` are consolidated.NN.pth, cut as by its model parallelism, and
+    else in Hugging Face's. `edit` changes what the last file has, `changes` the configuration."""
+    c, meta = model.config, files[0] in META
+    path.mkdir(exist_ok=True)
+    file = path / ("params.json" if meta else "config.json")
+    file.write_text(json.dumps(configuration(c, meta) | changes))
+    ignored = "rope.freqs" if meta else "model.layers.0.self_attn.rotary_emb.inv_freq"
+    states = [{ignored: torch.zeros(c.head_dim // 2)} for _ in files]
+    for n, (name, w) in enumerate(meta_state(model).items()):
+        kind = name.split(".")[-2]
+        if meta:
+            parts = w.chunk(len(files), dim=int(kind in ("tok_embeddings", "wo", "w2")))
+            for state, part in zip(states, [w] * len(files) if "norm" in kind else parts):
+                state[name] = part.clone()
+        else:
+            heads = {"wq": c.n_heads, "wk": c.n_kv_heads}.get(kind)
+            states[n % len(files)][hugging_face_name(name)] = permute(w, heads) if heads else w
+    edit(states[-1])
+    for file, state in zip(files, states):
+        (save_file if file.endswith("safetensors") else torch.save)(state, path / file)
+    return path
+
+
+def load(path, model, **expected) -> Llama:
+    """Loaded to the bit. The repr of a configuration, by which an adapter knows its base, is the
+    model's but for the `expected` fields."""
+    loaded = load_llama(path)
+    state = loaded.state_dict()
+    assert all(torch.equal(state.pop(name), p) for name, p in model.state_dict().items())
+    assert not state and repr(loaded.config) == repr(replace(model.config, **expected))
+    return loaded
+
+
+# --- What is loaded ---------------------------------------------------------------------
+
+UNNAMED = {"context": 4096}  # Meta's configuration does not say it
+
+
+@pytest.mark.parametrize("files, changes, expected", [
+    (META[:1], {}, UNNAMED),
+    (META, {"vocab_size": -1, "ffn_dim_multiplier": 1.1}, UNNAMED),  # as for 70B
+    (META[:2], {"rope_theta": 1e6, "max_seq_len": 64}, {"rope_theta": 1e6}),
+    ([HF], {"rope_theta": 10000, "hidden_size": 32.0}, {}),  # the same numbers
+    (SHARDS, {"rope_theta": 5e5}, {"rope_theta": 5e5}),
+    ([BIN], {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9.0}},
+     {"rope_scale": 8.0, "rope_theta": 9.0}),
+    (BINS, {"rope_scaling": {"type": "linear", "factor": 4}}, {"rope_scale": 4.0})])  # fmt: skip
+def test_both_layouts(tmp_path, model, files, changes, expected):
+    load(write_model(tmp_path, model, files, **changes), model, **expected)
+    half = load_llama(tmp_path, torch.bfloat16)
+    assert all(torch.equal(p, q.bfloat16()) for p, q in zip(half.parameters(), model.parameters()))
+
+
+@pytest.mark.parametrize("edit", [lambda s: None, lambda s: s.pop("lm_head.weight")])
+def test_tied_embeddings(tmp_path, model, edit):
+    """The output matrix is that of the embeddings, whether the file repeats it or not."""
+    model.output.weight.data = model.tok_embeddings.weight.data.clone()
+    loaded = load_llama(write_model(tmp_path, model, [HF], edit, tie_word_embeddings=True))
+    assert torch.equal(loaded(TOKENS), model(TOKENS)) and not hasattr(loaded, "output")
+
+
+@pytest.mark.parametrize("files, index, save", [
+    (SHARDS, HF, save_file), (BINS[:1], BIN, torch.save)])  # fmt: skip
+def test_what_an_index_does_not_name_is_not_loaded(tmp_path, model, files, index, save):
+    """Such as a shard of an older save. Without an index a tensor that is there twice is refused,
+    and so is a whole file beside an index of others."""
+    write_model(tmp_path, model, files)
+    save({Q_PROJ: torch.ones(32, 32)}, tmp_path / files[0].replace("1", "3"))
+    refusal(load_llama, tmp_path, f"{Q_PROJ} is in two files")
+    names = {f"tensor {n}": file for n, file in enumerate(files)}
+    (tmp_path / f"{index}.index.json").write_text(json.dumps({"weight_map": names}))
+    load(tmp_path, model)
+    save({}, tmp_path / index)
+    refusal(load_llama, tmp_path, f"it does not name {index}; remove one")
+    (tmp_path / f"{index}.index.json").write_text("{}")
+    refusal(load_llama, tmp_path, "index.json", "weight_map")
+
+
+# --- What is refused --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes, sentence", [
+    # another architecture
+    ({"model_type": "mistral"}, "model_type mistral is not implemented"),
+    ({"hidden_act": "gelu"}, "hidden_act gelu"),
+    ({"sliding_window": 4096}, "sliding_window 4096"),
+    ({"mlp_bias": True}, "mlp_bias True"),
+    ({"attention_bias": True}, "attention_bias True"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"rope_scaling": {"type": "yarn"}}, "rope_type yarn is not implemented"),
+    # numbers that make no Llama
+    ({"num_hidden_layers": None}, "NoneType"),
+    ({"hidden_size": 32.5}, "dim 32.5 is not of type int"),
+    ({"tie_word_embeddings": "false"}, "tied 'false' is not of type bool"),
+    ({"rope_scaling": LLAMA3}, "factor '8' is not of type float"),
+    ({"num_hidden_layers": 0}, "n_layers 0 is not positive"),
+    ({"rope_theta": math.inf}, "rope_theta inf is not positive"),
+    ({"intermediate_size": 2**60}, f"ffn_dim {2**60} is larger than 16,777,216"),
+    ({"num_attention_heads": 32, "num_key_value_heads": 16}, "32 heads, 16 of keys and values, do"),
+    ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads, 3 of keys and values, do not"),
+])  # fmt: skip
+def test_a_config_json_that_is_no_llamas(tmp_path, model, changes, sentence):
+    """It is refused when it is read, not when it has made other figures."""
+    write_model(tmp_path, model, [HF], **changes)
+    refusal(load_llama, tmp_path, "config.json", "not a plain Llama-2", sentence)
+
+
+@pytest.mark.parametrize("changes, sentence", [
+    ({"use_scaled_rope": True}, "use_scaled_rope is not implemented"),
+    ({"vocab_size": 50}, "vocab_size 50, but 64 in the weights"),
+    ({"ffn_dim_multiplier": 3.0}, "multiple_of and ffn_dim_multiplier give 256, but 96 in the"),
+    ({"n_heads": 8}, "n_heads 8 leaves 4 channels for a head, but 8 in the weights")])
+def test_a_params_json_that_contradicts_its_weights(tmp_path, model, changes, sentence):
+    refusal(load_llama, write_model(tmp_path, model, META[:1], **changes), sentence)
+
+
+@pytest.mark.parametrize("files, lost, parts", [
+    ([HF], "config.json", ["no config.json and no params.json; docs/models.md says"]),
+    ([HF], HF, ["there is no model*.safetensors and no pytorch_model*.bin in it"]),
+    (SHARDS, SHARDS[0], ["missing", "model.embed_tokens.weight"]),
+    (META[:2], META[0], ["consolidated.00.pth: cannot be read"]),
+    (META[:2], META[1], ["is a file consolidated.NN.pth missing"])])  # fmt: skip
+def test_a_missing_file(tmp_path, model, files, lost, parts):
+    (write_model(tmp_path, model, files) / lost).unlink()
+    refusal(load_llama, tmp_path, *parts)
+
+
+@pytest.mark.parametrize("fault, parts", [
+    (lambda s, q: s.pop(q), ["missing: "]),
+    (lambda s, q: s.update(surplus=s.pop(q)), ["surplus is no weight"]),
+    (lambda s, q: s.update({q: s[q].to(torch.int8)}), ["int8"]),
+    (lambda s, q: s[q].__setitem__((0, 0), math.nan), ["no finite numbers"]),
+    (lambda s, q: s.update({q: s[q][2:].clone()}), ["(30, 32)", "(32, 32)"]),
+    (lambda s, q: s.update({q: s[q][:, 1:].clone()}), ["(32, 31)", "(32, 32)"])])  # fmt: skip
+@pytest.mark.parametrize("file, q", [(META[0], WQ), (HF, Q_PROJ)])
+def test_a_wrong_tensor_is_named(tmp_path, model, file, q, fault, parts):
+    name = "surplus" if "surplus is no weight" in parts else q
+    write_model(tmp_path, model, [file], lambda state: fault(state, q))
+    refusal(load_llama, tmp_path, name, *parts)
+
+
+def test_parts_that_cannot_be_joined(tmp_path, model):
+    """The second shard has fewer columns than the first."""
+    write_model(tmp_path, model, META[:2], lambda s: s.update({WQ: s[WQ][:, 1:].clone()}))
+    refusal(load_llama, tmp_path, f"{WQ} does not fit")
+
+
+class Intruder:
+    """Makes a directory where it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("made",)
+
+
+@pytest.mark.parametrize("name", [META[0], HF, BIN])
+def test_files_that_are_damaged_or_no_weights_are_named(tmp_path, model, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = write_model(tmp_path, model, [name]) / name
+    whole = file.read_bytes()
+    for content in (b"", b"plain text " * 50, whole[:100], whole[:-1], Intruder(), 3):
+        if isinstance(content, bytes):
+            file.write_bytes(content)
+        else:
+            torch.save({WQ: content}, file)
+        refusal(load_llama, tmp_path, f"{name}: cannot be read as weights (", "Error: ")
+    assert not Path("made").exists()
+
+
+@pytest.mark.parametrize("error", [AttributeError("a bug of ours"), RuntimeError("memory is full")])
+@pytest.mark.parametrize("place", ["model.checked", "model.FeedForward.__init__"])
+def test_what_is_not_the_files_fault_is_not_called_so(tmp_path, model, monkeypatch, place, error):
+    """While the model is made and weights are copied, a bug is a traceback."""
+    write_model(tmp_path, model, [HF])
+    monkeypatch.setattr(place, Mock(side_effect=error))
+    with pytest.raises(type(error)) as raised:
+        load_llama(tmp_path)
+    assert raised.value is error
+
+
+def test_what_begins_a_text_is_in_the_model(tmp_path):
+    """An id above all of its embeddings would be an IndexError."""
+    shutil.copytree(TINY, tmp_path / "base")
+    (tmp_path / "base" / "prefix.json").write_text("[1, 2048]")
+    refusal(load_base, tmp_path / "base", "it has more tokens than the model")
