@@ -324,7 +324,7 @@ def train(
                 save(step + 1)
             if stop:
                 return stop
-        return agreed(noted)  # one may have come while the last state was written
+    return 0
 
 
 # --- A run ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lococo import AdaptedLlama
 from programs.adapter import check_names
 from support.files import UserError, read_file, write_file
-from support.processes import RANK, wait_for_all
+from support.processes import RANK
 
 # --- The folder -------------------------------------------------------------------------
 
@@ -104,9 +104,6 @@ def write_state(
     if RANK == 0:
         about = dict(step=step, config=config, owner=owner, scores=scores)
         write_file(out / "state.safetensors", tensors, **about)
-    # Until process 0 has written the file: if another process ended with an error
-    # meanwhile, torchrun would end process 0 in the middle of it.
-    wait_for_all()
 
 
 def read_state(out: Path, names: list[str]) -> State:
