@@ -55,6 +55,7 @@ METHODS = {
         forget=0.75,
         compressor="selection",
         kernel=1,
+        start=0.3,
     ),
 }
 
@@ -74,6 +75,7 @@ class Settings:
     positions: str = "text"  # or "slots", see `interpolation`
     compressor: str = "paper"  # or another of COMPRESSORS
     kernel: int = 21  # taps of the convolution
+    start: float = 1.0  # size of the convolution's weights at the start; the official code's
     lora_rank: int = 8
     lora_alpha: int = 16  # the official code's; the paper names none
     # Ours:
@@ -110,20 +112,18 @@ class Compressor(nn.Module):
     share it. `slots` is the number of slots that it fills, the merged ones.
 
     One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. All its
-    parameters train at the rate --conv-lr.
+    parameters train at the rate of the convolutions.
     """
 
     reads_scores = False  # True: the memory counts attention, and `weights` gets it
 
-    def __init__(self, head_dim: int, slots: int, kernel: int):
+    def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
         super().__init__()
         self.slots = slots
         # g of (6)
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
-        # The official code starts from these numbers. (7) divides their scale out. In a
-        # softmax, as a compressor of your own may have, it matters: with 21 taps its rows
-        # would be nearly one-hot at the start, and would learn little.
-        nn.init.normal_(self.conv.weight)
+        # (7) divides the scale out. In a softmax, as ours has, it matters.
+        nn.init.normal_(self.conv.weight, std=start)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         """R entries that are merged, (N, 2D, R) of N = B * G heads -> w (N, slots, R).
@@ -496,8 +496,6 @@ class LoRALinear(nn.Module):
 
 # --- Ours: slots that learn which entries to keep ---------------------------------------
 
-# The size of the filters of single slots at the start.
-START = 0.3
 # AdamW changes all parameters equally fast. With this scale the shared filter learns three
 # times as fast as the filters of single slots.
 COMMON_SCALE = 3
@@ -524,15 +522,13 @@ class Selection(Compressor):
     reads_scores = True
     sharpness = 16  # in use; 1 while it trains
 
-    def __init__(self, head_dim: int, slots: int, kernel: int):
-        super().__init__(head_dim, slots, kernel)
+    def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
+        super().__init__(head_dim, slots, kernel, start)
         # For new entries: `conv` has a filter for each slot, and all share `common`.
-        with torch.no_grad():
-            self.conv.weight *= START
         self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
         # The same two for entries that come from a slot. They are one tap wide, as neighbours
         # in slots are no neighbours in the text.
-        self.slot_filters = nn.Parameter(START * torch.randn(slots, 2 * head_dim, 1))
+        self.slot_filters = nn.Parameter(start * torch.randn(slots, 2 * head_dim, 1))
         self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
         self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts
 
@@ -640,7 +636,9 @@ class AdaptedLlama(nn.Module):
             raise UserError(f"budgets: there are {numbers}; give one for each")
         compressor = COMPRESSORS[settings.compressor]
         self.compressors = nn.ModuleList(
-            compressor(config.head_dim, in_layer(settings, layer).merged, settings.kernel)
+            compressor(
+                config.head_dim, in_layer(settings, layer).merged, settings.kernel, settings.start
+            )
             for layer in range(config.n_layers if settings.merged else 0)
         ).to(model.norm.weight.device)
         for compressor in self.compressors[:1]:  # all are of one class

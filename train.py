@@ -70,6 +70,7 @@ class TrainConfig:
     # Memory: with None the method's own value is used.
     compressor: str | None = None
     kernel: int | None = None  # taps of the convolution
+    start: float | None = None  # size of its weights at the start
     sinks: int | None = None
     heavy: int | None = None
     merged: int | None = None  # at most M / 4; not used where `recent` is given
@@ -112,22 +113,23 @@ RECIPES = {  # what each changes of the defaults above
     "paper": dict(),
     # Section 4.1; 104 million tokens.
     "paper-inference": dict(seq=4096, lora_rank=0, steps=200),
-    # Ours: a real Llama stays as it is; 60 x 4,096 tokens (docs/real-llama.md).
+    # Ours: a real Llama stays as it is; 60 x 4,096 tokens.
     "inference": dict(
         method="selection", mem=64, segment=None, seq=1024,
         lora_rank=0, conv_lr=2e-2, steps=60, batch=None, micro_batch=4,
     ),
-    # Ours: twice the pretrained context; 240 x 4,096 tokens. 32 documents are scored.
+    # Ours: twice the pretrained context; 240 x 4,096 tokens. 32 documents are scored. Facts
+    # are learnt if a slot's filter hits one by chance, so that filters start large.
     "embedded": dict(
         method="selection", mem=128, sinks=4, heavy=0, merged=24, positions="slots",
-        segment=None, seq=2048, lr=2e-3, conv_lr=7.5e-3,
+        start=1.0, segment=None, seq=2048, lr=2e-3, conv_lr=7.5e-3,
         steps=240, batch=None, micro_batch=2, bptt=4,
         facts=8, answer_weight=20.0, score_tokens=65536, save_every=10,
     ),
 }  # fmt: skip
 
 # What a recipe sets for its own method. It does not suit another --method.
-OF_THE_METHOD = ("sinks", "heavy", "merged", "positions")
+OF_THE_METHOD = ("sinks", "heavy", "merged", "positions", "start")
 
 
 def completed(config: TrainConfig) -> TrainConfig:

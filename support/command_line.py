@@ -140,10 +140,10 @@ def config_of(kind: type, flags: argparse.Namespace) -> Any:
 
 
 def method_flags(flags: dict) -> dict:
-    """Those of the flags that change a row of METHODS. train.py has three more than the
+    """Those of the flags that change a row of METHODS. train.py has four more than the
     others."""
     names = ("sinks", "heavy", "recent", "positions", "forget", "budgets", "compressor",
-             "kernel", "lora_rank")  # fmt: skip
+             "kernel", "start", "lora_rank")  # fmt: skip
     return {name: flags[name] for name in names if name in flags}
 
 

@@ -20,8 +20,8 @@ class OfficialCompressor(Compressor):
 
     reads_scores = True
 
-    def __init__(self, head_dim: int, slots: int, kernel: int):
-        super().__init__(head_dim, slots, kernel)  # starts as large as there
+    def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
+        super().__init__(head_dim, slots, kernel, start)
         self.conv.bias = nn.Parameter(torch.zeros(slots))
         self.gate = nn.Parameter(torch.tensor(0.5))
 
