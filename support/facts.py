@@ -1,7 +1,6 @@
 """Facts that are written into texts, to train a memory and to see what it remembers."""
 
 import re
-import zlib
 from functools import lru_cache
 from typing import Iterable, NamedTuple
 
@@ -10,13 +9,13 @@ import torch
 from torch import Tensor
 
 from support.files import UserError
-from support.text import PARTS
+from support.text import part_of
 from support.tokenizer import Tokenizer
 
-
-FORMS = {  # what stands before a fact's name, between the name and its word, and after the word
+# What stands before a fact's name, between the name and its word, and after the word.
+FORMS = {
     "line": ("@", " =", "\n"),
-    # The needle of RULER (Hsieh and others 2024), with a word where it usually has a number.
+    # The needle of RULER (Hsieh and others 2024), with a word in the place of a number.
     "sentence": ("One of the special magic words for", " is:", ".\n"),
 }
 
@@ -54,8 +53,8 @@ def fact_tokens(tokenizer: Tokenizer, form: str = "line") -> FactTokens:
 def choose_facts(
     number: int, part: str, rng: np.random.Generator, tokenizer: Tokenizer, form: str
 ) -> dict[str, list[int]]:
-    """So many facts, by name: the ids of their lines. The checksum of a name says to which of PARTS
-    it belongs. Raises UserError if the tokenizer's words do not make so many names."""
+    """So many facts, by name: the ids of their lines. The names are of one of
+    support.text.PARTS. Raises UserError if the tokenizer's words do not make so many."""
     words, _, before, between, after = fact_tokens(tokenizer, form)
     lines = {}
     for _ in range(1000 * number if words else 0):
@@ -63,18 +62,21 @@ def choose_facts(
             break
         a, b, word = rng.choice(words, 3).tolist()
         name = tokenizer.piece(a) + tokenizer.piece(b)
-        spelled = name.replace(" ", "\u2581")  # as sentencepiece spells it: tiny/ was trained so
-        if zlib.crc32(spelled.encode()) % 20 in PARTS[part]:
+        # Blanks are spelled as sentencepiece spells them, because tiny/ was trained so.
+        if part_of(name.replace(" ", "\u2581")) == part:
             lines[name] = [*before, a, b, *between, word, *after]
     if len(lines) < number:
-        sentence = f"its {len(words)} words of one token do not make {number} names of facts"
-        raise UserError(f"{tokenizer.file}: {sentence}")
+        few = f"its {len(words)} words of one token do not make {number} names of facts"
+        raise UserError(f"{tokenizer.file}: {few}")
     return lines
 
 
-def schedule(names: Iterable[str], L: int, rng: np.random.Generator) -> list[tuple[float, str]]:
-    """When each fact is due in a text of L tokens: once in the first half, then after gaps of 64 to
-    L tokens (log-uniform). `pop` takes the one that is due next off the end of the list."""
+def schedule(
+    names: Iterable[str], L: int, rng: np.random.Generator
+) -> list[tuple[float, str]]:
+    """When each fact is due in a text of L tokens: once in the first half, then after
+    gaps of 64 to L tokens (log-uniform). `pop` takes the one that is due next off the
+    end of the list."""
     mentions = []
     for name in names:
         place = rng.uniform(0, L / 2)
@@ -84,12 +86,15 @@ def schedule(names: Iterable[str], L: int, rng: np.random.Generator) -> list[tup
     return sorted(mentions, reverse=True)
 
 
-def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int, tokenizer: Tokenizer,
-         form: str = "line") -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Write facts into text number i, (L,). Each is told at the first line break after it is due.
+def tell(
+    tokens: Tensor, facts: int, part: str, seed: int, i: int, tokenizer: Tokenizer,
+    form: str = "line",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Write facts into text number i, (L,). Each is told at the first line break after
+    it is due.
 
-    Returns the text, cut at L, and for the word of each fact how long ago it was last told, else 0:
-    both (L,).
+    Returns the text, cut at L, and for the word of each fact how long ago it was last
+    told, else 0: both (L,).
     """
     if not facts:  # the tokenizer need not have their characters
         return tokens, torch.zeros_like(tokens)
@@ -116,7 +121,8 @@ def tell(tokens: Tensor, facts: int, part: str, seed: int, i: int, tokenizer: To
 def tell_all(
     documents: Tensor, part: str, tokenizer: Tokenizer, form: str = "line"
 ) -> tuple[Tensor, Tensor]:
-    """8 facts in each of documents (N, L): the texts (N, L), and how long ago, (N, L - 1)."""
-    rows = [tell(text, 8, part, 0, i, tokenizer, form) for i, text in enumerate(documents)]
+    """8 facts in each of documents (N, L): the texts (N, L), and how long ago the word
+    of each was last told, (N, L - 1)."""
+    rows = [tell(row, 8, part, 0, i, tokenizer, form) for i, row in enumerate(documents)]
     tokens, ago = (torch.stack(row) for row in zip(*rows))
     return tokens, ago[:, 1:]

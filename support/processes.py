@@ -15,8 +15,7 @@ from support.files import UserError
 
 
 def number_of(variable: str, usual: int) -> int:
-    """The number that torchrun has put into a variable. Without a number there it is `usual`, and
-    `check_environment` says what is wrong."""
+    """The number that torchrun has put into a variable, or else `usual`."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else usual
 
@@ -30,61 +29,56 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def start_process() -> None:
-    """Begin a program of many processes, or of one. Process 0 calls `join` when it knows that the
-    work can begin: until then it refuses flags and texts, and tokenizes, while the others wait
-    here."""
+    """Begin a program of many processes, or of one. Process 0 calls `join` when it knows
+    that the work can begin: until then it refuses flags and texts, and tokenizes, while
+    the others wait here."""
     check_environment()
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")
         join()
 
 
-def end_together(code: int) -> None:
-    """End all processes with this exit code, when all have done their work: process 0 still scores,
-    and torchrun ends all when one has ended. One process alone goes on if the code is 0."""
-    if WORLD > 1:
-        wait_for_all()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # At once, as gloo's threads may abort a process that ends in the usual way (PyTorch
-        # issue 190489).
-        os._exit(code)
-    if code:
-        sys.exit(code)
-
-
 def check_environment() -> None:
-    """Raises UserError where a job has left behind a part of torchrun's variables, or other text in
-    them."""
-    many = RANK > 0 or WORLD != 1
-    numbers = ["RANK", "WORLD_SIZE"]
-    if many:  # one process does not read these
-        numbers += ["LOCAL_RANK", "MASTER_PORT"]
-    for name in numbers:
-        text = os.environ.get(name) or "0"
-        if not text.isdecimal():
-            sentence = "not a number; start many processes by torchrun, or unset it for one"
-            raise UserError(f"{name} is {text!r} in the environment, {sentence}")
-    found = f"RANK is {RANK} and WORLD_SIZE is {WORLD}"
-    remedy = "start many processes by torchrun, or unset both for one"
+    """Raises UserError where a job has left behind a part of torchrun's variables."""
+    if RANK == 0 and WORLD == 1:
+        return
     missing = [name for name in TORCHRUN if not os.environ.get(name)]
-    if missing and many:
-        raise UserError(f"{found}, but {', '.join(missing)} is not set; {remedy}")
-    if RANK >= WORLD:
-        raise UserError(f"{found}, which leaves no place for this process; {remedy}")
+    if missing or RANK >= WORLD:
+        found = f"RANK is {RANK} and WORLD_SIZE is {WORLD}"
+        if missing:
+            found += f", but {', '.join(missing)} is not set"
+        remedy = "start many processes by torchrun, or unset both for one"
+        raise UserError(f"{found}; {remedy}")
 
 
 def join() -> None:
     """Meet the other processes. Returns when all are here."""
     if torch.cuda.is_available():  # choose the one that "cuda" means
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        local_rank = number_of("LOCAL_RANK", 0)
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     try:
         dist.init_process_group(timeout=timedelta(days=1))
     except (ValueError, RuntimeError) as error:
-        place = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        place = f"MASTER_ADDR={address} MASTER_PORT={port}"
         remedy = "start them by torchrun, or take another MASTER_PORT"
         sentence = f"the processes do not meet at {place}; {remedy}"
         raise UserError(f"{sentence} ({str(error).splitlines()[0]})") from None
+
+
+def end_together(code: int) -> None:
+    """End all processes with this exit code, when all have done their work: process 0
+    still scores, and torchrun ends all when one has ended. One process alone goes on if
+    the code is 0."""
+    if WORLD > 1:
+        wait_for_all()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At once, as gloo's threads may abort a process that ends in the usual way
+        # (PyTorch issue 190489).
+        os._exit(code)
+    if code:
+        sys.exit(code)
 
 
 # --- Work -------------------------------------------------------------------------------
@@ -98,8 +92,8 @@ def add_up(t: Tensor) -> Tensor:
 
 
 def start_alike(parameters: Iterable[Tensor]) -> None:
-    """All processes start from the parameters of process 0. Their own may differ where their random
-    numbers do, on another kind of machine for instance."""
+    """All processes start from the parameters of process 0. Their own may differ where
+    their random numbers do, on another kind of machine for instance."""
     if WORLD > 1:
         for p in parameters:
             dist.broadcast(p.data, src=0)
@@ -115,7 +109,8 @@ def wait_for_all() -> None:
 
 @contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM add their number to the list. A second one ends the process at once."""
+    """Ctrl-C and SIGTERM add their number to the list. A second one ends the process at
+    once."""
     noted = []
     numbers = (signal.SIGINT, signal.SIGTERM)
 
@@ -125,7 +120,8 @@ def noted_signals() -> Iterator[list[int]]:
             signal.signal(each, signal.SIG_DFL)
         if RANK == 0:  # a handler may interrupt `print`, and must not call it
             with suppress(OSError):  # the terminal may be gone
-                os.write(2, b"\nthis step is finished first; a second signal ends at once\n")
+                sentence = "this step is finished first; a second signal ends at once"
+                os.write(2, f"\n{sentence}\n".encode())
 
     usual = {number: signal.signal(number, note) for number in numbers}
     try:
@@ -135,12 +131,8 @@ def noted_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def explained(sentence: str) -> Iterator[None]:
-    """If Ctrl-C ends what is done here, say so in a sentence."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if RANK == 0:
-            print(sentence, file=sys.stderr)
-        raise
+def agreed(noted: list[int]) -> int:
+    """The number of a signal, if any process has noted one; else 0."""
+    if add_up(torch.tensor(len(noted))) == 0:
+        return 0
+    return noted[0] if noted else signal.SIGTERM

@@ -12,15 +12,16 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     a field.
 
     Slots that are left over go to the merged ones, or else to the recent ones. With
-    `selection`, M = 128 and sinks=4, heavy=0, recent=100 there are 24 merged slots. If the
-    count of this kind is given, too, there may be fewer than M slots: `h2o` with M = 128 and
+    `selection`, M = 128 and sinks=4, heavy=0, recent=100 there are 24 merged slots. With
+    merged=24 in the place of recent=100 there are 100 recent slots. If both counts are given,
+    or the only one that the row has, there may be fewer than M slots: `h2o` with M = 128 and
     recent=0 has 64. A row without slots keeps all entries. Raises UserError.
     """
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
     chosen = row | given
     counts = {kind: chosen.get(kind, 0) for kind in KINDS}
-    left_over = "merged" if "merged" in row else "recent"
+    left_over = "merged" if "merged" in row and "merged" not in given else "recent"
     if row and left_over not in given:
         counts[left_over] += mem - sum(counts.values())
 

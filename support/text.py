@@ -1,4 +1,5 @@
-"""Text: files into documents, documents into tokens, tokens into sequences and rows to score."""
+"""Text: files into documents, documents into tokens, and tokens into what a run trains
+on and scores."""
 
 import gzip
 import hashlib
@@ -9,7 +10,7 @@ import sys
 import sysconfig
 import zlib
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +18,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from support.command_line import counted
-from support.files import FOREIGN, UTF8, UserError, read_file, read_text, write_file
+from support.files import FOREIGN, UTF8, UserError, checksum
+from support.files import read_file, read_text, write_file
 from support.tokenizer import Tokenizer
 
-CACHE = os.environ.get("LOCOCO_CACHE") or "~/.cache/lococo"  # of tokens; safe to delete
-
-# By the checksum of a document's name, modulo 20. Tune on the choosing part, then score held-out.
-PARTS = {"held-out": range(0, 2), "choosing": range(2, 3), "training": range(3, 20)}
+# --- Files into documents ---------------------------------------------------------------
 
 
 def library() -> Path:
@@ -31,31 +30,38 @@ def library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def find_files(paths: list[Path], say: bool = True) -> list[Path]:
-    """The files, and in folders all but hidden ones; without a path those of Python's library. A
-    file that is named twice counts once. `say`: print what is left out."""
+def find_files(paths: list[Path]) -> list[Path]:
+    """The files, and in folders all but hidden ones; without a path those of Python's
+    library. A file that is named twice counts once."""
     if not paths:
-        return sorted(f for f in library().rglob("*.py") if "site-packages" not in f.parts)
-    files = []
+        files = sorted(library().rglob("*.py"))
+        return [file for file in files if "site-packages" not in file.parts]
+    files = {}
     for path in paths:
         if not path.exists():
             raise UserError(f"{path}: there is no such file or folder of texts")
-        inside = [f for f in sorted(path.rglob("*")) if "/." not in f"/{f.relative_to(path)}"]
-        for link in (f for f in inside if say and f.is_symlink() and f.is_dir()):
-            print(f"left out, as it is a link to a folder: {link}", file=sys.stderr)
-        files += [f for f in inside if f.is_file()] if path.is_dir() else [path]
-    different = {}
-    for file in files:
-        different.setdefault(file.resolve(), file)
-    return list(different.values())
+        for file in files_in(path) if path.is_dir() else [path]:
+            files.setdefault(file.resolve(), file)
+    return list(files.values())
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*")):
+        if "/." in f"/{path.relative_to(folder)}":
+            continue
+        if path.is_file():
+            yield path
+        elif path.is_symlink() and path.is_dir():  # it may lead in a circle
+            print(f"left out, as it is a link to a folder: {path}", file=sys.stderr)
 
 
 def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, dict]]:
-    """Number and object of each line of a .jsonl or .jsonl.gz file, for which `check` must hold. It
-    may also raise what looking for values raises."""
+    """Number and object of each line of a .jsonl or .jsonl.gz file, for which `check`
+    must hold. It may also raise what looking for values raises."""
     opener = gzip.open if file.suffix.lower() == ".gz" else open
     number = 1
-    with opener(file, "rb") as content:  # bytes: text is decoded ahead of the line that is read
+    # Bytes, as text would be decoded ahead of the line that is read.
+    with opener(file, "rb") as content:
         try:
             for line in content:
                 if line.strip():
@@ -68,7 +74,8 @@ def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, 
             sentence = f"this is not valid JSON ({error.msg}, column {error.colno})"
             raise UserError(f"{file}, line {number}: {sentence}") from None
         except (*FOREIGN, RecursionError, OSError, EOFError, zlib.error) as error:
-            raise UserError(f"{file}, line {number}: not as --help says ({error!r})") from None
+            sentence = f"not as --help says ({error!r})"
+            raise UserError(f"{file}, line {number}: {sentence}") from None
 
 
 def is_row(row: Any) -> bool:
@@ -84,20 +91,22 @@ def parsed(text: bytes) -> Any:
 
 
 def has_rows(file: Path) -> bool:
-    """Whether each line is a document. In capitals or not, the name's end says so, and a .json file
-    whose first line is one. Raises UserError if texts are packed otherwise."""
+    """Whether each line is a document. The end of the name says so, in capitals or not;
+    of a .json file the first line does. Raises UserError if texts are packed
+    otherwise."""
     name = file.name.lower()
     if name.endswith((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz")):
         return True
     if re.search(r"\.(jsonl?|ndjson|txt)\.(gz|zst|xz|bz2|lz4|zip|7z)$", name):
-        sentence = "texts that are packed so are not read; unpack it, or pack rows as .jsonl.gz"
-        raise UserError(f"{file}: {sentence}")
+        remedy = "unpack it, or pack rows as .jsonl.gz"
+        raise UserError(f"{file}: texts that are packed so are not read; {remedy}")
     if not name.endswith(".json"):
         return False
     content = file.read_bytes()
     whole = parsed(content)
     if isinstance(whole, list) and any(map(is_row, whole)):
-        raise UserError(f"{file}: a list of texts is not read; write each row in a line, as .jsonl")
+        remedy = "write each row in a line, as .jsonl"
+        raise UserError(f"{file}: a list of texts is not read; {remedy}")
     return is_row(parsed(content.split(b"\n", 1)[0]))  # else it is a plain text
 
 
@@ -107,9 +116,25 @@ def read_documents(file: Path) -> Iterator[tuple[str, str]]:
         for number, row in read_rows(file, is_row):
             yield f"{file.name}:{number}", row["text"]
     else:
-        # The library has two files with a byte order mark. It stays there: what is measured on
-        # these texts, and what is trained on them, is the same with any version of this program.
+        # The library has two files with a byte order mark. There it stays, so that what
+        # is trained and measured on these texts is the same with any version of this
+        # program.
         yield file.name, read_text(file, "utf-8" if library() in file.parents else UTF8)
+
+
+# --- Documents into tokens --------------------------------------------------------------
+
+# Where tokens are stored; it is safe to delete.
+CACHE = os.environ.get("LOCOCO_CACHE") or "~/.cache/lococo"
+
+# The checksum of a document's name, modulo 20, says to which part it belongs.
+PARTS = {"held-out": range(0, 2), "training": range(2, 20)}
+
+
+def part_of(name: str) -> str:
+    """The part of a document or of a fact with this name."""
+    number = zlib.crc32(name.encode("utf-8", "surrogateescape")) % 20
+    return next(part for part in PARTS if number in PARTS[part])
 
 
 def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
@@ -118,9 +143,8 @@ def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
     for file in tqdm(files, "tokenizing", leave=False, disable=None):
         try:
             for name, text in read_documents(file):
-                number = zlib.crc32(name.encode("utf-8", "surrogateescape")) % 20
-                part = next(part for part in PARTS if number in PARTS[part])
-                streams[part].append(np.array(tokenizer.encode(text), np.int32))
+                ids = np.array(tokenizer.encode(text), np.int32)
+                streams[part_of(name)].append(ids)
         except UnicodeDecodeError:
             if library() not in file.parents:  # the library has some on purpose
                 tqdm.write(f"left out, as it is not in UTF-8: {file}", file=sys.stderr)
@@ -128,10 +152,16 @@ def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
 
 
 def name_of_tokens(files: list[Path], tokenizer: Tokenizer) -> str:
-    """By all that tokens are made from: the texts, the names that choose a part, the tokenizer and
-    how it begins a text, and how this module reads them (a number to raise)."""
-    texts = [(f.name, str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    made_from = repr(("int32, 5", texts, tokenizer.prefix)).encode() + tokenizer.file.read_bytes()
+    """A name by all that tokens are made from: the texts, the names that choose a part,
+    the tokenizer and how it begins a text, and how this module reads them (a number to
+    raise).
+    """
+    texts = []
+    for file in files:
+        about = file.stat()
+        texts.append((file.name, str(file.resolve()), about.st_size, about.st_mtime_ns))
+    made_from = repr(("int32, 6", texts, tokenizer.prefix)).encode()
+    made_from += tokenizer.file.read_bytes()
     return f"{hashlib.sha256(made_from).hexdigest()[:24]}.safetensors"
 
 
@@ -148,8 +178,8 @@ def store(file: Path, streams: dict[str, Tensor]) -> None:
 
 
 def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    """The ids of each of PARTS, mapped into memory; a BOS begins each document. Tokenized once and
-    stored."""
+    """The ids of each of PARTS, mapped into memory; a BOS begins each document. They are
+    tokenized once and stored."""
     files = find_files(paths)
     stored = Path(os.path.expanduser(CACHE), name_of_tokens(files, tokenizer))
     try:
@@ -159,11 +189,15 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
         store(stored, streams)
     if not any(len(ids) for ids in streams.values()):
         raise UserError(f"{' '.join(map(str, paths))}: there is no text in it")
-    return {part: streams[part].numpy() for part in PARTS}  # a file has them in another order
+    return {part: streams[part].numpy() for part in PARTS}  # a file has another order
+
+
+# --- Tokens into sequences and documents ------------------------------------------------
 
 
 def sequence(ids: np.ndarray, L: int, seed: int, i: int) -> Tensor:
-    """Training sequence i, (L,): the stream is cut into pieces, shuffled anew for each pass."""
+    """Training sequence i, (L,): the stream is cut into pieces, which are shuffled anew
+    for each pass."""
     if len(ids) < L:
         only = f"the text to train on has only {counted(len(ids), 'token')}"
         raise UserError(f"--seq {L}: {only}; give more text, or a smaller --seq")
@@ -178,3 +212,73 @@ def long_documents(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
     lengths = np.diff(starts, append=len(ids))
     rows = [ids[start : start + L] for start in starts[lengths >= L][:most]]
     return torch.from_numpy(np.array(rows, np.int64).reshape(len(rows), L))
+
+
+class Texts(NamedTuple):
+    """What a run trains on and scores."""
+
+    ids: np.ndarray  # tokens to train on
+    parts: list[str]  # the parts of its texts that they come from
+    documents: Tensor  # to score, (N, L)
+    summary: str  # for the user
+
+    @property
+    def checksum(self) -> str:
+        return checksum({"ids": torch.from_numpy(self.ids), "scored": self.documents}, "")
+
+
+def read_texts(
+    data: list[str], held_out: list[str], L: int, score_tokens: int, tokenizer: Tokenizer
+) -> Texts:
+    """The texts of a run. All of `data` trains if texts are held out. If none are, the
+    names of the documents choose a tenth of `data` that is held out. About
+    `score_tokens` of what is held out are scored, in documents of L tokens. Raises
+    UserError."""
+    if held_out:
+        ids, scored, parts = split_by_flag(data, held_out, tokenizer)
+    else:
+        ids, scored, parts = split_by_name(data, tokenizer)
+    most = max(1, score_tokens // L) if score_tokens else 0
+    documents = long_documents(scored, tokenizer.bos, L, most)
+    summary = f"text: {size_of(ids, tokenizer)} to train on, "
+    summary += f"{size_of(scored, tokenizer)} held out; {len(documents)} to score"
+    if most and not len(documents):
+        reason = f"no document that is held out has --seq {L} tokens"
+        if held_out:
+            remedy = "give longer ones, a smaller --seq, or --score-tokens 0"
+            raise UserError(f"--held-out {' '.join(held_out)}: {reason}; {remedy}")
+        summary += f", as {reason}; name others by --held-out"
+    return Texts(ids, parts, documents, summary)
+
+
+def split_by_flag(
+    data: list[str], held_out: list[str], tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Tokens to train on, tokens to score, and the parts of `data` that train: all."""
+    both = [[Path(name) for name in names] for names in (data, held_out)]
+    trained, scored = ({file.resolve() for file in find_files(paths)} for paths in both)
+    for file in sorted(trained & scored):
+        sentence = "it is among the texts that train (--data, or Python's library)"
+        remedy = "take it out of one of them"
+        raise UserError(f"--held-out {os.path.relpath(file)}: {sentence}; {remedy}")
+    ids, scored = (
+        np.concatenate([*token_streams(paths, tokenizer).values()]) for paths in both
+    )
+    return ids, scored, [*PARTS]
+
+
+def split_by_name(
+    data: list[str], tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Tokens to train on, tokens to score, and the parts that train. If all documents
+    are of one part, they all train, and nothing is scored."""
+    streams = token_streams([Path(name) for name in data], tokenizer)
+    ids, scored = streams["training"], streams["held-out"]
+    if not len(ids):
+        ids, scored = scored, ids
+    return ids, scored, ["training"] if len(scored) else [*PARTS]
+
+
+def size_of(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    documents = int((ids == tokenizer.bos).sum())  # each begins with a BOS
+    return f"{counted(documents, 'document')} ({len(ids):,} tokens)"

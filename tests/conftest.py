@@ -18,6 +18,7 @@ import torch  # noqa: E402
 
 from lococo import Settings  # noqa: E402
 from model import Llama, LlamaConfig  # noqa: E402
+from support.settings import settings_for  # noqa: E402
 from support.command_line import HERE, TINY, run_program  # noqa: E402
 from support.files import UserError  # noqa: E402
 from support.settings import settings_for  # noqa: E402

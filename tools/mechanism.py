@@ -1,4 +1,4 @@
-"""Draw assets/mechanism.png: one compression, from a full cache back to M slots.
+"""Draw assets/mechanism.png: one compression, as the paper makes it and as ours.
 
     pip install matplotlib          # only the programs that draw need it
     python tools/mechanism.py
@@ -9,65 +9,70 @@ from functools import partial
 from pathlib import Path
 
 from matplotlib import pyplot
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import Rectangle
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from support.command_line import run_program  # noqa: E402
+from support.command_line import HERE, run_program  # noqa: E402
 from support.files import write_whole  # noqa: E402
 
-FILE = Path(__file__).resolve().parent.parent / "assets" / "mechanism.png"
-COLOURS = {"heavy": "#009e73", "merged": "#e69f00", "recent": "#0072b2"}  # as memory_page.html
-MEMORY = ["heavy", "heavy", "heavy", "merged", "merged", "recent", "recent", "recent"]
-SEGMENT = 8  # new tokens; the picture has M = T = 8
-KEPT = {0: 0, 2: 1, 9: 2, 13: 5, 14: 6, 15: 7}  # entry of the full cache: the slot that keeps it
-# Slot: entries, and how much of them. A merged slot may take from every entry that is not kept.
-MIXED = {3: [(1, 0.7), (3, 0.5), (4, 0.9), (6, 0.3), (8, 0.6), (10, 0.25)],
-         4: [(4, 0.25), (5, 0.4), (7, 0.6), (8, 0.3), (10, 0.9), (11, 0.4), (12, 0.8)]}  # fmt: skip
-TOP, BOTTOM = 3.0, 0.0  # heights of the two rows of entries
+FILE = HERE / "assets" / "mechanism.png"
+COLOURS = {"heavy": "#009e73", "merged": "#e69f00", "recent": "#0072b2", "new": "white"}
+TOP, BOTTOM, SIZE = 2.5, 0.0, 0.84  # heights of both rows; the side of an entry
+
+# 8 slots and 8 new entries become 8 slots. By slot, the entries that go into it, and how
+# much of each. What is kept has one.
+LOCOCO = ["heavy"] * 4 + ["merged"] * 4
+LOCOCO_PARTS = {
+    0: {0: 1},
+    1: {2: 1},
+    2: {9: 1},
+    3: {12: 1},
+    4: {1: 0.7, 3: 0.5, 4: 0.9, 5: 0.3, 8: 0.4},
+    5: {3: 0.5, 5: 1, 6: 0.7, 8: 0.6, 10: 0.8, 13: 0.5},
+    6: {6: 0.3, 7: 0.5, 10: 0.9, 11: 0.6, 13: 0.4},
+    7: {8: 0.3, 11: 0.3, 13: 0.7, 14: 0.9, 15: 0.8},
+}
+FAINT = {4, 6, 7}  # mixed like slot 5, which is drawn in full
+OURS = ["heavy"] * 3 + ["merged"] * 2 + ["recent"] * 3
+OURS_PARTS = {slot: {entry: 1} for slot, entry in enumerate((0, 2, 9, 4, 11, 13, 14, 15))}
 
 
-def draw_entries(axes, colours: list[str], height: float) -> None:
-    for n, colour in enumerate(colours):
-        place = (n + 0.08, height)
-        box = Rectangle(place, 0.84, 0.62, facecolor=colour, edgecolor="#333333", lw=0.8)
-        axes.add_patch(box)
+def draw_entries(axes, kinds: list[str], height: float) -> None:
+    for n, kind in enumerate(kinds):
+        colours = dict(facecolor=COLOURS[kind], edgecolor="#333333")
+        axes.add_patch(Rectangle((n + 0.08, height), SIZE, SIZE, **colours))
 
 
-def draw_arrow(axes, entry: int, slot: int, colour: str, width: float) -> None:
-    start, end = (entry + 0.5, TOP - 0.04), (slot + 0.5, BOTTOM + 0.68)
-    arrow = FancyArrowPatch(start, end, arrowstyle="-", color=colour, lw=width, alpha=0.8)
-    axes.add_patch(arrow)
+def draw_compression(axes, kinds: list[str], parts: dict, title: str, below: str) -> None:
+    draw_entries(axes, [*kinds, *["new"] * 8], TOP)
+    draw_entries(axes, kinds, BOTTOM)
+    for slot, entries in parts.items():
+        for entry, share in entries.items():
+            ends = (entry + 0.5, slot + 0.5), (TOP - 0.06, BOTTOM + SIZE + 0.06)
+            shade = 0.3 if slot in FAINT and len(entries) > 1 else 1
+            axes.plot(*ends, color=COLOURS[kinds[slot]], lw=4 * share, alpha=shade)
+    axes.text(0.08, TOP + 1.95, title, fontsize=20, weight="bold")
+    axes.text(4, TOP + 1.1, "8 slots", fontsize=16, ha="center")
+    axes.text(12, TOP + 1.1, "8 new entries", fontsize=16, ha="center")
+    axes.text(8.4, BOTTOM + SIZE / 2, below, fontsize=16, va="center", color="#333333")
+    axes.set_xlim(-0.1, 16.1)
+    axes.set_ylim(-0.2, TOP + 2.7)
+    axes.set_axis_off()
 
 
 def main() -> None:
-    figure, axes = pyplot.subplots(figsize=(10, 3.9), layout="constrained")
-    before = [COLOURS[kind] for kind in MEMORY] + ["white"] * SEGMENT
-    draw_entries(axes, before, TOP)
-    draw_entries(axes, [COLOURS[kind] for kind in MEMORY], BOTTOM)
-    for slot, parts in MIXED.items():
-        for entry, share in parts:
-            draw_arrow(axes, entry, slot, COLOURS["merged"], 3.2 * share)
-    for entry, slot in KEPT.items():
-        draw_arrow(axes, entry, slot, COLOURS[MEMORY[slot]], 2.2)
-    text = dict(ha="center", va="bottom", fontsize=11)
-    aside = dict(ha="left", va="center")
-    axes.text(4, TOP + 0.75, "memory: M slots", **text)
-    axes.text(12, TOP + 0.75, "segment: T new tokens", **text)
-    axes.text(16.5, TOP + 0.31, "keys and values that one\nlayer attends to", **text | aside)
-    axes.text(16.5, 1.85, "K' = w K,  V' = w V", **text | aside | {"fontsize": 13})
-    axes.text(16.5, 1.25, "each merged slot is a row of w", **text | aside)
-    axes.text(8.5, BOTTOM + 0.31, "memory of the next segment: M slots", va="center", fontsize=11)
-    labels = {"heavy": "kept: most attended", "merged": "merged: the convolution mixes the rest",
-              "recent": "kept: the last tokens"}  # fmt: skip
-    for n, (kind, label) in enumerate(labels.items()):
-        place = (0, 5.6, 14.2)[n]
-        axes.add_patch(Rectangle((place, -1.05), 0.5, 0.42, facecolor=COLOURS[kind]))
-        axes.text(place + 0.7, -0.84, label, va="center", fontsize=11)
-    axes.set_xlim(-0.2, 22.5)
-    axes.set_ylim(-1.2, TOP + 1.3)
-    axes.set_axis_off()
-    axes.set_title("ours: one compression of lococo+h2o+recent", loc="left", fontsize=12)
-    write_whole(FILE, partial(figure.savefig, dpi=100, format="png"))
+    figure, panels = pyplot.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.06)
+    mixed = "a merged slot: a weighted\nmean of many entries"
+    chosen = "a merged slot:\none entry"
+    draw_compression(panels[0], LOCOCO, LOCOCO_PARTS, "LoCoCo mixes", mixed)
+    draw_compression(panels[1], OURS, OURS_PARTS, "Ours chooses", chosen)
+    labels = {"heavy": "heavy: most attended", "merged": "merged: learned",
+              "recent": "recent: the last ones"}  # fmt: skip
+    boxes = [Rectangle((0, 0), 1, 1, facecolor=COLOURS[kind]) for kind in labels]
+    look = dict(ncols=3, fontsize=16, frameon=False, handlelength=1)
+    figure.legend(boxes, labels.values(), loc="outside lower center", **look)
+    write_whole(FILE, partial(figure.savefig, dpi=100, facecolor="white", format="png"))
     print(FILE)
 
 

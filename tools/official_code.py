@@ -1,9 +1,9 @@
 """The memory of the official code (VITA-Group/LoCoCo) where it departs from the paper.
 
-Its default is `--method lococo+h2o --compressor official --forget 0`: half of M is kept as heavy
-hitters, by the attention of the last forward pass only. Its H2O is `--method h2o --heavy M
---recent 0 --forget 0`: no slots are set aside for recent tokens. Not copied: 16 entries of spare
-room, and a first segment whose keys and values get no gradient.
+Its default is `--method lococo+h2o --compressor official --forget 0`: half of M is kept as
+heavy hitters, by the attention of the last forward pass only. Its H2O is `--method h2o
+--heavy M --recent 0 --forget 0`: no slots are set aside for recent tokens. Not copied: 16
+entries of spare room, and a first segment whose keys and values get no gradient.
 """
 
 import torch
@@ -14,8 +14,9 @@ from lococo import COMPRESSORS, Compressor
 
 
 class OfficialCompressor(Compressor):
-    """W = (1 - g) onehot + g softmax(ReLU(logits)) with a learnt g. The one-hot rows keep the heavy
-    hitters that come next after those that have a slot of their own: g = 0 is plain eviction."""
+    """W = (1 - g) onehot + g softmax(ReLU(logits)) with a learnt g. The one-hot rows keep
+    the heavy hitters that come next after those that have a slot of their own: g = 0 is
+    plain eviction."""
 
     reads_scores = True
 
@@ -26,14 +27,9 @@ class OfficialCompressor(Compressor):
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         w = self.conv(entries).relu().softmax(dim=-1)  # (6)
-        best = scores.topk(w.shape[1], dim=-1).indices.sort(dim=-1).values  # in time order
+        heaviest = scores.topk(w.shape[1], dim=-1).indices
+        best = heaviest.sort(dim=-1).values  # in time order
         return (1 - self.gate) * F.one_hot(best, w.shape[2]) + self.gate * w
-
-    @torch.no_grad()
-    def sharpen(self, factor: float) -> None:
-        """The logits are linear in the parameters of the convolution. The gate is no logit."""
-        for p in self.conv.parameters():
-            p *= factor
 
 
 COMPRESSORS["official"] = OfficialCompressor

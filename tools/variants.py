@@ -1,75 +1,67 @@
-"""Compressors for ablations: ours without one of its parts, or the paper's with one of ours.
+"""Compressors for ablations: ours without one of its parts, or the paper's with another.
 
-tools/real_llama.py and tools/reproduce.py import this module, which adds the names to COMPRESSORS.
-To use one in another program, write `import tools.variants` there.
+tools/tables.py imports this module, which adds the names to COMPRESSORS. To use one in
+another program, write `import tools.variants` there.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lococo import COMMON_SCALE, COMPRESSORS, PENALTY
-from lococo import Compressor, FactCompressor, ScoredCompressor
+from lococo import COMMON_SCALE, COMPRESSORS, PENALTY, Compressor, Selection
 
 
-class SoftmaxCompressor(Compressor):
+class Softmax(Compressor):
     """The paper's with a softmax instead of the ReLU and (7)."""
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         return self.conv(entries).softmax(dim=-1)
 
 
-class AtOnce:
-    """A mixin, to be named before one of ours: all slots choose at once, and none sees what others
-    have taken."""
+class AtOnce(Selection):
+    """All slots choose at once, and none sees what others have taken."""
 
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        return self.relevance(entries, from_slot, scores).softmax(dim=-1)
-
-
-class FactsAtOnce(AtOnce, FactCompressor):
-    pass
+    def normalise(self, relevance: Tensor, entries: Tensor) -> Tensor:
+        sharpness = 1 if self.training else self.sharpness
+        return (sharpness * relevance).softmax(dim=-1)
 
 
-class ScoredAtOnce(AtOnce, ScoredCompressor):
-    pass
+class Unattended(Selection):
+    """The filters alone judge an entry, and not the attention that it has received."""
+
+    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
+        return super().relevance(entries, from_slot, torch.ones_like(scores))
 
 
-class ScoredWithOneFilter(ScoredCompressor):
-    """Ours for a real Llama, but all slots share a filter. Only their order tells them apart."""
+class OneFilter(Selection):
+    """All slots share a filter, which starts at zero. Their order alone is different."""
 
-    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        new = F.conv1d(entries, COMMON_SCALE * self.common, padding="same")
-        old = F.conv1d(entries, COMMON_SCALE * self.slot_common)
-        shared = torch.where(from_slot[:, None], old, new) + self.prior(scores)  # (N, 1, R)
-        return shared.expand(-1, self.slots, -1)
+    def __init__(self, head_dim: int, slots: int, kernel: int):
+        super().__init__(head_dim, 1, kernel)
+        self.slots = slots
+        with torch.no_grad():
+            self.conv.weight.zero_()
+            self.slot_filters.zero_()
+
+    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
+        return super().relevance(entries, from_slot, scores).expand(-1, self.slots, -1)
 
 
-class ScoredTopK(ScoredWithOneFilter):
-    """Ours for a real Llama as a learnt score with top-k: the slots take the entries with the
-    highest scores, one each, although some of them may be copies of others."""
+class TopK(OneFilter):
+    """A learnt score with top-k: the slots take the entries with the highest scores, one
+    each, although some of them may be copies of others."""
 
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        relevance = self.relevance(entries, from_slot, scores)  # alike for all slots
-        best = relevance[:, 0].topk(self.slots, dim=-1).indices  # (N, slots)
+    def normalise(self, relevance: Tensor, entries: Tensor) -> Tensor:
+        slots = relevance.shape[1]
+        best = relevance[:, 0].topk(slots, dim=-1).indices  # (N, slots); rows are alike
         takes = F.one_hot(best, relevance.shape[2])  # (N, slots, R)
         taken = takes.cumsum(dim=1) - takes  # by earlier slots
-        return (relevance - PENALTY * taken).softmax(dim=-1)
+        sharpness = 1 if self.training else self.sharpness
+        return (sharpness * (relevance - PENALTY * taken)).softmax(dim=-1)
 
 
-class ScoredStraightThrough(ScoredCompressor):
-    """Ours for a real Llama, but a slot holds one entry in training, too. The gradient is that of
-    the softmax (straight-through estimator, Bengio et al. 2013, arXiv 1308.3432)."""
-
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        soft = super().weights(entries, from_slot, scores)
-        choice = torch.zeros_like(soft).scatter(-1, soft.argmax(dim=-1, keepdim=True), 1.0)
-        return choice + soft - soft.detach()
-
-
-COMPRESSORS["softmax"] = SoftmaxCompressor
-COMPRESSORS["common"] = FactsAtOnce
-COMPRESSORS["scored-at-once"] = ScoredAtOnce
-COMPRESSORS["scored-one-filter"] = ScoredWithOneFilter
-COMPRESSORS["scored-top-k"] = ScoredTopK
-COMPRESSORS["scored-straight-through"] = ScoredStraightThrough
+COMPRESSORS["softmax"] = Softmax
+COMPRESSORS["at-once"] = AtOnce
+COMPRESSORS["unattended"] = Unattended
+COMPRESSORS["one-filter"] = OneFilter
+COMPRESSORS["top-k"] = TopK

@@ -1,0 +1,147 @@
+"""The command line of train.py: its flags, and what it refuses before a run begins."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from lococo import COMPRESSORS, METHODS, Settings
+from support.command_line import Parser, at_least, named_path
+from support.facts import FORMS
+from support.files import UserError
+
+# What a run that goes on takes beside --resume: more steps, and where things are now.
+OF_A_RESUMED_RUN = ("steps", "model", "data", "held_out", "device")
+
+RECIPES_VALUE = "where no default is named, the recipe's value holds: see the end"
+
+
+def described(values: dict) -> str:
+    """Values of a configuration in a line, without those that are not set."""
+    chosen = {name: value for name, value in values.items() if value not in (None, [], "")}
+    return ", ".join(f"{name} {value}" for name, value in chosen.items())
+
+
+def odd(text: str) -> int:
+    number = at_least(1)(text)
+    if number % 2 == 0:
+        raise argparse.ArgumentTypeError(f"{text}: it must be odd, to have a middle")
+    return number
+
+
+def make_parser(doc: str, recipes: dict[str, Any]) -> Parser:
+    """A flag that is not given is None; then the recipe decides. `recipes` has a
+    TrainConfig for each name. Those after the first are described by what they change of
+    it."""
+    parser = Parser(doc, mem="the recipe's", segment="the recipe's")
+    parser.set_defaults(model=None, seed=None)
+    add_memory_flags(parser)
+    add_text_flags(parser)
+    add_training_flags(parser, recipes)
+    add_output_flags(parser)
+    first, *others = (asdict(config) for config in recipes.values())
+    lines = ["what a recipe sets, and what others change of it:"]
+    lines += [described(first | {"model": None})]
+    for other in others:
+        lines += [described({name: other[name] for name in other if other[name] != first[name]})]
+    parser.epilog = "\n".join(fill(line, 78, subsequent_indent="  ") for line in lines)
+    return parser
+
+
+def add_memory_flags(parser: Parser) -> None:
+    add = parser.memory.add_argument
+    add("--method", choices=METHODS,
+        help="what the slots hold: a row of lococo.METHODS (default: the recipe's)")
+    add("--compressor", choices=COMPRESSORS,
+        help="what merges entries: the paper's or ours (default: the method's)")
+    add("--kernel", type=odd, metavar="TAPS",
+        help="width of the convolution, odd (default: the method's)")
+
+
+def add_text_flags(parser: Parser) -> None:
+    add = parser.add_argument_group("text", RECIPES_VALUE).add_argument
+    add("--data", type=named_path, nargs="+", metavar="PATH",
+        help='files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
+    add("--held-out", type=named_path, nargs="+", metavar="PATH",
+        help="texts to score; all of --data trains then (default: a tenth of --data)")
+    add("--seq", type=at_least(2), metavar="L",
+        help="tokens of a sequence: the trained length")
+    add("--facts", type=at_least(0), metavar="N",
+        help="facts that are written into each sequence")
+    add("--fact-form", choices=FORMS,
+        help="lines `@ name name = word` (default), or sentences as RULER's needles")
+
+
+def add_training_flags(parser: Parser, recipes: dict[str, dict]) -> None:
+    positive, number = at_least(1), at_least(0, float)
+    add = parser.add_argument_group("training", RECIPES_VALUE).add_argument
+    add("--recipe", choices=recipes,
+        help="what is not given by flags (default: embedded for tiny/, else paper)")
+    add("--lora-rank", type=at_least(0), metavar="RANK",
+        help="of LoRA; with 0 only the convolutions train (inference mode)")
+    add("--lr", type=number, metavar="RATE",
+        help="learning rate of LoRA, embeddings and norms")
+    add("--conv-lr", type=number, metavar="RATE",
+        help="learning rate of the convolutions")
+    add("--steps", type=positive,
+        help="optimizer steps; the rates fall linearly towards 0")
+    add("--batch", type=positive, metavar="N", help="sequences per step")
+    add("--micro-batch", type=positive, metavar="N", help="sequences in memory at once")
+    add("--bptt", type=positive, metavar="N", help="segments that the gradient spans")
+    add("--recompute", action="store_true", default=None,
+        help="compute activations again in the backward pass: less memory, more time")
+    add("--answer-weight", type=number, metavar="W",
+        help="how many times the word of a fact that is told again counts, for the "
+             "convolutions")
+
+
+def add_output_flags(parser: Parser) -> None:
+    add = parser.add_argument_group("scoring and output", RECIPES_VALUE).add_argument
+    add("--score-tokens", type=at_least(0), metavar="N",
+        help="tokens of held-out documents to score; 0: none")
+    add("--save-every", type=at_least(1), metavar="STEPS",
+        help="steps between two saved states")
+    add("--out", type=named_path, metavar="RUN",
+        help="new directory of the run (default: in runs/)")
+    add("--resume", type=named_path, metavar="RUN",
+        help="go on with a run; it takes a new number of --steps, and --model, --data, "
+             "--held-out and --device where these are others now")
+
+
+def flags_given(parser: Parser, line: list[str] | None) -> dict:
+    """The flags that a command line gives (None: the program's own), by the names of
+    TrainConfig's fields. Paths become strings that mean the same in any folder."""
+    flags = vars(parser.parse_args(line))
+    given = {name: value for name, value in flags.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, Path):
+            given[name] = str(value.resolve())
+        elif name in ("data", "held_out"):
+            given[name] = [str(path.resolve()) for path in value]
+    others = given.keys() - {"resume", *OF_A_RESUMED_RUN}
+    if "resume" in given and others:
+        listed = " ".join(sorted(flag_of(name) for name in others))
+        changeable = ", ".join(map(flag_of, OF_A_RESUMED_RUN))
+        remedy = f"beside --resume only {changeable} may be given"
+        parser.error(f"{listed}: a run that is resumed keeps its own; {remedy}")
+    return given
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_use(settings: Settings) -> None:
+    """Raises UserError if there is nothing to train, or if texts are so short that the
+    convolutions would not be used."""
+    if not settings.merged and not settings.lora_rank:
+        chosen = f"--lora-rank 0 --method {settings.method}"
+        remedy = "take --lora-rank 8, or a method with merged slots"
+        raise UserError(f"{chosen}: there is nothing to train; {remedy}")
+    least = min(settings.budgets, default=settings.mem)  # slots of the smallest layer
+    if settings.merged and settings.length - 1 <= least + settings.segment:
+        sizes = f"a memory of {least} slots and a segment of {settings.segment} tokens"
+        nothing = f"it fits into {sizes}, so that nothing is compressed"
+        remedy = "take a larger --seq, or a smaller --mem and --segment"
+        raise UserError(f"--seq {settings.length}: {nothing}; {remedy}")

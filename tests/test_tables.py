@@ -1,0 +1,240 @@
+"""tools/tables.py: cells are made once, and tables have the figures that are computed here."""
+
+import json
+import multiprocessing
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tables
+import torch
+import train
+from conftest import nats_by_hand
+from lococo import COMPRESSORS, AdaptedLlama, in_layer
+from model import load_base
+from support.command_line import TINY
+from support.files import UserError
+from support.settings import settings_for
+from support.text import token_streams
+
+WORDS = "a cat and a dog went to the park and then home again\n" * 60
+FLAGS = "--recipe inference --batch 2 --micro-batch 2"
+SMALL = tables.Table(("full", "h2o", "ours soft", "ours"), 16, 64, "test", FLAGS, steps=2,
+                     documents=2)  # fmt: skip
+
+
+@pytest.fixture
+def make(own_folders, monkeypatch, capsys):
+    """Run the program on tiny/ with small texts; returns the stored cells, and what it
+    prints."""
+    Path("prose").mkdir()
+    for name in (*tables.BOOKS, *tables.SCORED.values()):
+        rows = (json.dumps({"text": f"{n} {WORDS}"}) for n in range(3))
+        text = "\n".join(rows) if name.endswith("jsonl") else WORDS * 2
+        Path("prose", name).write_text(text)
+    monkeypatch.setattr(tables, "RESULTS", Path("docs/cells.jsonl").resolve())
+    monkeypatch.setattr(tables, "RUNS", Path("runs").resolve())
+    monkeypatch.setattr(tables, "TABLES", {"small": SMALL})
+
+    def call(words="", prose="--prose prose"):
+        line = f"tables.py small --model {TINY} {prose} {words}"
+        monkeypatch.setattr(sys, "argv", line.split())
+        tables.main()
+        return tables.stored_cells(), capsys.readouterr().out
+
+    return call
+
+
+def runs():
+    return len([*Path("runs").iterdir()])
+
+
+def test_a_cell_is_made_once(make, monkeypatch):
+    """Ours and its mixtures share a run. A changed row, another text, seed or number of
+    documents makes another cell; --again makes the same one again."""
+    stored, out = make("--seeds 0 0")
+    assert [cell["row"] for cell in stored] == [*SMALL.rows]
+    assert [cell["steps"] for cell in stored] == [0, 0, 2, 2] and runs() == 1
+    assert {"date", "commit", "machine", "flags", "seed", "dtype"} <= stored[0].keys()
+    assert make() == (stored, out)
+    assert len(make("--rows h2o ours --seeds 1")[0]) == 5 and runs() == 2
+
+    changed = replace(SMALL, documents=1)
+    with monkeypatch.context() as patch:
+        patch.setitem(tables.TABLES, "small", changed)
+        assert len(make("--rows ours")[0]) == 6 and runs() == 2
+    with monkeypatch.context() as patch:
+        patch.setitem(tables.ROWS, "ours", tables.Row("ours", "--forget 1"))
+        assert len(make("--rows ours")[0]) == 7 and runs() == 3
+    again = make("--rows ours --again")[0]
+    assert len(again) == 8 and runs() == 4
+    assert again[7]["by document"] == stored[3]["by document"]
+    Path("prose/book_adv.txt").write_text(WORDS * 3)
+    assert len(make("--rows ours")[0]) == 9 and runs() == 5
+
+
+def test_a_run_goes_on_where_it_was_stopped(make, monkeypatch):
+    whole = make("--rows ours")[0][0]
+    steps = []
+
+    def stopped(line):
+        """As if the machine had stopped before the adapter was written."""
+        steps.append("begun" if "--steps" in line else "resumed")
+        train_main(line)
+        if steps == ["begun"]:
+            Path(line[line.index("--out") + 1], "adapter.safetensors").unlink()
+            raise KeyboardInterrupt
+
+    train_main = train.main
+    monkeypatch.setattr(train, "main", stopped)
+    monkeypatch.setattr(tables, "RUNS", Path("other").resolve())
+    with pytest.raises(KeyboardInterrupt):
+        make("--rows ours --again")
+    assert len(tables.stored_cells()) == 1
+    resumed = make("--rows ours --again")[0][1]
+    assert steps == ["begun", "resumed"] and resumed["nats"] == whole["nats"]
+
+
+def test_the_figures_equal_an_independent_computation(make):
+    """Of a row that needs no training, token by token."""
+    cell = make("--rows h2o")[0][0]
+    model, tokenizer = load_base(TINY)
+    settings = settings_for("h2o", 16, 16, 64, positions="slots", lora_rank=0)
+    assert (settings.heavy, settings.recent, settings.positions) == (8, 8, "slots")
+    streams = token_streams([Path("prose/wikitext2-test.jsonl")], tokenizer)
+    ids = np.concatenate([streams[part] for part in sorted(streams)])
+    starts = np.flatnonzero(ids == tokenizer.bos)[:2]
+    rows = torch.tensor(np.array([ids[start : start + 64] for start in starts]).astype(int))
+    nats = nats_by_hand(AdaptedLlama(model, settings).eval(), rows).mean(axis=1)
+    assert cell["by document"] == pytest.approx(nats.tolist(), abs=2e-5)
+    assert cell["nats"] == pytest.approx(nats.mean(), abs=2e-5)
+
+
+def test_facts_are_told_and_recalled(make, monkeypatch):
+    small = replace(SMALL, part="held-out", seq=600, rows=("window",), documents=2)
+    monkeypatch.setitem(tables.TABLES, "small", small)
+    text = [Path("prose", tables.SCORED["test"])]
+
+    def streams(paths, tokenizer):
+        """As if the library was this text."""
+        return {"held-out": np.concatenate([*token_streams(text, tokenizer).values()])}
+
+    monkeypatch.setattr(tables, "token_streams", streams)
+    (cell,), out = make(prose="")
+    assert cell["answers to 256"] > 0 and 0 <= cell["to 256"] <= 1
+    assert f"| {cell['perplexity']:.2f} | " in out
+    assert cell["perplexity"] == pytest.approx(np.exp(cell["nats"]))
+
+
+@pytest.mark.parametrize("words, sentence", [
+    ("none --prose prose", "none: there is no such table; take one of small"),
+    ("small --prose nowhere", "--prose nowhere: there is no such folder; name one with"),
+    ("small", "--prose None: there is no such folder; name one with"),
+    ("small --prose prose --rows mine", "mine: there is no such row; take one of full; "),
+])  # fmt: skip
+def test_mistakes_are_sentences(make, monkeypatch, words, sentence):
+    monkeypatch.setattr(sys, "argv", ["tables.py", *words.split()])
+    with pytest.raises(UserError, match=sentence):
+        tables.main()
+
+
+def cell(row, nats, seed=0, steps=60, **about):
+    """A stored one, of two documents."""
+    trained = tables.ROWS[row.removesuffix(" lora")].trained and "h2o" not in row
+    steps = steps if trained and row != "full" else 0
+    return {"row": row, "seed": seed, "steps": steps, "mem": 64, "seq": 1024, "part": "test",
+            "documents": 48, "model": "M", "dtype": "float32", "by document": nats} | about
+
+
+def rows_of(text):
+    return [line.split(" | ")[1:] for line in text.splitlines()[2:]]
+
+
+def test_the_table_by_hand():
+    """Full attention is 2 below the better H2O. Ours is 1 and, with another seed, 0.5 below
+    it. The newest cell counts, if it is without further flags."""
+    old = [cell("ours", [9.0, 9.0]), cell("full", [1.0, 3.0], base="x"),
+           cell("ours", [8.0, 8.0], extra="--bptt 4"), cell("ours", [9.0, 9.0], mem=128)]
+    stored = [*old, cell("h2o", [3.0, 5.0]), cell("h2o text", [3.5, 5.5]),
+              cell("ours", [2.0, 4.0], scored="s", base="x"),
+              cell("ours", [2.5, 4.5], seed=1, scored="s", base="x")]  # fmt: skip
+    made = tables.all_tables(stored)
+    assert rows_of(made["frozen, M, float32"]) == [
+        ["-", "-", "2.0000", "7.389", "-2.0000 ± 0.0000", "100 |"],
+        ["-", "-", "4.0000", "54.598", "+0.0000 ± 0.0000", "0 |"],
+        ["-", "-", "4.5000", "90.017", "+0.5000 ± 0.0000", "-25 |"],
+        ["60", "2", "3.2500", "25.790", "-0.7500 ± 0.0000", "50, 25 |"],
+    ]
+    # Another base: nothing of the old one is beside it. Some cells do not say their base.
+    other = tables.all_tables([*stored, cell("window", [7.0, 7.0], base="y", scored="s")])
+    losses = [row[2] for row in rows_of(other["frozen, M, float32"])]
+    assert losses == ["7.0000", "4.0000", "4.5000", "9.0000"]
+
+
+def test_dtypes_and_models_are_not_mixed():
+    stored = [cell("full", [1.0, 3.0], dtype="bfloat16"), cell("full", [2.0, 4.0]),
+              cell("ours", [2.0, 4.0], model="N")]  # fmt: skip
+    made = tables.all_tables(stored)
+    names = [name for name in made if name.startswith("frozen, M") or name.startswith("frozen, N")]
+    assert names == ["frozen, M, bfloat16", "frozen, M, float32", "frozen, N, float32"]
+    assert all(len(rows_of(made[name])) == 1 for name in names)
+
+
+def test_cells_are_compared_with_the_same_seed_and_steps():
+    """A row without training is compared with ours of each seed."""
+    about = {"part": "choosing", "steps": 40}
+    stored = [cell("ours", [2.0, 4.0], **about), cell("ours", [3.0, 5.0], seed=1, **about),
+              cell("ours, 3 taps", [3.0, 6.0], **about),
+              cell("ours, at once", [9.0, 9.0], seed=2, **about),
+              cell("h2o", [4.0, 6.0], part="choosing")]  # fmt: skip
+    made = tables.all_tables(stored)["ablations, M, float32"]
+    assert [(row[1], row[4]) for row in rows_of(made)] == [
+        ("-", "+1.5000 ± 0.0000"), ("2", "+0.0000 ± 0.0000"), ("1", ""),
+        ("1", "+1.5000 ± 0.5000"),
+    ]  # fmt: skip
+
+
+def test_rows_are_settings(monkeypatch):
+    """Each row's flags are flags of train.py, and each row of its compressor sums to 1."""
+    monkeypatch.setattr(sys, "argv", ["tables.py"])
+    options = tables.parse()
+    for table in tables.TABLES.values():
+        for key in table.rows:
+            s = tables.settings_of(tables.all_flags(tables.ROWS[key], table), options)
+            assert s.mem == (0 if key == "full" else table.mem), key
+            assert s.budgets == [n * table.mem // 64 for n in tables.BUDGETS] * ("budgets" in key)
+            merged = in_layer(s, 0).merged
+            for training in (True, False) if merged else ():
+                compressor = COMPRESSORS[s.compressor](4, merged, s.kernel).train(training)
+                entries, scores = torch.randn(2, 8, 99), torch.rand(2, 99)
+                w = compressor.weights(entries, scores < 0.5, scores)
+                torch.testing.assert_close(w.sum(dim=2), torch.ones(2, merged))
+
+
+def test_programs_that_add_cells_at_once_lose_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "cells.jsonl")
+
+    def add_many(who):
+        for n in range(50):
+            tables.add({"who": who, "n": n, "nats": [1.23456] * 2000})
+
+    fork = multiprocessing.get_context("fork")
+    running = [fork.Process(target=add_many, args=(who,)) for who in range(2)]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join()
+    found = sorted((cell["who"], cell["n"]) for cell in tables.stored_cells())
+    assert found == [(who, n) for who in range(2) for n in range(50)]
+
+
+def test_the_tables_of_the_pages_are_made_of_the_stored_cells():
+    made = tables.all_tables(tables.stored_cells())
+    for page in tables.PAGES:
+        text = page.read_text("utf-8")
+        assert tables.with_tables(text, made) == text
+        for name in re.findall(r"<!-- tools/tables.py: (.*) -->", text):
+            assert name in made, f"{page.name}: {name}"

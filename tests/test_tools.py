@@ -1,0 +1,148 @@
+"""tools/budgets.py and tools/bench.py: what they measure, computed by other means."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import bench
+import budgets
+import numpy as np
+import pytest
+import torch
+from conftest import settings
+from lococo import AdaptedLlama
+from model import load_base
+from support.command_line import TINY
+from support.facts import tell_all
+
+WORDS = "--data text.txt --mem 16 --positions text"
+
+
+def loss(model, budgets, tokens, mask):
+    """Of H2O with these slots in each layer, token by token."""
+    s = settings("h2o", 16, 16, tokens.shape[1])
+    cache = AdaptedLlama(model, replace(s, budgets=budgets)).eval().cache()
+    with torch.no_grad():
+        pieces = [model(x, cache)[0] for x in tokens[:, :-1].split(16, dim=1)]
+    nats = torch.nn.functional.cross_entropy(torch.cat(pieces), tokens[0, 1:], reduction="none")
+    return nats[mask].mean().item()
+
+
+def read(lines):
+    """The needs that the program prints, and the budgets."""
+    needs = [float(line.split()[2]) for line in lines if line.startswith("layer")]
+    return needs, [int(word) for word in lines[-1].split()[1:]]
+
+
+def test_which_layers_need_more_slots(run):
+    """The program's needs are differences of losses that are computed here."""
+    text = "".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(40))
+    Path("text.txt").write_text(text)
+    code, _, err = run(budgets, f"{WORDS} --length 32")
+    assert code == 2 and "tokens hold it, so that nothing is compressed; take a larger" in err
+    code, out, _ = run(budgets, f"{WORDS} --length 96 --out budgets.json")
+    needs, found = read(out.splitlines())
+    assert code == 0 and len(found) == len(needs) == 4 and sum(found) == 4 * 16
+    assert found == budgets.shared_out(np.array(needs), 16)
+    written = json.loads(Path("budgets.json").read_text())
+    assert written["budgets"] == found and "--length 96" in written["made by"]
+
+    tiny, tokenizer = load_base(TINY)
+    ids = torch.tensor([tokenizer.encode(text)[:96]])
+    every = torch.ones(95, dtype=torch.bool)
+    gain = loss(tiny, [16] * 4, ids, every) - loss(tiny, [16, 16, 96, 16], ids, every)
+    assert needs[2] == pytest.approx(gain, abs=1e-4)
+    # Positions by slot are other positions.
+    code, out, _ = run(budgets, f"{WORDS} --length 96".replace("text --", "slots --"))
+    assert code == 0 and read(out.splitlines())[0] != needs
+
+
+def test_which_layers_recalling_facts_needs(run):
+    """A need is what the answers lose if one layer has few slots while all others keep
+    everything. Only answers whose facts were told more than M + T = 32 tokens ago count."""
+    text = "".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(60))
+    Path("text.txt").write_text(text)
+    code, out, _ = run(budgets, f"{WORDS} --length 256 --recall")
+    lines = out.splitlines()
+    needs, _ = read(lines)
+    assert code == 0 and len(needs) == 4 and "if it alone has 6 slots" in lines[1]
+
+    tiny, tokenizer = load_base(TINY)
+    ids = torch.tensor([tokenizer.encode(text)[:256]])
+    told, ago = tell_all(ids, "training", tokenizer)
+    far = ago[0] > 32
+    assert lines[0] == f"{far.sum()} answers" and far.sum() > 1
+    lost = loss(tiny, [256, 6, 256, 256], told, far) - loss(tiny, [256] * 4, told, far)
+    assert needs[1] == pytest.approx(lost, abs=1e-4)
+    code, _, err = run(budgets, f"{WORDS} --length 33 --recall")
+    assert code == 2 and "no fact is told again more than 32 tokens later" in err
+
+
+def test_needs_become_budgets():
+    """Least 6 of 16. The weights are 1 and 2^0.7 = 1.62: the other 30 slots are 11.4 and
+    18.6."""
+    assert budgets.shared_out(np.array([-1.0, 1.0, 2.0]), 16) == [4, 16, 28]
+    assert sum(budgets.shared_out(np.array([0.3, 0.1, 0.1]), 15)) == 45
+    assert budgets.shared_out(np.array([-1.0, 0.0, 2.0]), 8) == [4, 4, 16]
+
+
+# --- tools/bench.py ---------------------------------------------------------------------
+
+SMALL = "--dim 64 --layers 1 --heads 2 --ffn 128 --vocab 64 --mem 16 --segment 16 --rounds 1 "
+SMALL += "--bptt 1 --seq 64"
+
+
+@pytest.fixture
+def measure(monkeypatch, capsys):
+    """Run the program; returns the figures of each row."""
+
+    def call(words):
+        monkeypatch.setattr(sys, "argv", ["bench.py", *SMALL.split(), *words.split()])
+        bench.main()
+        lines = capsys.readouterr().out.splitlines()[2:]
+        return {line.split()[0]: line.split()[1:] for line in lines}
+
+    return call
+
+
+def test_every_row_of_the_benchmark_has_figures(measure):
+    """A column has values, and how many times the window's these are. The memory of training,
+    the second and third, does not grow with the sequence. Nothing is timed here."""
+    rows = measure("--long 256 --contexts 64 128")
+    assert list(rows) == list(bench.ROWS)
+    none = [place for place, figure in enumerate(rows["full"]) if figure == "-"]
+    assert none == [4, 5, 12, 13]  # the longer memory, and compressions
+    for place in none:
+        rows["full"][place] = rows["window"][place]
+    table = {name: [*map(float, row)] for name, row in rows.items()}
+    for name, row in table.items():
+        expected = [a / b for a, b in zip(row[::2], table["window"][::2])]
+        assert min(row) > 0 and row[1::2] == pytest.approx(expected, 0.01, 0.006)
+        assert name == "full" or row[4] == pytest.approx(row[2], rel=0.05)
+
+
+def test_the_benchmark_reads_as_a_loaded_adapter_does(measure, monkeypatch, capsys):
+    """With LoRA of the rank that is asked for, embeddings in the base's dtype, and
+    compressors in use."""
+    found = {}
+
+    def watch(name, usual):
+        def watched(adapted, options):
+            dtype = adapted.model.tok_embeddings.weight.dtype
+            seen = (dtype, adapted.settings.lora_rank, adapted.training)
+            found.setdefault(name, set()).add(seen)
+            return usual(adapted, options)
+
+        monkeypatch.setattr(bench, name, watched)
+
+    for name in ("train_time", "prefill_time", "compress_time"):
+        watch(name, getattr(bench, name))
+    words = "--dtype bfloat16 --rows selection --parts train prefill compress --lora-rank"
+    measure(f"{words} 2")
+    read = {(torch.bfloat16, 2, False)}
+    trained = {(torch.float32, 2, True)}
+    assert found == {"train_time": trained, "prefill_time": read, "compress_time": read}
+    with pytest.raises(SystemExit) as error:
+        measure(f"{words} 0")
+    assert error.value.code == 2 and "nothing to train" in capsys.readouterr().err

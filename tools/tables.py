@@ -1,0 +1,511 @@
+"""Make the tables of README.md and docs/: what does each memory lose, or recall?
+
+    python tools/tables.py frozen --model SmolLM2-135M --prose prose --seeds 0 1 2
+    python tools/tables.py frozen --model SmolLM2-135M --prose prose --rows h2o ours
+    python tools/tables.py facts --rows window ours    # the embedded model
+    python tools/tables.py                             # print all stored tables
+    python tools/tables.py --write                     # write them into the pages
+
+A cell is one row of a table with one seed. train.py trains it if there is something to
+train, then documents are scored. Runs are in runs/tables/, and go on where they were
+stopped. A cell is one line of docs/results.jsonl, with the nats of each document. It is
+made again only if --again asks for it.
+
+A table has cells of one model, one --dtype and one scored text, and shows the newest cell
+of each row, number of steps and seed. A page has it between `<!-- tools/tables.py: NAME
+-->` and `<!-- end -->`; a name is as "frozen, SmolLM2-135M, float32".
+"""
+
+import argparse
+import fcntl
+import json
+import platform
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from datetime import date
+from itertools import product
+from pathlib import Path
+from typing import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train  # noqa: E402
+from eval_ppl import perplexity, token_losses  # noqa: E402
+from lococo import AdaptedLlama, Settings  # noqa: E402
+from model import load_base  # noqa: E402
+from support.adapter import identity, load_adapter  # noqa: E402
+from support.command_line import HERE, TINY, at_least, prepare  # noqa: E402
+from support.command_line import run_program  # noqa: E402
+from support.facts import tell_all  # noqa: E402
+from support.files import UserError, as_json, checksum  # noqa: E402
+from support.files import read_json, write_text  # noqa: E402
+from support.settings import untrained  # noqa: E402
+from support.text import long_documents, read_rows, token_streams  # noqa: E402
+from support.tokenizer import Tokenizer  # noqa: E402
+import official_code  # noqa: E402, F401, it adds a compressor
+import variants  # noqa: E402, F401, it adds compressors
+
+RESULTS = HERE / "docs" / "results.jsonl"
+RUNS = HERE / "runs" / "tables"
+PAGES = (HERE / "README.md", *sorted((HERE / "docs").glob("*.md")))
+BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.jsonl")
+SCORED = {"choosing": "book_news.txt", "test": "wikitext2-test.jsonl"}
+BUDGETS = read_json(HERE / "tools" / "smollm2_budgets.json")["budgets"]  # slots of layers
+
+# --- Rows and tables --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a table calls a memory, and what makes it."""
+
+    label: str
+    flags: str  # of train.py, after those of the table
+    trained: bool = True  # if there is something to train
+    sharpness: int | None = None  # of our compressor, when it is scored; None: as in use
+
+
+PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2"
+OURS_KEPT = "--method h2o --heavy {most} --forget 0.75"
+ROWS = {
+    "full": Row("full attention", "--method full"),
+    "window": Row("window: 4 first, M - 4 last", "--method streaming"),
+    "h2o": Row("H2O: M/2 heavy, M/2 last", "--method h2o --positions slots"),
+    "h2o text": Row("H2O, positions of the text", "--method h2o --positions text"),
+    "official h2o": Row("H2O of the official code: M heavy, by the last segment",
+                        "--method h2o --heavy {mem} --recent 0 --forget 0"),
+    "lococo": Row("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
+    "lococo+h2o": Row("the paper's `lococo+h2o`: M/2 heavy, M/2 merged",
+                      f"--method lococo+h2o {PAPER}"),
+    "official code": Row("the official code's LoCoCo",
+                         f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
+    "h2o 5/8 forget": Row("ours without merged slots: 5M/8 heavy, 3M/8 last, forgetting",
+                          OURS_KEPT),
+    "h2o 5/8 forget budgets": Row("ours without merged slots, with budgets of layers",
+                                  f"{OURS_KEPT} --budgets {{budgets}}"),
+    "ours soft": Row("ours as mixtures: not sharpened in use", "", sharpness=1),
+    "ours": Row("**ours**", ""),
+    "ours budgets": Row("**ours with budgets of layers**", "--budgets {budgets}"),
+    # Ours with one thing made otherwise.
+    "ours untrained": Row("ours before training", "", trained=False),
+    "ours, one filter": Row("one filter for all slots", "--compressor one-filter"),
+    "ours, top-k": Row("one filter, copies are taken, too (top-k)", "--compressor top-k"),
+    "ours, at once": Row("all slots choose at once", "--compressor at-once"),
+    "ours, unattended": Row("without the attention received", "--compressor unattended"),
+    "ours, softmax": Row("a softmax alone, mixtures", "--compressor softmax"),
+    "ours, paper's compressor": Row("the paper's compressor in ours", PAPER),
+    "ours, 3 taps": Row("3 taps instead of 1", "--kernel 3"),
+    "ours, half merged": Row("M/2 merged, M/8 heavy slots", "--heavy {eighth}"),
+    "ours, no forgetting": Row("no forgetting", "--forget 1"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """Its rows, and what all of its cells have in common."""
+
+    rows: tuple[str, ...]
+    mem: int  # slots M; a segment has as many tokens
+    seq: int  # tokens of a document
+    part: str  # that is scored: one of SCORED, or "held-out", with facts
+    flags: str  # of train.py
+    steps: int = 60  # of training, if --steps does not say otherwise
+    against: tuple[str, ...] = ("h2o", "h2o text")  # the best of these is compared with
+    documents: int = 48  # that are scored, at most
+    ending: str = ""  # of the names of its rows
+
+
+FROZEN = Table(
+    ("full", "window", "h2o", "h2o text", "official h2o", "lococo", "lococo+h2o",
+     "official code", "h2o 5/8 forget", "h2o 5/8 forget budgets", "ours soft", "ours",
+     "ours budgets"), 64, 1024, "test", "--recipe inference")  # fmt: skip
+SHORT = ("full", "window", "h2o", "official code", "ours", "ours budgets")
+ABLATIONS = (
+    "full", "h2o", "h2o text", "h2o 5/8 forget", "ours", "ours untrained", "ours soft",
+    "ours, one filter", "ours, top-k", "ours, at once", "ours, unattended",
+    "ours, softmax", "ours, paper's compressor", "ours, 3 taps", "ours, half merged",
+    "ours, no forgetting",
+)  # fmt: skip
+TUNED = ("full", "window", "h2o", "h2o 5/8 forget", "ours")
+LORA = "--recipe inference --lora-rank 8 --lr 3e-4 --bptt 4"
+FACTS = ("window", "h2o", "official code", "lococo", "lococo+h2o", "ours", "ours soft",
+         "ours, one filter", "ours, at once", "ours, unattended")  # fmt: skip
+TABLES = {
+    "frozen": FROZEN,
+    "frozen in short": replace(FROZEN, rows=SHORT),
+    "frozen, 2,048 tokens": replace(FROZEN, mem=128, seq=2048),
+    "ablations": replace(
+        FROZEN, rows=ABLATIONS, part="choosing", steps=40, against=("ours",)
+    ),
+    "tuned": replace(FROZEN, rows=TUNED, flags=LORA, ending=" lora"),
+    "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded --positions slots",
+                   steps=400, documents=64),
+}  # fmt: skip
+# By how many tokens ago a fact was told.
+ANSWERS = {"to 256": (0, 256), "256-512": (256, 512), "512-2,048": (512, 2048)}
+
+Options = argparse.Namespace  # the flags of `parse`
+
+# --- Making a cell ----------------------------------------------------------------------
+
+
+def texts_to_train_on(part: str, options: Options) -> list[Path]:
+    """None means Python's library."""
+    return [] if part == "held-out" else [options.prose / name for name in BOOKS]
+
+
+def documents_of(table: Table, options: Options, tokenizer: Tokenizer) -> Tensor:
+    """The tokens to score, (documents, seq). Raises UserError if there are none."""
+    L, most = table.seq, table.documents
+    if table.part == "held-out":
+        ids = token_streams([], tokenizer)["held-out"]
+    else:
+        streams = token_streams([options.prose / SCORED[table.part]], tokenizer)
+        ids = np.concatenate([streams[part] for part in sorted(streams)])
+    documents = long_documents(ids, tokenizer.bos, L, most)
+    if table.part == "choosing":  # one book: pieces of it, evenly spread
+        pieces = torch.from_numpy(ids[: len(ids) // L * L].astype(np.int64)).view(-1, L)
+        documents = pieces[:: max(1, len(pieces) // most)][:most]
+    if not len(documents):
+        raise UserError(f"{table.part} texts: none has {L} tokens; give longer ones")
+    return documents
+
+
+def all_flags(row: Row, table: Table) -> str:
+    """The flags of train.py that make a row, but for texts, model, steps and seed."""
+    M = table.mem
+    budgets = " ".join(str(slots * M * len(BUDGETS) // sum(BUDGETS)) for slots in BUDGETS)
+    flags = row.flags.format(mem=M, most=M * 5 // 8, eighth=M // 8, budgets=budgets)
+    return f"{table.flags} --mem {M} --segment {M} --seq {table.seq} {flags}".strip()
+
+
+def settings_of(flags: str, options: Options) -> Settings:
+    """Those of a row that is not trained, too: train.py refuses to train nothing."""
+    config = train.parse([*flags.split(), "--model", str(options.model)])[0]
+    settings = train.settings_of(replace(config, lora_rank=config.lora_rank or 1))
+    return replace(settings, lora_rank=config.lora_rank)
+
+
+def origin() -> dict:
+    """When a cell is made, of which code and on what. The commit has a plus if this tree
+    has changed since, other than in docs/."""
+
+    def git(words: str) -> str:
+        line = ["git", "-C", str(HERE), *words.split()]
+        return subprocess.run(line, capture_output=True, text=True).stdout.strip()
+
+    commit = git("rev-parse --short HEAD")
+    if git("status --porcelain -- . :!docs"):
+        commit += "+"
+    threads = f"{torch.get_num_threads()} threads"
+    machine = f"{platform.machine()}, {threads}, torch {torch.__version__}"
+    return {"date": str(date.today()), "commit": commit, "machine": machine}
+
+
+def train_cell(name: dict, number: int, options: Options) -> Path:
+    """Train as a cell's name says, or go on; returns the run's folder. Cells that differ
+    in what is scored, or in sharpness, share a run. A cell that is made again has its own
+    run: `number` cells of this name are stored."""
+    fields = ("flags", "steps", "seed", "model", "dtype", "base", "texts")
+    about = json.dumps([name[field] for field in fields] + [number])
+    out = RUNS / checksum({}, about)[:12]
+    line = [*name["flags"].split(), "--model", str(options.model), "--device", "cpu"]
+    line += ["--steps", str(name["steps"]), "--seed", str(name["seed"])]
+    line += ["--dtype", name["dtype"], "--score-tokens", "0", "--out", str(out)]
+    texts = texts_to_train_on(name["part"], options)
+    if texts:
+        line += ["--data", *map(str, texts)]
+    if (out / "state.safetensors").is_file():
+        line = ["--resume", str(out)]
+    if not (out / "adapter.safetensors").is_file():
+        with redirect_stdout(sys.stderr):
+            train.main(line)
+    return out
+
+
+def model_of(name: dict, number: int, row: Row, options: Options) -> AdaptedLlama:
+    """The memory to score. It is trained first if its name has steps."""
+    run = train_cell(name, number, options) if name["steps"] else None
+    machine = prepare("cpu", options.dtype)
+    model, _ = load_base(options.model, machine.dtype, machine.device)
+    if run:
+        adapted = load_adapter(run, model)
+    else:
+        adapted = AdaptedLlama(model, settings_of(name["flags"], options)).eval()
+    for compressor in adapted.compressors if row.sharpness else ():
+        compressor.sharpness = row.sharpness
+    return adapted
+
+
+def recalled(adapted: AdaptedLlama, documents: Tensor, options: Options) -> dict:
+    """Which share is recalled of the facts told in documents, and how many there are."""
+    told, ago = tell_all(documents, "held-out", Tokenizer(options.model))
+    _, hits, _ = token_losses(adapted, told, prepare("cpu", options.dtype), 8)
+    figures = {}
+    for column, (start, stop) in ANSWERS.items():
+        mask = (start < ago) & (ago <= stop)
+        figures[column] = hits[mask].double().mean().item()
+        figures[f"answers {column}"] = int(mask.sum())
+    return figures
+
+
+def make_cell(
+    name: dict, number: int, table: Table, options: Options, documents: Tensor
+) -> dict:
+    begun = time.time()
+    row = ROWS[name["row"].removesuffix(table.ending)]
+    adapted = model_of(name, number, row, options)
+    figures = {"seconds of training": round(time.time() - begun)}
+    losses, _, held = token_losses(adapted, documents, prepare("cpu", options.dtype), 8)
+    means = losses.double().mean(dim=1)
+    figures["trained parameters"] = sum(p.numel() for p in adapted.trained().values())
+    figures["cache bytes"] = held
+    figures |= {"nats": means.mean().item(), "perplexity": perplexity(losses)}
+    figures["by document"] = [round(nats, 5) for nats in means.tolist()]
+    if table.part == "held-out":
+        figures |= recalled(adapted, documents, options)
+    return figures
+
+
+def make_cells(table: Table, options: Options) -> None:
+    """Make and store the cells that are asked for, but for those that are stored."""
+    if table.part != "held-out" and not (options.prose and options.prose.is_dir()):
+        remedy = "name one with the files that --help lists"
+        raise UserError(f"--prose {options.prose}: there is no such folder; {remedy}")
+    model, tokenizer = load_base(options.model)
+    documents = documents_of(table, options, tokenizer)
+    texts = token_streams(texts_to_train_on(table.part, options), tokenizer)
+    texts = {part: torch.from_numpy(ids.copy()) for part, ids in texts.items()}
+    common = {key: getattr(table, key) for key in ("mem", "seq", "part", "documents")}
+    common |= {"model": options.model.name, "dtype": options.dtype}
+    common["base"] = identity(untrained(model, "full", 4, 4))["base"][:12]
+    common["texts"] = checksum(texts, "")[:12]
+    common["scored"] = checksum({"documents": documents}, "")[:12]
+    made_on, made = origin(), []
+    for seed, key in product(options.seeds, options.rows or table.rows):
+        flags = all_flags(ROWS[key], table)
+        settings = settings_of(flags, options)
+        trains = ROWS[key].trained and (settings.merged or settings.lora_rank)
+        steps = (options.steps or table.steps) if trains else 0
+        name = {"row": key + table.ending, "flags": flags, "steps": steps}
+        name |= common | {"seed": seed if steps else 0}
+        number = sum(name.items() <= cell.items() for cell in stored_cells())
+        if name not in made and (options.again or not number):
+            print(f"{name['row']}, seed {name['seed']}", file=sys.stderr)
+            add(name | made_on | make_cell(name, number, table, options, documents))
+        made.append(name)
+
+
+# --- Stored cells -----------------------------------------------------------------------
+
+
+def stored_cells() -> list[dict]:
+    """The oldest first. The first ones do not say their dtype, and those of SmolLM2 not
+    their model."""
+    cells = []
+    for _, cell in read_rows(RESULTS, lambda row: True) if RESULTS.is_file() else ():
+        unsaid = {"dtype": "float32"}
+        if "model" not in cell:
+            unsaid = {"dtype": "bfloat16", "model": "SmolLM2-135M"}
+        cells.append(unsaid | cell)
+    return cells
+
+
+def add(cell: dict) -> None:
+    """Two programs may add cells at once: one waits for the other."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    with open(RESULTS, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(as_json(cell) + "\n")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table after so many steps: its newest cells, by seed."""
+
+    label: str
+    steps: int
+    cells: dict[int, dict]
+
+    def nats(self, seed: int) -> np.ndarray:
+        """Of each document. A row that is not trained is the same with all seeds."""
+        return np.array(self.cells[seed if self.steps else 0]["by document"])
+
+    def mean(self) -> float:
+        return float(np.mean([cell["by document"] for cell in self.cells.values()]))
+
+
+Lines = dict[tuple[str, int], Line]  # by row and steps
+
+
+def lines_of(table: Table, cells: list[dict]) -> Lines:
+    """In the order of the table. `cells` are of one model and dtype."""
+    about = {key: getattr(table, key) for key in ("mem", "seq", "part", "documents")}
+    names = {row + table.ending: row for row in table.rows}
+    # Some older cells have flags beside those of their row, under "extra".
+    found = [cell for cell in cells if about.items() <= cell.items()
+             and cell["row"] in names and not cell.get("extra")]  # fmt: skip
+    for key in ("base", "scored"):  # those of the newest; some of the first do not say
+        found = [cell for cell in found if cell.get(key) in (None, found[-1].get(key))]
+    rows = {}
+    for cell in found:
+        row = names[cell["row"]]
+        rows.setdefault((row, cell["steps"]), {})[cell["seed"]] = cell
+    lines = {}
+    for row, steps in sorted(rows, key=lambda key: (table.rows.index(key[0]), key[1])):
+        by_seed = dict(sorted(rows[row, steps].items()))
+        lines[row, steps] = Line(ROWS[row].label, steps, by_seed)
+    return lines
+
+
+# --- Tables -----------------------------------------------------------------------------
+
+
+def counterpart(
+    rows: tuple[str, ...], lines: Lines, line: Line, usual: int
+) -> Line | None:
+    """The best of these rows, after as many steps or without training. A line without
+    training may be compared with it after the usual steps."""
+    for steps in (line.steps, 0 if line.steps else usual):
+        found = [lines[row, steps] for row in rows if (row, steps) in lines]
+        if found:
+            return min(found, key=Line.mean)
+    return None
+
+
+def common_seeds(*lines: Line | None) -> list[int]:
+    """None if a line is missing."""
+    if None in lines:
+        return []
+    trained = [set(line.cells) for line in lines if line.steps]
+    return sorted(set.intersection(*trained)) if trained else [0]
+
+
+def difference(line: Line, other: Line | None) -> str:
+    """The paired difference of the nats of each document, as a mean of the common seeds,
+    and its standard error over documents."""
+    above = [line.nats(seed) - other.nats(seed) for seed in common_seeds(line, other)]
+    if not above:
+        return ""
+    values = np.mean(above, axis=0)
+    return f"{values.mean():+.4f} ± {values.std(ddof=1) / len(values) ** 0.5:.4f}"
+
+
+def gap_closed(line: Line, h2o: Line | None, full: Line | None) -> str:
+    """How much of the way from H2O to full attention a memory goes, by each seed."""
+    shares = []
+    for seed in common_seeds(line, h2o, full):
+        start, end, here = (some.nats(seed).mean() for some in (h2o, full, line))
+        shares.append(round(100 * (start - here) / (start - end)))
+    return ", ".join(map(str, shares))
+
+
+def loss_table(table: Table, lines: Lines) -> str:
+    """Losses are in nats per token, the mean of a row's seeds."""
+    other = "ours" if table.against == ("ours",) else "H2O"
+    text = "| memory | steps | seeds | nats per token | perplexity "
+    text += f"| from {other} | gap closed, % |\n|---|---|---|---|---|---|---|\n"
+    for line in lines.values():
+        against, h2o, full = (
+            counterpart(rows, lines, line, table.steps)
+            for rows in (table.against, ("h2o", "h2o text"), ("full",))
+        )
+        counts = f"{line.steps} | {len(line.cells)}" if line.steps else "- | -"
+        nats = line.mean()
+        text += f"| {line.label} | {counts} | {nats:.4f} | {np.exp(nats):.3f} "
+        text += f"| {difference(line, against)} | {gap_closed(line, h2o, full)} |\n"
+    return text
+
+
+def facts_table(table: Table, lines: Lines) -> str:
+    """Each figure is that of one seed, in their order."""
+    text = "| memory | steps | perplexity | recalled, % |\n|---|---|---|---|\n"
+    for line in lines.values():
+        figures, shares = [], []
+        for cell in line.cells.values():
+            share = cell["512-2,048"]  # None if no fact was told so long ago
+            figures.append(f"{cell['perplexity']:.2f}")
+            shares.append("-" if share is None else f"{100 * share:.0f}")
+        figures, shares = ", ".join(figures), ", ".join(shares)
+        text += f"| {line.label} | {line.steps} | {figures} | {shares} |\n"
+    return text
+
+
+def all_tables(cells: list[dict]) -> dict[str, str]:
+    """By name, for each model and dtype that has cells."""
+    groups, made = {}, {}
+    for cell in cells:
+        groups.setdefault((cell["model"], cell["dtype"]), []).append(cell)
+    for (model, dtype), some in groups.items():
+        for name, table in TABLES.items():
+            lines = lines_of(table, some)
+            if lines:
+                form = facts_table if table.part == "held-out" else loss_table
+                made[f"{name}, {model}, {dtype}"] = form(table, lines)
+    return made
+
+
+def with_tables(text: str, tables: dict[str, str]) -> str:
+    """A text in which each table, between two comments, is made anew."""
+    end = "<!-- end -->\n"
+    for name, table in tables.items():
+        start = f"<!-- tools/tables.py: {name} -->\n"
+        if start in text:
+            before, rest = text.split(start)
+            text = before + start + table + end + rest.split(end, 1)[1]
+    return text
+
+
+# --- The program ------------------------------------------------------------------------
+
+
+def parse() -> Options:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    add = parser.add_argument
+    prose = ", ".join((*BOOKS, *SCORED.values()))
+    add("tables", nargs="*", metavar="TABLE", help=f"to make: {'; '.join(TABLES)}")
+    add("--rows", nargs="+", default=[], metavar="ROW", help="default: all of a table")
+    add("--model", type=Path, default=TINY, help="directory of the base (default: tiny/)")
+    add("--prose", type=Path, help=f"folder with {prose}")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32",
+        help="of the base (default: float32)")
+    add("--seeds", nargs="+", type=at_least(0), default=[0], help="default: 0")
+    add("--steps", type=at_least(1), help="of training (default: the table's)")
+    add("--again", action="store_true", help="make also what is stored")
+    add("--write", action="store_true", help="write all tables into the pages")
+    options = parser.parse_args()
+    options.model = options.model.resolve()
+    return options
+
+
+def refuse_unknown(name: str, known: Iterable[str], what: str) -> None:
+    if name not in known:
+        listed = "; ".join(known)
+        raise UserError(f"{name}: there is no such {what}; take one of {listed}")
+
+
+def main() -> None:
+    options = parse()
+    for name in options.tables:
+        refuse_unknown(name, TABLES, "table")
+    for name in options.rows:
+        refuse_unknown(name, ROWS, "row")
+    for name in options.tables:
+        make_cells(TABLES[name], options)
+    tables = all_tables(stored_cells())
+    for page in PAGES if options.write else ():
+        write_text(page, with_tables(page.read_text("utf-8"), tables))
+    for name, table in tables.items():
+        if not options.tables or name.startswith(tuple(f"{n}, " for n in options.tables)):
+            print(f"\n{name}\n\n{table}", end="")
+
+
+if __name__ == "__main__":
+    run_program(main)
