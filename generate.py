@@ -142,7 +142,8 @@ def parse() -> argparse.Namespace:
 
 def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedLlama]:
     """The adapter and the methods that the flags name, on one base. Beside an adapter the
-    methods have its M and T, if --mem is not given."""
+    methods have its M and T, if --mem is not given. Raises UserError if slots are to be
+    shown or saved and there are none."""
     run, mem, segment = flags.adapter, flags.mem or 512, flags.segment
     if not run and not flags.method and flags.model.resolve() == TINY:
         run = TINY
@@ -155,11 +156,16 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
             mem, segment = settings.mem, segment or settings.segment
     for method in flags.method:
         models[method] = untrained(model, method, mem, segment or mem, **flags.changes)
-    if not models:
+    no_choice = not models
+    if no_choice:
+        models["full"] = untrained(model, "full", 512, 512)
+    if flags.show_memory or flags.save_memory or flags.load_memory:
+        for adapted in models.values():
+            check_slots(adapted.settings)
+    if no_choice:
         memory = "its memory is the full cache, which keeps every token"
         others = f"for 512 slots: {SUGGESTED}"
         print(f"this base has no adapter: {memory}; {others}", file=sys.stderr)
-        models["full"] = untrained(model, "full", 512, 512)
     return models
 
 
@@ -169,9 +175,10 @@ def print_figures(cache: KVCache, settings: Settings) -> None:
     slots, most = "all entries", ""
     if settings.mem:
         slots, most = f"{settings.mem} slots", f" (at most M + T = {settings.capacity:,})"
-    print(f"memory           {slots}; {held:,} entries held of {cache.seen:,}{most}\n"
-          f"key/value cache  {cache.nbytes:,} bytes; "
-          f"the full cache would hold {cache.full_nbytes:,}", file=sys.stderr)  # fmt: skip
+    memory = f"{slots}; {held:,} entries held of {cache.seen:,}{most}"
+    full = f"the full cache would hold {cache.full_nbytes:,}"
+    print(f"memory           {memory}", file=sys.stderr)
+    print(f"key/value cache  {cache.nbytes:,} bytes; {full}", file=sys.stderr)
 
 
 def print_text(new: Iterator[int], tokenizer: Tokenizer, ids: list[int]) -> None:
@@ -209,8 +216,6 @@ def continue_text(
 ) -> None:
     """Read the text, and continue it; or save the memory, or print what slots hold."""
     settings = adapted.settings
-    if flags.save_memory or flags.load_memory:
-        check_slots(settings)
     cache = memory_of_layer(adapted, *flags.head) if flags.head else adapted.cache()
     if flags.load_memory:
         load_memory(flags.load_memory, cache, adapted)

@@ -84,7 +84,6 @@ def check_slots(settings: Settings) -> None:
 def memory_of_layer(adapted: AdaptedLlama, layer: int, head: int) -> TracedMemory:
     """An empty memory that is traced in one layer. Raises UserError if there is no such layer
     or head."""
-    check_slots(adapted.settings)
     layers, heads = adapted.model.config.n_layers, adapted.model.config.n_kv_heads
     if layer >= layers or head >= heads:
         has = f"there are layers 0 to {layers - 1} and heads 0 to {heads - 1}"
@@ -95,7 +94,6 @@ def memory_of_layer(adapted: AdaptedLlama, layer: int, head: int) -> TracedMemor
 def memory_of_page(adapted: AdaptedLlama) -> TracedMemory:
     """An empty memory that is traced in all layers. Raises UserError if the layers are
     compressed at different times, which a page does not show."""
-    check_slots(adapted.settings)
     if adapted.settings.budgets:
         reason = "a page does not show layers with budgets; give --show-memory LAYER HEAD"
         raise UserError(f"{adapted.settings.method}: {reason}")
