@@ -524,7 +524,11 @@ class Selection(Compressor):
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
         super().__init__(head_dim, slots, kernel, start)
-        # For new entries: `conv` has a filter for each slot, and all share `common`.
+        # For new entries: `conv` has a filter for each slot, and all share `common`. At the
+        # start the neighbours of an entry do not count.
+        neighbours = torch.arange(kernel) != kernel // 2
+        with torch.no_grad():
+            self.conv.weight[:, :, neighbours] = 0
         self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
         # The same two for entries that come from a slot. They are one tap wide, as neighbours
         # in slots are no neighbours in the text.

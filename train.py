@@ -122,14 +122,14 @@ RECIPES = {  # what each changes of the defaults above
     # are learnt if a slot's filter hits one by chance, so that filters start large.
     "embedded": dict(
         method="selection", mem=128, sinks=4, heavy=0, merged=24, positions="slots",
-        start=1.0, segment=None, seq=2048, lr=2e-3, conv_lr=7.5e-3,
+        forget=1.0, kernel=3, start=1.0, segment=None, seq=2048, lr=2e-3, conv_lr=7.5e-3,
         steps=240, batch=None, micro_batch=2, bptt=4,
         facts=8, answer_weight=20.0, score_tokens=65536, save_every=10,
     ),
 }  # fmt: skip
 
 # What a recipe sets for its own method. It does not suit another --method.
-OF_THE_METHOD = ("sinks", "heavy", "merged", "positions", "start")
+OF_THE_METHOD = ("sinks", "heavy", "merged", "positions", "forget", "kernel", "start")
 
 
 def completed(config: TrainConfig) -> TrainConfig:
