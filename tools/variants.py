@@ -36,7 +36,7 @@ class Unattended(Selection):
 class OneFilter(Selection):
     """All slots share a filter, which starts at zero. Their order alone is different."""
 
-    def __init__(self, head_dim: int, slots: int, kernel: int, start: float):
+    def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
         super().__init__(head_dim, 1, kernel, start)
         self.slots = slots
         with torch.no_grad():
