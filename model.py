@@ -241,7 +241,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values held. Their buffers may take as much again."""
+        """Bytes of the keys and values that attention reads. Their buffers may take as much
+        again. By slot a Memory also has its keys without a rotation: half as much more."""
         held = [entries.held for entries in self.keys + self.values if entries.size]
         return sum(entries.nbytes for entries in held)
 

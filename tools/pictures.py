@@ -1,4 +1,4 @@
-"""Draw the pictures of README.md and docs/facts.md, all or those that are named.
+"""Draw the pictures of README.md and docs/results.md, all or those that are named.
 
     pip install matplotlib                    # only the programs that draw need it
     python tools/pictures.py result           # assets/result.png, from docs/results.jsonl
