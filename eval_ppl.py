@@ -7,7 +7,8 @@
 
 Perplexity is exp(nats / tokens) over all tokens of a document after the first. Longer
 documents are cut and shorter ones left out, so that columns score different documents:
-compare within a column. The paper's tasks are scored by tools/tasks.py. For the method read
+compare within a column. Cache bytes are those that attention reads; with positions of slots
+a memory holds half as many again. The paper's tasks are scored by tools/tasks.py. For the method read
 `token_losses`.
 """
 
@@ -24,9 +25,9 @@ from model import load_base
 from support.command_line import Machine, Parser, at_least, named_path, prepare, run_program
 from support.facts import FORMS, fact_tokens, tell_all
 from support.files import write_json
-from programs.scoring import add_shared_flags, documents_to_score, models_to_score
-from programs.scoring import note_limits, parse_models, parts_to_score
-from programs.scoring import baselines, name_of  # noqa: F401, for train.py
+from support.programs.scoring import add_shared_flags, documents_to_score, models_to_score
+from support.programs.scoring import note_limits, parse_models, parts_to_score
+from support.programs.scoring import baselines, name_of  # noqa: F401, for train.py
 from support.text import PARTS
 
 # --- Perplexity -------------------------------------------------------------------------
@@ -54,9 +55,9 @@ def token_losses(
         cache = adapted.cache()  # each batch of documents begins with an empty one
         segment = adapted.settings.segment
         losses = segment_losses(adapted.model, batch, cache, segment, machine.precision)
-        pieces = [(lost, logits.argmax(dim=-1)) for lost, logits in losses]
-        lost, likeliest = (torch.cat(piece, dim=1) for piece in zip(*pieces))
-        nats.append(lost.cpu())
+        pieces = [(scored, logits.argmax(dim=-1)) for scored, logits in losses]
+        scored, likeliest = (torch.cat(piece, dim=1) for piece in zip(*pieces))
+        nats.append(scored.cpu())
         hits.append((likeliest == batch[:, 1:]).cpu())
         bar.update(batch.numel())
     return torch.cat(nats), torch.cat(hits), cache.nbytes // len(batch)

@@ -2,7 +2,8 @@
 
 The sections follow the method: what a memory holds, the compressor, the memory, the segment
 loop, positions, LoRA, and what is ours. Equation numbers are those of the paper (arXiv
-2406.05317), letters are those of model.py, and R is the number of entries that are merged.
+2406.05317), letters are those of model.py, and R is the number of entries that are neither
+pinned nor recent: those that are merged.
 Three matrices have similar names:
 
     logits          the paper's W of (6), as the convolution gives it
@@ -37,7 +38,8 @@ METHODS = {
     # `longlora` keeps everything, too. While it trains, its attention is
     # train.ShiftedGroups.
     "longlora": lambda M: {},
-    # StreamingLLM with M slots. The LoCoCo paper's version keeps 8 sinks and no window.
+    # StreamingLLM with M slots. By the LoCoCo paper's table its version keeps 8 sinks and no
+    # window.
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
     # The paper does not say how H2O divides its slots; H2O's authors do it so.
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
@@ -47,7 +49,7 @@ METHODS = {
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
     # Ours: merged slots learn which entries to keep. At M = 64 there are 24 heavy,
-    # 16 merged and 24 recent slots.
+    # 16 merged and 24 recent slots. The recipe "embedded" of train.py divides M otherwise.
     "selection": lambda M: dict(
         heavy=M * 3 // 8,
         merged=M // 4,
@@ -62,7 +64,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a trained adapter depends on; programs.settings.settings_for makes one."""
+    """All that a trained adapter depends on; support.programs.settings.settings_for makes one."""
 
     method: str
     segment: int  # the most tokens that enter together
@@ -229,7 +231,7 @@ def in_order(entries: Tensor, order: Tensor) -> Tensor:
 class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer.
 
-    When the next segment does not fit, the mixing matrix turns S entries into M slots. Each
+    When a layer is full (see `is_full`), the mixing matrix turns S entries into M slots. Each
     method is a choice of this matrix. For M = 4 and a segment of 3, with one heavy slot, two
     merged slots and one recent slot (the paper's own methods have no recent slots), let the
     entry at place 4 have received most attention. Then
@@ -270,7 +272,8 @@ class Memory(KVCache):
 
         We compress lazily, so that the loss of segment n trains the compression that made
         room for it. Algorithm 2 compresses at the end of a segment, which gives the same
-        slots. While decoding, the paper compresses at each token, and we once per segment.
+        slots. While decoding, the paper compresses at each token; after the first compression
+        we compress once per segment.
         """
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
@@ -283,7 +286,9 @@ class Memory(KVCache):
         super().enter(T, device)
 
     def is_full(self, layer: int, T: int) -> bool:
-        """Whether more than M entries are held, and a whole segment of them is new."""
+        """Whether the new entries would become more than a segment. Before the first
+        compression all entries are new; then a layer is full from M entries on, as in
+        algorithm 2, even if T more would fit into M + T."""
         size, M = self.keys[layer].size, self.layer_settings[layer].mem
         new = size - M if self.was_compressed(layer) else size
         return size > M and new + T > self.settings.segment
@@ -345,28 +350,29 @@ class Memory(KVCache):
         sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
         k_pinned, k_rest, k_recent = in_order(k, order).split(sizes, dim=2)
         v_pinned, v_rest, v_recent = in_order(v, order).split(sizes, dim=2)
-        rest = scores_rest = None
+        scores_rest = None
         if self.scoring:
-            pinned, scores_rest, recent = scores.gather(2, order).split(sizes, dim=2)
+            scores_pinned, scores_rest, scores_recent = scores.gather(2, order).split(sizes, dim=2)
 
         # If compressed before, the cache was [pinned | merged | recent slots | segment].
         # Recent slots count as new.
         in_slot = order.split(sizes, dim=2)[1] < s.pinned + s.merged
         from_slot = in_slot & self.was_compressed(layers[0])
-        k_new, v_new, w = self.merge(layers, k_rest, v_rest, from_slot, scores_rest)
+        k_new, v_new, w = self.fill_merged(layers, k_rest, v_rest, from_slot, scores_rest)
 
         k = torch.cat((k_pinned, k_new, k_recent), dim=2).chunk(len(layers))
         v = torch.cat((v_pinned, v_new, v_recent), dim=2).chunk(len(layers))
         if self.scoring:
             # A merged slot gets the mean, by w, of the attention that its entries have
             # received.
-            merged = (w.detach() * scores_rest[:, :, None]).sum(dim=3)
-            scores = torch.cat((pinned, merged, recent), dim=2).chunk(len(layers))
+            scores_new = (w.detach() * scores_rest[:, :, None]).sum(dim=3)
+            scores = torch.cat((scores_pinned, scores_new, scores_recent), dim=2)
+            scores = scores.chunk(len(layers))
         for i, layer in enumerate(layers):
             self.hold(layer, k[i], v[i], scores[i] if self.scoring else None)
         return order, w
 
-    def merge(
+    def fill_merged(
         self, layers: list[int], k: Tensor, v: Tensor, from_slot: Tensor,
         scores: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -439,7 +445,7 @@ def segment_losses(
     (B, segment), and the logits that predicted it, (B, segment, vocab_size); the last one
     may be shorter. The last target of a segment is the first token of the next.
 
-    `precision()` is entered around the forward pass alone, such as torch.autocast. The graph
+    `precision()`, such as torch.autocast, is entered around the forward pass and the loss. The graph
     grows with each segment until `cache.detach()` cuts it. If it is cut after every segment,
     the loss of a segment trains the compression that made room for it, and the entries that
     were compressed are constants.
@@ -448,7 +454,7 @@ def segment_losses(
     targets = tokens[:, 1:].split(segment, dim=1)
     for x, y in zip(inputs, targets):
         with precision():
-            logits = model(x, cache)  # the cache compresses first, if the segment does not fit
+            logits = model(x, cache)  # the cache compresses first, if it is full
             nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
         yield nats.view_as(y), logits
 
@@ -461,7 +467,7 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     (the settings' `length`) lie inside the pretrained context. A longer text may pass it.
 
     "text" (the paper): a token's position in the text, which reaches L. "slots": its place
-    in the cache, which never exceeds M + T.
+    in the cache, which never exceeds M + T of the largest layer.
     """
     highest = settings.length
     if settings.positions == "slots" and settings.mem:
@@ -499,7 +505,7 @@ class LoRALinear(nn.Module):
 # AdamW changes all parameters equally fast. With this scale the shared filter learns three
 # times as fast as the filters of single slots.
 COMMON_SCALE = 3
-# At the start an entry with twice the attention gets 2^2 times the weight.
+# At the start, in training, an entry with twice the attention gets 2^2 times the weight.
 TRUST_SCALE = 2
 # So large that a slot hardly ever takes a copy of what an earlier slot has taken.
 PENALTY = 1000
@@ -548,7 +554,7 @@ class Selection(Compressor):
         return by_filters + TRUST_SCALE * self.trust * received[:, None]
 
     def normalise(self, relevance: Tensor, entries: Tensor) -> Tensor:
-        """Ours instead of the ReLU and (7): w (N, slots, R), whose rows sum to 1."""
+        """This takes the place of the ReLU and of (7): w (N, slots, R); each row sums to 1."""
         sharpness = 1 if self.training else self.sharpness
         return (sharpness * (relevance - taken(relevance, entries))).softmax(dim=-1)
 
@@ -570,12 +576,13 @@ def taken(relevance: Tensor, entries: Tensor) -> Tensor:
     taken an entry like this, and about PENALTY for each slot that has.
 
     This is maximal marginal relevance (Carbonell and Goldstein 1998). Two entries are alike
-    by the cosine of their values, which are not rotated, to the power of 32. The penalty is a
+    by the cosine of their values, less the mean of all R, to the power of 32; values are not
+    rotated. The penalty is a
     constant for the gradient, as are the scores: the filters learn through the softmax alone.
     """
     values = entries.chunk(2, dim=1)[1]  # (N, D, R)
     unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)
-    copies = (unit.mT @ unit).clamp_(min=0)  # (N, R, R); an opposite is no copy
+    copies = (unit.mT @ unit).clamp_(min=0)  # (N, R, R); an opposite entry is not a copy
     for _ in range(5):
         copies.square_()
     copies *= PENALTY
@@ -664,7 +671,7 @@ class AdaptedLlama(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def round_embeddings(self) -> None:
-        """After training, give the embeddings the base's dtype. They may be the output
+        """For use, give the embeddings the base's dtype. They may be the output
         matrix, too, and in float32 each call of the model would convert all of them."""
         self.model.tok_embeddings.to(self.model.dtype)
 

@@ -19,7 +19,7 @@ Letters:
     D  channels of a head
     L  tokens of a whole text; the paper's tables swap L and T
     N  in a compressor: the B * G heads of all texts, which it treats as one batch;
-       in the programs: documents that are scored
+       elsewhere: documents that are scored
 """
 
 import copy
@@ -64,7 +64,7 @@ class Llama3Rope:
 
 
 # The repr of this class is a part of the checksum by which an adapter knows its base
-# (lococo.identity). A new field needs `repr=False`, or no stored adapter loads any more.
+# (support.programs.adapter.identity). A new field needs `repr=False`, or no stored adapter loads any more.
 @dataclass(frozen=True)
 class LlamaConfig:
     dim: int
@@ -242,7 +242,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values that attention reads. Their buffers may take as much
-        again. By slot a Memory also has its keys without a rotation: half as much more."""
+        again. By slot a Memory also has its keys without a rotation, which take half as
+        much again."""
         held = [entries.held for entries in self.keys + self.values if entries.size]
         return sum(entries.nbytes for entries in held)
 
@@ -398,7 +399,7 @@ class Llama(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """That of the base and of what flows through the layers. While an adapter trains,
-        embeddings and norms are in float32, and are not asked."""
+        embeddings and norms are in float32."""
         return self.layers[0].feed_forward.w1.weight.dtype
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:

@@ -29,19 +29,19 @@ from tqdm import tqdm
 from eval_ppl import baselines, name_of, perplexity, ranges, token_losses
 from lococo import AdaptedLlama, Settings, segment_losses
 from model import KVCache, attention, load_base
-from programs.adapter import identity, write_adapter
+from support.programs.adapter import identity, write_adapter
 from support.command_line import HERE, TINY, Machine, method_flags, prepare
 from support.command_line import resume_command, run_program
 from support.facts import tell, tell_all
 from support.files import UserError
 from support.processes import RANK, WORLD, add_up, agreed, end_together, join
 from support.processes import noted_signals, start_alike, start_process
-from programs.run_folder import State, claim, read_state, restore, write_state
-from programs.settings import settings_for
+from support.programs.run_folder import State, claim, read_state, restore, write_state
+from support.programs.settings import settings_for
 from support.text import Texts, read_texts, sequence
 from support.tokenizer import Tokenizer
-from programs.train_flags import check_use, flags_given, make_parser
-from programs.train_report import print_scores, print_start
+from support.programs.train_flags import check_use, flags_given, make_parser
+from support.programs.train_report import print_scores, print_start
 
 # --- Recipes ----------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class TrainConfig:
 
 RECIPES = {  # what each changes of the defaults above
     "paper": dict(),
-    # Section 4.1; 104 million tokens.
+    # Section 4.1; 104.9 million tokens.
     "paper-inference": dict(seq=4096, lora_rank=0, steps=200),
     # Ours: a real Llama stays as it is; 60 x 4,096 tokens.
     "inference": dict(
@@ -241,12 +241,12 @@ def backward(
         segments = segment_losses(
             adapted.model, tokens[:, piece], cache, segment, machine.precision
         )
-        nats = torch.cat([nats for nats, _ in segments], dim=1) / targets
-        loss = nats.sum()
+        losses = torch.cat([nats for nats, _ in segments], dim=1) / targets
+        loss = losses.sum()
         # With --lora-rank 0 nothing before the first compression has a gradient.
         if loss.requires_grad:
             if (step + number) % ANSWERS_EVERY == 0:
-                add_answers(nats[answers[:, piece][:, 1:]], adapted, config)
+                add_answers(losses[answers[:, piece][:, 1:]], adapted, config)
             loss.backward()
         cache.detach()
         total += loss.item()

@@ -18,10 +18,10 @@ import torch  # noqa: E402
 
 from lococo import Settings  # noqa: E402
 from model import Llama, LlamaConfig  # noqa: E402
-from programs.settings import settings_for  # noqa: E402
+from support.programs.settings import settings_for  # noqa: E402
 from support.command_line import HERE, TINY, run_program  # noqa: E402
 from support.files import UserError  # noqa: E402
-from programs.settings import settings_for  # noqa: E402
+from support.programs.settings import settings_for  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
 
 sys.path.insert(0, str(HERE / "tools"))  # tests import its programs

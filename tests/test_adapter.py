@@ -1,4 +1,4 @@
-"""programs/adapter.py: adapters in files."""
+"""support/programs/adapter.py: adapters in files."""
 
 import copy
 from dataclasses import replace
@@ -9,7 +9,7 @@ from conftest import refusal, same, settings
 
 from generate import prefill
 from lococo import AdaptedLlama
-from programs.adapter import identity, load_adapter, write_adapter
+from support.programs.adapter import identity, load_adapter, write_adapter
 from support.files import write_file
 
 LORA_A = "model.layers.0.attention.wq.lora_a"

@@ -13,7 +13,7 @@ from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
 from lococo import check_rows, in_layer, interpolation, merge, segment_losses, taken
 from model import KVCache, Llama, rope, rotate
 from support.files import UserError
-from programs.settings import settings_for, untrained
+from support.programs.settings import settings_for, untrained
 
 TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
 

@@ -18,13 +18,13 @@ import generate
 from generate import prefill
 from lococo import KINDS, AdaptedLlama, Settings
 from model import Entries, load_llama
-from programs.adapter import write_adapter
+from support.programs.adapter import write_adapter
 from support.command_line import HERE, TINY
 from support.files import UserError
-from programs.memory_page import PLACE, TEMPLATE, page_record, slot_record, token_texts
-from programs.memory_page import what_to_show, write_page
-from programs.settings import settings_for
-from programs.tracing import TracedMemory, describe_slots
+from support.programs.memory_page import PLACE, TEMPLATE, page_record, slot_record, token_texts
+from support.programs.memory_page import what_to_show, write_page
+from support.programs.settings import settings_for
+from support.programs.tracing import TracedMemory, describe_slots
 
 BROWSER = shutil.which("chromium")
 TEXTS = {

@@ -24,13 +24,13 @@ import generate
 from generate import as_text, decode, prefill, sample
 from lococo import AdaptedLlama, Compressor, Settings
 from model import load_llama
-from programs.adapter import identity, load_adapter, shared_copy, write_adapter
+from support.programs.adapter import identity, load_adapter, shared_copy, write_adapter
 from support.command_line import TINY, at_least, output_file, run_program
 from support.facts import tell
 from support.files import UserError, write_file
-from programs.saved_memory import load_memory, save_memory
-from programs.scoring import models_to_score, name_of, note_limits
-from programs.settings import settings_for, warn_if_too_long
+from support.programs.saved_memory import load_memory, save_memory
+from support.programs.scoring import models_to_score, name_of, note_limits
+from support.programs.settings import settings_for, warn_if_too_long
 from support.text import PARTS, long_documents, token_streams
 
 LINES = {
@@ -198,7 +198,7 @@ def test_which_part_of_the_texts_is_scored(run, monkeypatch, words, scored):
     rows = [json.dumps({"text": f"{n} {'some words ' * 60}"}) for n in range(20)]
     Path("own.jsonl").write_text("\n".join(rows))
     if "--embedded" in words:
-        monkeypatch.setattr("programs.scoring.TINY", Path("adapter").resolve())
+        monkeypatch.setattr("support.programs.scoring.TINY", Path("adapter").resolve())
     words = words.replace("--embedded", "") + " --data own.jsonl --lengths 64 --documents 99"
     code, out, err = run(eval_ppl, words)
     assert code == 0 and f"documents ({scored}" in out, err
@@ -245,7 +245,7 @@ def test_scores_without_a_compression_have_a_note(capsys, method, changes, noted
     compress earlier."""
     adapted = SimpleNamespace(settings=settings_for(method, 16, 16, 96, **changes))
     note_limits({"a row": adapted}, [20, 33, 34])
-    note = f"note: a row, --lengths {noted}: up to M + T = 32 entries nothing is compressed\n"
+    note = f"note: a row, --lengths {noted}: up to 32 entries nothing is compressed\n"
     assert capsys.readouterr().err == (note if noted else "")
 
 
@@ -315,7 +315,7 @@ def test_the_embedded_adapter_is_the_usual_one(run, monkeypatch):
     """Of the embedded model, if no other memory is named."""
     shutil.copytree(TINY, "own", ignore=shutil.ignore_patterns("adapter*"))
     shutil.copy("adapter/adapter.safetensors", "own")
-    for program in ("generate", "programs.scoring"):
+    for program in ("generate", "support.programs.scoring"):
         monkeypatch.setattr(f"{program}.TINY", Path("own").resolve())
     ask = "--prompt text/0.py --max-new-tokens 3 --temperature 0"
     expected = run(generate, f"{ask} --adapter adapter")

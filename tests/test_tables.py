@@ -17,7 +17,7 @@ from lococo import COMPRESSORS, AdaptedLlama, in_layer
 from model import load_base
 from support.command_line import TINY
 from support.files import UserError
-from programs.settings import settings_for
+from support.programs.settings import settings_for
 from support.text import token_streams
 
 WORDS = "a cat and a dog went to the park and then home again\n" * 60

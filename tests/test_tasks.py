@@ -15,10 +15,10 @@ from conftest import FULL, H2O, greedy_by_hand, read_by_hand
 from generate import prefill
 from lococo import AdaptedLlama
 from model import load_llama
-from programs.adapter import write_adapter
+from support.programs.adapter import write_adapter
 from support.command_line import HERE, TINY
 from support.files import UserError
-from programs.settings import settings_for
+from support.programs.settings import settings_for
 
 TEXT = "\ndef add(x, y):\n    return [x, y]\n\ndef get(x, y):\n    return x[y]\n"
 TEXT += "\ndef f(x, y):\n    return x["  # three segments

@@ -22,8 +22,8 @@ from lococo import AdaptedLlama, segment_losses
 from support.command_line import HERE, TINY, Machine
 from support.files import UserError, read_file
 from support.processes import agreed, check_environment, join, noted_signals
-from programs.run_folder import claim
-from programs.settings import settings_for
+from support.programs.run_folder import claim
+from support.programs.settings import settings_for
 
 SMALL = "--data text --recipe embedded --mem 16 --seq 64 --batch 3 --micro-batch 1 --steps 3"
 RUN = f"{SMALL} --device cpu --score-tokens 1 --save-every 1 --out run"

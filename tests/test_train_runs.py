@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import train
 from lococo import METHODS, AdaptedLlama, Settings, segment_losses
 from model import load_llama
-from programs.adapter import load_adapter, read_adapter
+from support.programs.adapter import load_adapter, read_adapter
 from support.command_line import TINY
 from support.facts import tell
 from support.text import PARTS, long_documents, token_streams

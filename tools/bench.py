@@ -43,7 +43,7 @@ from model import Entries, KVCache, Llama, LlamaConfig, load_llama  # noqa: E402
 from support.command_line import TINY, Machine, at_least, prepare  # noqa: E402
 from support.command_line import run_program  # noqa: E402
 from support.facts import fact_tokens, tell  # noqa: E402
-from programs.settings import settings_for  # noqa: E402
+from support.programs.settings import settings_for  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
 from train import TrainConfig, gradients, make_optimizer  # noqa: E402
 

@@ -39,7 +39,7 @@ from support.command_line import counted, method_flags, named_path  # noqa: E402
 from support.command_line import output_file, prepare, run_program  # noqa: E402
 from support.facts import FORMS, tell_all  # noqa: E402
 from support.files import UserError, write_json  # noqa: E402
-from programs.settings import settings_for  # noqa: E402
+from support.programs.settings import settings_for  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
 

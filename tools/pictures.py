@@ -30,13 +30,13 @@ from eval_ppl import ranges, token_losses  # noqa: E402
 from generate import prefill  # noqa: E402
 from lococo import AdaptedLlama  # noqa: E402
 from model import load_base  # noqa: E402
-from programs.adapter import load_adapter  # noqa: E402
+from support.programs.adapter import load_adapter  # noqa: E402
 from support.command_line import HERE, TINY, prepare, run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
 from support.files import UserError, read_text, write_whole  # noqa: E402
-from programs.settings import untrained  # noqa: E402
+from support.programs.settings import untrained  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
-from programs.tracing import TracedMemory  # noqa: E402
+from support.programs.tracing import TracedMemory  # noqa: E402
 
 
 def write_picture(file: Path, figure: pyplot.Figure) -> None:

@@ -39,13 +39,13 @@ import train  # noqa: E402
 from eval_ppl import perplexity, token_losses  # noqa: E402
 from lococo import AdaptedLlama, Settings  # noqa: E402
 from model import load_base  # noqa: E402
-from programs.adapter import identity, load_adapter  # noqa: E402
+from support.programs.adapter import identity, load_adapter  # noqa: E402
 from support.command_line import HERE, TINY, at_least, prepare  # noqa: E402
 from support.command_line import run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
 from support.files import UserError, as_json, checksum  # noqa: E402
 from support.files import read_json, write_text  # noqa: E402
-from programs.settings import untrained  # noqa: E402
+from support.programs.settings import untrained  # noqa: E402
 from support.text import long_documents, read_rows, token_streams  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
 import official_code  # noqa: E402, F401, it adds a compressor

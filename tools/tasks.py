@@ -51,7 +51,7 @@ from support.command_line import (  # noqa: E402
 from support.facts import fact_tokens  # noqa: E402
 from support.files import DAMAGED, UserError, read_json  # noqa: E402
 from support.files import write_json, write_text  # noqa: E402
-from programs.scoring import add_shared_flags, models_to_score, parse_models  # noqa: E402
+from support.programs.scoring import add_shared_flags, models_to_score, parse_models  # noqa: E402
 from support.text import PARTS, long_documents, read_rows, token_streams  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lococo import METHODS, AdaptedLlama, Settings
 from model import Llama
-from programs.adapter import load_adapter, read_adapter, shared_copy
+from support.programs.adapter import load_adapter, read_adapter, shared_copy
 from support.command_line import TINY, Parser, output_file
 from support.files import UserError
-from programs.settings import untrained, warn_if_too_long
+from support.programs.settings import untrained, warn_if_too_long
 from support.text import PARTS, long_documents, token_streams
 from support.tokenizer import Tokenizer
 
@@ -98,9 +98,10 @@ def note_limits(models: dict[str, AdaptedLlama], lengths: list[int]) -> None:
     for name, adapted in models.items():
         s = adapted.settings
         warn_if_too_long(s, max(lengths))
-        short = [str(L) for L in lengths if L - 1 <= s.capacity]
+        most = s.capacity - s.mem % s.segment  # of whole segments
+        short = [str(L) for L in lengths if L - 1 <= most]
         if s.mem and short and not s.budgets:  # with budgets a layer may compress earlier
-            nothing = f"up to M + T = {s.capacity:,} entries nothing is compressed"
+            nothing = f"up to {most:,} entries nothing is compressed"
             print(f"note: {name}, --lengths {' '.join(short)}: {nothing}", file=sys.stderr)
 
 

@@ -15,7 +15,7 @@ from lococo import KINDS, AdaptedLlama
 from support.command_line import output_file
 from support.files import UserError, created, write_whole
 from support.tokenizer import Tokenizer
-from programs.tracing import TracedMemory, memory_of_page
+from support.programs.tracing import TracedMemory, memory_of_page
 
 TEMPLATE = Path(__file__).with_name("memory_page.html")
 PLACE = "THE_DATA_OF_THE_PAGE"  # stands once in the template

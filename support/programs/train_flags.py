@@ -140,7 +140,8 @@ def check_use(settings: Settings) -> None:
         remedy = "take --lora-rank 8, or a method with merged slots"
         raise UserError(f"{chosen}: there is nothing to train; {remedy}")
     least = min(settings.budgets, default=settings.mem)  # slots of the smallest layer
-    if settings.merged and settings.length - 1 <= least + settings.segment:
+    most = least + settings.segment - least % settings.segment  # of whole segments
+    if settings.merged and settings.length - 1 <= most:
         sizes = f"a memory of {least} slots and a segment of {settings.segment} tokens"
         nothing = f"it fits into {sizes}, so that nothing is compressed"
         remedy = "take a larger --seq, or a smaller --mem and --segment"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lococo import AdaptedLlama, Memory
-from programs.adapter import identity
+from support.programs.adapter import identity
 from support.files import UserError, checksum, read_file, write_file
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lococo import AdaptedLlama
-from programs.adapter import check_names
+from support.programs.adapter import check_names
 from support.files import UserError, read_file, write_file
 from support.processes import RANK
 

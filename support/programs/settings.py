@@ -79,7 +79,8 @@ def warn_if_too_long(settings: Settings, tokens: int) -> None:
     """Print a warning if positions pass those that a memory is for. Positions in the text
     end at `tokens`, those in the cache at M + T."""
     by_slot = settings.positions == "slots" and settings.mem
-    positions = min(tokens, settings.capacity) if by_slot else tokens
+    largest = max(settings.budgets, default=settings.mem) + settings.segment
+    positions = min(tokens, largest) if by_slot else tokens
     if positions <= settings.length:
         return
     if settings.merged or settings.lora_rank:

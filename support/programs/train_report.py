@@ -9,7 +9,7 @@ from typing import Any
 from lococo import Settings
 from support.command_line import TINY, Machine, counted
 from support.text import Texts
-from programs.train_flags import described
+from support.programs.train_flags import described
 
 
 def print_start(config: Any, settings: Settings, machine: Machine, texts: Texts) -> None:
