@@ -36,23 +36,6 @@ TEXTS = {
 }
 
 
-class Scripts(HTMLParser):
-    """The scripts of a page, as a browser finds them; and everything that it would fetch."""
-
-    def __init__(self):
-        super().__init__()
-        self.scripts, self.fetched = [], []
-
-    def handle_starttag(self, tag, attributes):
-        if tag == "script":
-            self.scripts.append("")
-        self.fetched += [value for name, value in attributes if name in ("src", "href")]
-
-    def handle_data(self, data):
-        if self.cdata_elem == "script":
-            self.scripts[-1] += data
-
-
 def data_of(file: str | Path) -> dict:
     """The data of a page. It has two scripts, and fetches nothing."""
     parser = Scripts()
@@ -109,15 +92,6 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, compre
                 assert found[layer][head][slot] == three
 
 
-def test_a_copied_traced_memory_leaves_the_original_as_it_is(model):
-    adapted, tokens = AdaptedLlama(model, settings()), torch.arange(40)[None]
-    cache = adapted.cache(partial(TracedMemory, layers=[0, 1]))
-    prefill(model, tokens[:, :20], cache, 6)
-    seen_at, largest = [*cache.seen_at], len(cache.largest[1])
-    prefill(model, tokens[:, 20:], cache.copy(), 6)
-    assert cache.seen_at == seen_at and len(cache.largest[1]) == largest > 0
-
-
 def test_slots_are_described_by_their_largest_shares(model, tokenizer):
     """Shares written by hand: three a slot are shown, from 0.01, and after each compression the
     largest share of the first of them."""
@@ -161,20 +135,6 @@ def test_every_text_survives(own_folders, tokenizer, text):
         assert "".join(data["tokens"]) == whole
         nameless = {str(n) for n, token in enumerate(data["tokens"]) if not token}
         assert data["names"].keys() == nameless and data["names"]["0"] == "<s>"
-
-
-def test_what_could_end_a_script_is_escaped(own_folders):
-    """A tokenizer may have a token for all of it."""
-    tokens = ["</script>", "<!-- <script>", "\u2028 \x00 \" '"]
-    write_page(Path("page.html"), tokens, {}, [])
-    assert data_of("page.html")["tokens"] == tokens
-
-
-def test_a_character_of_several_tokens_stands_at_the_last_of_them(tokenizer):
-    ids = tokenizer.encode("a 🐍b")
-    texts, names = token_texts(ids, tokenizer)
-    snake = texts.index("🐍")
-    assert texts[snake - 3 : snake + 2] == ["", "", "", "🐍", "b"] and snake - 1 in names
 
 
 # --- The program ------------------------------------------------------------------------
@@ -246,47 +206,7 @@ def test_three_memories_on_one_page(run, run_folder):
             assert found == {n: f"{share / 100:.2f}" for n, share in pairs(slot).items()}
 
 
-def test_a_page_before_any_compression(run):
-    """Of a text that fits."""
-    words = "--prompt - --method h2o --mem 128 --show-memory page.html"
-    code, _, err = run(generate, words, b"a short text")
-    data = data_of("page.html")
-    memory = data["memories"][0]
-    assert code == 0 and memory["held"] == memory["read"] == []
-    assert printed_size(data, memory) in err
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("x"), OSError(28, "full")])
-def test_nothing_is_left_of_a_page_that_fails(run, monkeypatch, error):
-    """While a text is read, and while the page is written."""
-    for name in ("generate.prefill", "support.files.os.fsync"):
-        with monkeypatch.context() as broken:
-            broken.setattr(name, Mock(side_effect=error))
-            try:
-                words = "--prompt text/0.py --method h2o --mem 8 --show-memory page.html"
-                code = run(generate, words)[0]
-            except RuntimeError:
-                code = None
-        assert code != 0 and not Path("page.html").exists()
-
-
 # --- The template -----------------------------------------------------------------------
-
-
-def test_the_template_is_a_page_of_its_own():
-    text = TEMPLATE.read_text("utf-8")
-    assert text.count(PLACE) == 1 and "http" not in text and "innerHTML" not in text
-    assert max(map(len, text.splitlines())) <= 100
-    assert all(f".{kind} {{ --own" in text for kind in KINDS)
-
-
-def test_the_picture_of_the_mechanism_has_the_colours_of_the_page():
-    """They are those of the light page, which come first in it."""
-    page, picture = TEMPLATE.read_text("utf-8"), (HERE / "tools" / "mechanism.py").read_text()
-    colours = dict(re.findall(r'"(\w+)": "(#\w{6})"', picture))
-    assert colours.keys() == {"heavy", "merged", "recent"}
-    for kind, colour in colours.items():
-        assert re.search(rf"--{kind}: (#\w+);", page)[1] == colour
 
 
 def in_a_browser(page: str, view: str) -> str:

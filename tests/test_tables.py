@@ -76,28 +76,6 @@ def test_a_cell_is_made_once(make, monkeypatch):
     assert len(make("--rows ours")[0]) == 9 and runs() == 5
 
 
-def test_a_run_goes_on_where_it_was_stopped(make, monkeypatch):
-    whole = make("--rows ours")[0][0]
-    steps = []
-
-    def stopped(line):
-        """As if the machine had stopped before the adapter was written."""
-        steps.append("begun" if "--steps" in line else "resumed")
-        train_main(line)
-        if steps == ["begun"]:
-            Path(line[line.index("--out") + 1], "adapter.safetensors").unlink()
-            raise KeyboardInterrupt
-
-    train_main = train.main
-    monkeypatch.setattr(train, "main", stopped)
-    monkeypatch.setattr(tables, "RUNS", Path("other").resolve())
-    with pytest.raises(KeyboardInterrupt):
-        make("--rows ours --again")
-    assert len(tables.stored_cells()) == 1
-    resumed = make("--rows ours --again")[0][1]
-    assert steps == ["begun", "resumed"] and resumed["nats"] == whole["nats"]
-
-
 def test_the_figures_equal_an_independent_computation(make):
     """Of a row that needs no training, token by token."""
     cell = make("--rows h2o")[0][0]
@@ -212,29 +190,3 @@ def test_rows_are_settings(monkeypatch):
                 entries, scores = torch.randn(2, 8, 99), torch.rand(2, 99)
                 w = compressor.weights(entries, scores < 0.5, scores)
                 torch.testing.assert_close(w.sum(dim=2), torch.ones(2, merged))
-
-
-def test_programs_that_add_cells_at_once_lose_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path / "cells.jsonl")
-
-    def add_many(who):
-        for n in range(50):
-            tables.add({"who": who, "n": n, "nats": [1.23456] * 2000})
-
-    fork = multiprocessing.get_context("fork")
-    running = [fork.Process(target=add_many, args=(who,)) for who in range(2)]
-    for process in running:
-        process.start()
-    for process in running:
-        process.join()
-    found = sorted((cell["who"], cell["n"]) for cell in tables.stored_cells())
-    assert found == [(who, n) for who in range(2) for n in range(50)]
-
-
-def test_the_tables_of_the_pages_are_made_of_the_stored_cells():
-    made = tables.all_tables(tables.stored_cells())
-    for page in tables.PAGES:
-        text = page.read_text("utf-8")
-        assert tables.with_tables(text, made) == text
-        for name in re.findall(r"<!-- tools/tables.py: (.*) -->", text):
-            assert name in made, f"{page.name}: {name}"

@@ -202,19 +202,6 @@ def test_a_mistake_in_the_flags_is_one_sentence(run, words, sentence):
     assert (code, out, err.count("\n")) == (2, "", 1) and sentence in err
 
 
-def test_texts_without_tokens_are_named(run, monkeypatch):
-    """A choice that a tokenizer drops would have probability 1."""
-    usual = tasks.Tokenizer.encode
-    dropped = lambda self, text: usual(self, text.replace("\u200b", "").rstrip())  # noqa: E731
-    monkeypatch.setattr(tasks.Tokenizer, "encode", dropped)
-    prompts = "\u200b", ["x", "\u200b"]
-    for change in (dict(choices=["1", "\u200b"]), *(dict(prompt=prompt) for prompt in prompts)):
-        Path("rows").write_text(f"{json.dumps(CHOICES)}\n\n{json.dumps(CHOICES | change)}")
-        code, out, err = run(tasks, "score rows")
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert err.startswith("tasks.py: rows, line 3: no token for '\\u200b'"), err
-
-
 # For each data set its files of questions and of shots, all fields of its authors' rows with # for
 # a number, the row that is made of them, and the answer as it follows a prompt in a shot.
 PROMPTS = '{"qasper": "{context} Q: {input}", "trec": "{context} Type: {input}"}'

@@ -105,22 +105,6 @@ def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch):
     assert texts([one], tokenizer) == ["another"] and len(calls) == 5
 
 
-def test_tokens_are_stored_under_all_that_makes_them(tokenizer):
-    """Also how the tokenizer begins a text, and the name of a link, which chooses the
-    part."""
-    one, found = FOLDER / "0.py", []
-    for prefix in ([1], [1, 7, 9], [1]):
-        other = SimpleNamespace(
-            encode=lambda text: [*prefix, 5], file=tokenizer.file, prefix=prefix, bos=1
-        )
-        found.append(sum((ids.tolist() for ids in token_streams([one], other).values()), []))
-    assert found == [[1, 5], [1, 7, 9, 5], [1, 5]]
-    for name, part in (("a", "training"), ("b", "held-out")):
-        (FOLDER / name).symlink_to("0.py")
-        assert part_of(name) == part
-        assert len(token_streams([FOLDER / name], tokenizer)[part])
-
-
 @pytest.mark.parametrize("cache", ["text/0.py/cache", "~/cache"])
 def test_tokens_need_not_be_stored(tokenizer, monkeypatch, capsys, cache):
     """Where there is no such folder, or no home directory."""
@@ -152,14 +136,6 @@ def test_files_as_others_write_them(tokenizer, name, content, expected):
     assert texts([file.parent], tokenizer) == expected
 
 
-def test_the_library_is_read_as_it_is(tokenizer, monkeypatch):
-    """So that a training without --data is the same with any version of this program."""
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": "text"})
-    for file in FOLDER.iterdir():
-        file.write_bytes(MARK + b"x")
-    assert set(texts([], tokenizer)) == {"\ufeffx"}
-
-
 def test_a_folder_behind_a_link_is_named(tokenizer, capsys):
     """What is in it is not read, as a link may lead in a circle."""
     (FOLDER / "link").symlink_to("..")
@@ -188,19 +164,6 @@ def test_long_documents():
     assert long_documents(ids, 1, 3, 9).tolist() == [[1, 5, 6], [1, 8, 9], [1, 2, 3]]
     assert long_documents(ids, 1, 3, 2).tolist() == [[1, 5, 6], [1, 8, 9]]
     assert long_documents(ids, 1, 6, 9).shape == long_documents(ids[:0], 1, 6, 9).shape == (0, 6)
-
-
-@pytest.mark.parametrize("L, reach, edges", [
-    (600, 100, [0, 100, 512, 600]), (1024, 512, [0, 512, 1024]), (90, 0, [0, 90]),
-    (600, 1024, [0, 600])])  # fmt: skip
-def test_ranges_of_distances(L, reach, edges):
-    """The last number of a range is in it. 0 is in none."""
-    n = torch.arange(2, L + 1).repeat(2, 1)
-    n[1, :2] = torch.tensor([0, 1])
-    masks = ranges("what ", n, reach)
-    assert list(masks) == [f"what {a}-{b}" for a, b in zip(edges, edges[1:])]
-    for mask, a, b in zip(masks.values(), edges, edges[1:]):
-        assert n[mask].unique().tolist() == list(range(a + 1, b + 1))
 
 
 def files_of(part: str) -> list[str]:
@@ -241,17 +204,6 @@ def test_texts_that_are_held_out_by_name(tokenizer):
     sentence = "--held-out link: no document that is held out has --seq 9999 tokens; give"
     with pytest.raises(UserError, match=sentence):
         read_texts(["text/2.py"], ["link"], 9999, 999, tokenizer)
-
-
-def test_the_checksum_of_a_runs_texts_knows_all_of_them(tokenizer):
-    """What trains, and what is scored."""
-    files = [*files_of("held-out"), *files_of("training")]
-    checksums = {
-        read_texts(data, held_out, 96, 999, tokenizer).checksum
-        for data in (files[5:], files[6:])
-        for held_out in (files[:1], files[:2])
-    }
-    assert len(checksums) == 4
 
 
 @pytest.mark.parametrize("L, facts, seed, i", [(2048, 8, 0, 0), (1500, 1, 3, 7), (700, 40, 1, 2)])
@@ -314,13 +266,6 @@ def test_facts_in_rulers_sentences(tokenizer):
     for t in ago.nonzero()[:, 0].tolist():
         assert told[t] == told[t - int(ago[t])]
         assert tokenizer.decode(told[:t].tolist()).endswith(" is:")
-
-
-def test_facts_do_not_depend_on_what_begins_a_text(tokenizer):
-    """ChatGLM3 has two ids there, which its tokenizer.model does not know."""
-    other = copy.copy(tokenizer)
-    other.prefix = [2049, 2051]
-    assert fact_tokens(other) == fact_tokens(tokenizer)
 
 
 @pytest.mark.parametrize("few", [0, 2])

@@ -153,27 +153,3 @@ def test_what_cannot_be_used_is_one_sentence(folder, file, content, sentence):
 def test_a_package_that_is_missing_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     refusal(Tokenizer, folder, "pip install tokenizers")
-
-
-def test_what_is_not_the_files_fault_passes_on(folder, monkeypatch):
-    """Memory, for instance, may run out while the package reads."""
-    package = pytest.importorskip("tokenizers")
-    monkeypatch.setattr(package, "Tokenizer", Mock(from_str=Mock(side_effect=MemoryError)))
-    with pytest.raises(MemoryError):
-        Tokenizer(folder)
-
-
-def test_a_tokenizer_without_the_letter_x(folder):
-    """`piece` asks what a token adds behind an x."""
-    package = pytest.importorskip("tokenizers")
-    few = package.Tokenizer(package.models.BPE(vocab={"a": 0, "b": 1, "<begin>": 2}, merges=[]))
-    few.save(str(folder / "tokenizer.json"))
-    tokenizer = Tokenizer(folder)
-    assert [tokenizer.piece(i) for i in range(2)] == ["a", "b"]
-    assert tokenizer.encode("axb") == [2, 0, 1]
-
-
-def test_what_begins_a_text_is_not_in_a_prompt_that_is_cut(folder):
-    """Decoded, it would come back as plain text."""
-    row = {"prompt": "abcdefghi" * 9}
-    assert tasks.shorten(row, 10, Tokenizer(folder)) and row["prompt"] == "abcdefghi"

@@ -75,28 +75,6 @@ def test_the_gradient_of_a_step(in_float64, model, weight, told, bptt, micro_bat
         assert all(torch.allclose(found[name], p.grad) for name, p in trained.items())
 
 
-def test_backward_passes_run_outside_autocast(model, monkeypatch):
-    """As PyTorch advises; the forward passes are in it."""
-    config = train.TrainConfig(batch=1, seq=40, segment=6, answer_weight=2.0)
-    text = torch.randint(3, 64, (40,)), torch.ones(40, dtype=torch.int64)
-    found = {"forward": set(), "backward": set()}
-
-    def watch(module, name):
-        usual = getattr(module, name)
-
-        def watched(*args, **kwargs):
-            found[name].add(torch.is_autocast_enabled("cpu"))
-            return usual(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, watched)
-
-    watch(torch.Tensor, "backward")
-    watch(model, "forward")
-    machine = Machine("cpu", torch.bfloat16)
-    train.gradients(adapted_by(model), lambda i: text, config, machine, step=0)
-    assert found == {"forward": {True}, "backward": {False}}
-
-
 @pytest.mark.parametrize("L", [3, 8, 21])
 def test_which_keys_longlora_sees_while_it_trains(config, L):
     """A query of zeros reads the mean of the keys' numbers that its head may see."""
@@ -209,26 +187,6 @@ def before_step(patch, n, then):
     patch.setattr(train, "gradients", gradients)
 
 
-def test_a_slot_is_a_mixture_while_it_trains_and_sharp_while_it_is_scored(
-    trained, monkeypatch
-):
-    found = {"gradients": [], "token_losses": []}
-    for name, calls in found.items():
-        usual = getattr(train, name)
-
-        def noted(adapted, *rest, calls=calls, usual=usual):
-            calls.append({module.training for module in adapted.modules()})
-            return usual(adapted, *rest)
-
-        monkeypatch.setattr(train, name, noted)
-    code, out, err = trained(f"{RUN} --steps 1")
-    assert code == 0, err
-    assert found == {"gradients": [{True}], "token_losses": [{False}] * 8}
-    rows = [line.split("  ")[0] for line in out.splitlines()[-5:-1]]
-    after = ["selection, before training", "selection, after training"]
-    assert rows[2:] == after and rows[0].startswith("base, streaming M=16"), out
-
-
 def test_a_killed_run_goes_on_from_its_last_whole_state(trained, whole):
     """It kills itself when its third state is written, but is not yet in its place."""
     child = os.fork()
@@ -264,14 +222,6 @@ def test_a_signal_lets_the_step_end(trained, whole, monkeypatch):
     assert read_file(STATE)[1]["step"] == 2 == len(open("run/log.jsonl").readlines())
     assert not Path("run/adapter.safetensors").exists()
     assert trained("--resume run")[0] == 0 and ends_as(whole)
-
-
-def test_a_second_signal_ends_at_once_whichever_it_is():
-    with noted_signals() as noted:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert noted == [signal.SIGTERM]
-        for number in (signal.SIGINT, signal.SIGTERM):
-            assert signal.getsignal(number) == signal.SIG_DFL
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(trained, monkeypatch):
@@ -350,21 +300,6 @@ def test_what_a_job_leaves_in_the_environment(rank, world, variables, sentence, 
     else:
         with pytest.raises(UserError, match=sentence):
             check_environment()
-
-
-def test_a_port_that_does_not_exist(monkeypatch):
-    variables = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="99999999")
-    for name, text in variables.items():
-        monkeypatch.setenv(name, text)
-    place = "MASTER_ADDR=localhost MASTER_PORT=99999999"
-    with pytest.raises(UserError, match=f"^the processes do not meet at {place}; start them"):
-        join()
-
-
-def test_a_signal_to_any_process_stops_all(monkeypatch):
-    assert agreed([]) == 0 and agreed([signal.SIGINT]) == signal.SIGINT
-    monkeypatch.setattr(support.processes, "add_up", lambda t: t + 1)  # another has noted one
-    assert agreed([]) == signal.SIGTERM
 
 
 # train.py as each process runs it. The second process has other random numbers, and

@@ -89,65 +89,6 @@ def test_recipes():
     assert given >= dict(kernel=5, segment=7, lr=0.5, compressor="paper").items()
 
 
-@pytest.mark.parametrize("words, parts", [
-    ("--data 1.txt", [*PARTS]),  # all of it is in one part, by the checksum of its name
-    ("--held-out own.txt", [*PARTS]), ("--data text/2.py text/2.py", [*PARTS])])
-def test_what_a_run_trains_on_if_it_holds_nothing_out(run, words, parts):
-    """It says so in its adapter. A text that is named twice is read once."""
-    for name in ("1.txt", "own.txt"):
-        Path(name).write_text("one lone file of text\n" * 300)
-    code, out, err = run(train, f"{LINE} --steps 1 --method h2o --score-tokens 0 {words}")
-    assert code == 0 and read_adapter(Path("run")).parts == parts, err
-    number = 60 if "held" in words else 1
-    assert f"text: {number} document{'s' * (number > 1)} (" in out
-
-
-def test_what_a_run_says_at_its_start(run, tokenizer):
-    """What it trains on, and what it sets."""
-    code, out, err = run(train, f"{LINE} --score-tokens 200 --conv-lr 0.5")
-    assert code == 0, err
-    counts = {}
-    for part in PARTS:
-        ids = token_streams([Path("text")], tokenizer)[part]
-        counts[part] = f"{(ids == tokenizer.bos).sum()} documents ({len(ids):,} tokens)"
-    text = f"text: {counts['training']} to train on, {counts['held-out']} held out; 2 to score"
-    assert text in out
-    for words in ("method selection", "sinks 4", "conv_lr 0.5", "facts 8", "positions slots",
-                  "training reads 384 tokens"):  # fmt: skip
-        assert words in out, out
-    assert "warning" not in err
-
-
-def test_a_document_that_is_too_short_is_not_scored(run):
-    words = f"{LINE} --seq 192 --steps 1 --method h2o"
-    for file in Path("text").iterdir():
-        file.write_text("x = 1\n" * 20)
-    reason = "no document that is held out has --seq 192 tokens"
-    code, out, _ = run(train, words)
-    assert code == 0 and f"0 to score, as {reason}; name others by --held-out" in out
-    Path("short.py").write_text("x = 1\n" * 20)
-    code, _, err = run(train, f"{words} --out own --held-out short.py")
-    assert code == 2 and f"short.py: {reason}; give longer ones" in err
-
-
-def test_a_real_model_without_a_text_is_told_what_it_trains_on(run, monkeypatch):
-    """Python's library is for tiny/. Here a few files stand for it."""
-    monkeypatch.setattr("support.text.find_files", lambda paths: sorted(Path("text").iterdir()))
-    asked = "no --data: it trains on Python's standard library; name your own text by --data\n"
-    shutil.copytree(TINY, "base")
-    words = "--mem 16 --segment 16 --seq 96 --batch 1 --steps 1 --score-tokens 0"
-    for flags, said in (("", False), ("--model base", True), ("--model base --data text", False)):
-        code, out, err = run(train, f"{words} {flags} --out run{len(flags)}")
-        assert code == 0 and (asked in out) == said, err
-
-
-def test_help_says_what_a_recipe_sets(run):
-    table = " ".join(run(train, "--help")[1].split()).split("--resume RUN")[-1]
-    for words in ("paper", "method lococo+h2o", "mem 512", "seq 8192", "batch 128",
-                  "embedded", "method selection", "facts 8", "bptt 4"):  # fmt: skip
-        assert words in table, table
-
-
 def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, monkeypatch):
     """What is kept for the backward pass of a whole sequence, with its compressions."""
     found = []

@@ -183,12 +183,6 @@ def test_a_wrong_tensor_is_named(tmp_path, model, file, q, fault, parts):
     refusal(load_llama, tmp_path, name, *parts)
 
 
-def test_parts_that_cannot_be_joined(tmp_path, model):
-    """The second shard has fewer columns than the first."""
-    write_model(tmp_path, model, META[:2], lambda s: s.update({WQ: s[WQ][:, 1:].clone()}))
-    refusal(load_llama, tmp_path, f"{WQ} does not fit")
-
-
 class Intruder:
     """Makes a directory where it is unpickled."""
 
@@ -208,17 +202,6 @@ def test_files_that_are_damaged_or_no_weights_are_named(tmp_path, model, name, m
             torch.save({WQ: content}, file)
         refusal(load_llama, tmp_path, f"{name}: cannot be read as weights (", "Error: ")
     assert not Path("made").exists()
-
-
-@pytest.mark.parametrize("error", [AttributeError("a bug of ours"), RuntimeError("memory is full")])
-@pytest.mark.parametrize("place", ["model.checked", "model.FeedForward.__init__"])
-def test_what_is_not_the_files_fault_is_not_called_so(tmp_path, model, monkeypatch, place, error):
-    """While the model is made and weights are copied, a bug is a traceback."""
-    write_model(tmp_path, model, [HF])
-    monkeypatch.setattr(place, Mock(side_effect=error))
-    with pytest.raises(type(error)) as raised:
-        load_llama(tmp_path)
-    assert raised.value is error
 
 
 def test_what_begins_a_text_is_in_the_model(tmp_path):
