@@ -5,14 +5,11 @@ import os
 import re
 import shutil
 from functools import partial
-from html.parser import HTMLParser
 from pathlib import Path
 from subprocess import run as run_command
-from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import settings
 
 import generate
 from generate import prefill
@@ -21,27 +18,22 @@ from model import Entries, load_llama
 from programs.adapter import write_adapter
 from support.command_line import HERE, TINY
 from support.files import UserError
-from programs.memory_page import PLACE, TEMPLATE, page_record, slot_record, token_texts
-from programs.memory_page import what_to_show, write_page
+from programs.memory_page import page_record, slot_record, token_texts, what_to_show, write_page
 from programs.settings import settings_for
 from programs.tracing import TracedMemory, describe_slots
 
 BROWSER = shutil.which("chromium")
-TEXTS = {
-    "script": "</script><!-- <script> ]]> &amp; THE_DATA_OF_THE_PAGE\n",
-    "quotes": "say \"a\" and 'b', `c`, a \\ and ${d}\r\n\ttab\x00\x1f",
-    "emoji": "snake 🐍, family 👩‍👩‍👧, flag 🇳🇴, é and e\u0301",
-    "right to left": "שלום עולם, مرحبا (1)\n",
-    "separators": "a\u2028b\u2029c\ufffd\ufffd d\ufffd",
-}
+TEXTS = ["</script><!-- <script> ]]> &amp; THE_DATA_OF_THE_PAGE\n",
+         "say \"a\" and 'b', a \\ and ${d}\r\n\ttab\x00\x1f a\u2028b\u2029c\ufffd",
+         "snake \N{SNAKE}, \u0645\u0631\u062d\u0628\u0627, e\u0301 and \u5317"]  # fmt: skip
 
 
 def data_of(file: str | Path) -> dict:
     """The data of a page. It has two scripts, and fetches nothing."""
-    parser = Scripts()
-    parser.feed(Path(file).read_bytes().decode("utf-8"))
-    assert len(parser.scripts) == 2 and parser.fetched == []
-    return json.loads(parser.scripts[0])
+    page = Path(file).read_bytes().decode("utf-8")
+    scripts = re.findall("<script.*?>(.*?)</script>", page, re.DOTALL)
+    assert len(scripts) == 2 and not re.search("(src|href)=", page)
+    return json.loads(scripts[0])
 
 
 def pairs(record: int | list[int]) -> dict[int, int]:
@@ -52,8 +44,8 @@ def pairs(record: int | list[int]) -> dict[int, int]:
 # --- Shares -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", [(4, 0, 0, 4), (0, 4, 0, 4), (0, 0, 8, 0), (2, 2, 3, 1)])
-@pytest.mark.parametrize("compressor", ["paper", "selection"])
+@pytest.mark.parametrize("counts, compressor", [
+    ((0, 4, 0, 4), "paper"), ((0, 0, 8, 0), "selection"), ((2, 2, 3, 1), "paper")])  # fmt: skip
 def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, compressor):
     """8 slots read 40 tokens in segments of 8. After each compression keys and values are those
     that once entered, mixed by the shares; tracing changes nothing. The page has the three largest
@@ -126,7 +118,7 @@ def test_a_slot_is_written_in_few_letters(shares, record):
 # --- Text -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("text", TEXTS, ids=ascii)
 def test_every_text_survives(own_folders, tokenizer, text):
     """Between other words, as the whole of a text, and at its end."""
     for whole in (text, f"x = 1  # {text}\nreturn x\n" * 4, f"see {text}"):
@@ -141,10 +133,9 @@ def test_every_text_survives(own_folders, tokenizer, text):
 
 
 @pytest.mark.parametrize("words, found", [
-    ("1 0", ((1, 0), None)), ("p.html", (None, Path("p.html"))), ("P.HTML", (None, Path("P.HTML"))),
-    ("1", "1: name a layer and a head, such as 1 0, or one"), ("1 x", "1 x: name a layer and"),
-    ("0 0 0", "0 0 0: name a"), ("-1 0", "-1 0: name a"), ("a.html b.html", "or one file"),
-    ("text", "text: name a layer"), ("no/p.html", "no/p.html: there is no folder no; make it")])
+    ("1 0", ((1, 0), None)), ("P.HTML", (None, Path("P.HTML"))),
+    ("1 x", "1 x: name a layer and a head, such as 1 0, or one"), ("0 0 0", "0 0 0: name a"),
+    ("a.html b.html", "or one file"), ("no/p.html", "no/p.html: there is no folder no; make it")])
 def test_what_to_show(own_folders, words, found):
     if isinstance(found, str):
         with pytest.raises(UserError, match=found):
@@ -181,12 +172,9 @@ def test_three_memories_on_one_page(run, run_folder):
     words = f"--prompt prompt.txt {ours} --method streaming h2o --show-memory page.html"
     code, out, err = run(generate, words)
     assert (code, out) == (0, "") and "open page.html in a browser" in err, err
-    assert sorted(Path().glob("*.*")) == [Path("page.html"), Path("prompt.txt")]
     data = data_of("page.html")
     assert "".join(data["tokens"]) == prompt
     memories = data["memories"]
-    names = [memory["name"] for memory in memories]
-    assert names == ["ours (selection), adapter mine", "window (streaming)", "H2O"]
     assert [[*memory["counts"].values()] for memory in memories] == [
         [0, 6, 4, 6], [4, 0, 0, 12], [0, 8, 0, 8]]  # fmt: skip
     for memory in memories:
@@ -220,62 +208,36 @@ def in_a_browser(page: str, view: str) -> str:
     return done.stdout.split("<main")[1].split("</main>")[0]
 
 
-def page_by_hand(more: int = 0) -> None:
+def page_by_hand() -> None:
     """Eight tokens a to h, a slot of each kind, two heads and two compressions. The heavy slot of
-    head 0 has a mixture: its tokens are not kept word for word. In head 1 token c leaves. `more`
-    tokens follow, which are not read."""
+    head 0 has a mixture: its tokens are not kept word for word. In head 1 token c leaves."""
     first = [0, [1, 60, 2, 40], [2, 75, 1, 25], 4]
     second = [0, 1, [3, 50, 2, 50], 4]
     last = [0, 1, [3, 50, 1, 50], 6]
     memory = {"name": "by hand", "counts": dict.fromkeys(KINDS, 1), "segment": 2, "layers": 1}
     memory |= {"heads": 2, "entry_bytes": 100, "next": "i", "read": [5, 7]}
     memory["held"] = [[[first, second]], [[first, last]]]
-    write_page(Path("page.html"), [*"abcdefgh", *more * ["i\n"]], {}, [memory])
+    write_page(Path("page.html"), [*"abcdefgh"], {}, [memory])
 
 
 @pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
-def test_a_browser_shows_a_long_text_near_the_viewport_only(own_folders):
-    page_by_hand(more=9000)
+def test_a_browser_colours_tokens_by_what_holds_them(own_folders):
+    """Tokens 0 to 4, then the segment of 5 and 6. Token 7 has not been read."""
+    page_by_hand()
     shown = in_a_browser("page.html", "compression=1&layer=0&head=0")
-    there = [*map(int, re.findall(r'data-token="(\d+)"', shown))]
-    assert 0 in there and len(there) < 3000
-
-
-@pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
-@pytest.mark.parametrize("head, expected", [
-    # Of both heads: tokens 0 to 4, then the segment of 5 and 6. Token 7 has not been read.
-    ("0", ["held sinks", "held merged", "held merged", "gone", "held recent"]),
-    ("all", ["held sinks", "held heavy", "held merged", "held merged", "held recent"]),
-])  # fmt: skip
-def test_a_browser_colours_tokens_by_what_holds_them(own_folders, head, expected):
-    page_by_hand()
-    shown = in_a_browser("page.html", f"compression=1&layer=0&head={head}")
     found = re.findall(r'class="([\w ]*)" data-token="(\d)"', shown)
-    classes = [*expected, "segment", "segment", "unread"]
+    classes = ["held sinks", "held merged", "held merged", "gone", "held recent"]
+    classes += ["segment", "segment", "unread"]
     assert found == [(kind, str(token)) for token, kind in enumerate(classes)]
-    slots = re.findall(r'<div class="slot (\w+)".*?</div>', shown)
-    if head == "all":  # a mean over slots of different heads would say nothing
-        assert slots == [] and "Slots differ between heads." in shown
-    else:
-        assert slots == [*KINDS] and "0.60 “b”" in shown
+    assert re.findall(r'<div class="slot (\w+)".*?</div>', shown) == [*KINDS]
+    assert "0.60 \u201cb\u201d" in shown
 
 
 @pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
-@pytest.mark.parametrize("view, words", [
-    ("compression=0&layer=0&head=0&token=3",
-     ["0 slots + 5 new tokens = 5 entries, 500 bytes", "an entry of its own, not compressed yet",
-      "In layer 0, head 0 it is lost at compression 1."]),
-    ("compression=1&layer=0&head=0&token=3",
-     ["4 slots + 2 new tokens = 6 entries, 600 bytes",
-      "a full cache would have 7 entries, 700 bytes",
-      "gone in layer 0, head 0, since compression 1; layer 0, head 1 still has it"]),
-    ("compression=1&layer=0&head=0&token=1",
-     ["share 0.60 of heavy slot 1 and 0.25 of merged slot 2 in layer 0, head 0",
-      "only merged from compression 1 on; it is not among the sinks, heavy hitters and recent"]),
-    ("compression=2&layer=all&head=all&token=5",
-     ["gone in all layers and heads since compression 2"]),
-])  # fmt: skip
-def test_a_browser_says_what_becomes_of_a_token(own_folders, view, words):
+def test_a_browser_says_what_becomes_of_a_token(own_folders):
     page_by_hand()
-    shown = in_a_browser("page.html", view)
-    assert [sentence for sentence in words if sentence not in shown] == []
+    shown = in_a_browser("page.html", "compression=1&layer=0&head=0&token=3")
+    for words in ("4 slots + 2 new tokens = 6 entries, 600 bytes",
+                  "a full cache would have 7 entries, 700 bytes",
+                  "gone in layer 0, head 0, since compression 1; layer 0, head 1 still has it"):
+        assert words in shown
