@@ -302,11 +302,11 @@ def test_text_is_shown_as_it_comes_and_in_whole_characters(tokenizer, text):
 GENERATE, EVAL = LINES.values()
 MISTAKES = [
     (generate, f"{GENERATE} {words}", sentence) for words, sentence in [
-        ("--show-memory 4 0", "layers 0 to 3 and heads 0 to 1"), ("--method lococo", "method lococo"),
-        ("--device hpu", "--device hpu: this torch has no"), ("--prompt -", "there is no text in it"),
+        ("--show-memory 4 0", "layers 0 to 3 and heads 0 to 1"), ("--prompt -", "there is no text"),
+        ("--device hpu", "--device hpu: this torch has no"), ("--method lococo", "method lococo"),
         ("--prompt allocate", "allocate: there is no such file"),
         ("--prompt latin/x", "latin/x: a part of this name is a file; name another place"),
-        ("--prompt latin", "latin: not UTF-8 text (byte 3)"), ("--prompt text", "text: this is a f"),
+        ("--prompt latin", "latin: not UTF-8 text (byte 3)"), ("--prompt text", "text: this is a"),
         ("--model loud-base", "the model's output is not finite"),
         ("--adapter adapter", "adapter, h2o: one at a time"),
         ("--method h2o streaming full --adapter a --show-memory p.html", "up to three with"),

@@ -21,7 +21,7 @@ import train
 from lococo import AdaptedLlama, segment_losses
 from support.command_line import HERE, TINY, Machine
 from support.files import UserError, read_file
-from support.processes import agreed, check_environment, join, noted_signals
+from support.processes import check_environment
 from programs.run_folder import claim
 from programs.settings import settings_for
 
@@ -109,8 +109,7 @@ def test_a_frozen_base_keeps_every_bit(model):
 
 
 @pytest.mark.parametrize("words, counts", [
-    ("", (4, 0, 24, 100)), ("--mem 512 --seq 8192", (4, 0, 24, 484)),
-    ("--mem 16", (4, 0, 4, 8)), ("--mem 32 --sinks 0 --recent 20", (0, 0, 12, 20)),
+    ("", (4, 0, 24, 100)), ("--mem 32 --sinks 0 --recent 20", (0, 0, 12, 20)),
     ("--method h2o", (0, 64, 0, 64)), ("--recipe inference", (0, 24, 16, 24))])  # fmt: skip
 def test_the_slots_of_a_recipe(words, counts):
     settings = train.settings_of(train.parse(words.split())[0])
@@ -124,19 +123,14 @@ def test_the_slots_of_a_recipe(words, counts):
 
 
 def test_a_folder_has_one_run(own_folders):
-    """Each run without --out gets a folder of its own, which a lock takes. That of a run
-    which never began is taken again. With --out, or --resume, the second one is
-    refused."""
-    usual, held = Path("runs/usual"), []
+    """Each run without --out gets a folder of its own, which a lock takes. With --out, or
+    --resume, the second one is refused."""
+    usual = Path("runs/usual")
     for name in ("usual", "usual-2"):
         folder, log = claim("", usual, None)
-        held.append(log)
+        log.write("a step\n")
+        log.close()
         assert folder == Path("runs", name)
-    held[1].close()
-    assert claim("", usual, None)[0] == Path("runs/usual-2")
-    held[0].write("a step\n")
-    held[0].close()
-    assert claim("", usual, None)[0] == Path("runs/usual-2")
     with claim("run", usual, None)[1]:
         for steps in (None, 3):
             with pytest.raises(UserError, match="^run: another process trains in this folder"):
@@ -207,15 +201,9 @@ def test_a_killed_run_goes_on_from_its_last_whole_state(trained, whole):
 
 
 def test_a_signal_lets_the_step_end(trained, whole, monkeypatch):
-    """What it says at once may have nowhere to go, as the terminal is gone."""
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-
-    def gone(*args):
-        raise OSError(5, "Input/output error")
-
     with monkeypatch.context() as patch:
         before_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        patch.setattr(os, "write", gone)
         code, out, err = trained(f"{RUN} --save-every 9")
     assert code == 143 and f"python {train.__file__} --resume run\n" in out, err
     assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
@@ -236,38 +224,28 @@ def test_a_gradient_that_is_not_finite_ends_the_run(trained, monkeypatch):
     assert about["step"] == 1 and all(t.isfinite().all() for t in state.values())
 
 
-def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
+def test_what_a_resumed_run_takes_and_refuses(trained):
     """It takes more steps, and other places of the same model and text."""
-    fields = train.fields(train.TrainConfig)
     shutil.copytree(TINY, "base", ignore=shutil.ignore_patterns("adapter*"))
     assert trained(f"{RUN} --steps 2 --model base --lora-rank 0")[0] == 0
-    for words, sentence in (
-        ("--mem 16 --lr 1", "--lr --mem: a run that is resumed keeps its own; beside --resume"),
-        ("--steps 1", "--steps 1: this run is at step 2; it cannot have fewer"),
-        ("--resume text", "--resume text: there is no run to go on with"),
-    ):
-        code, _, err = trained(f"--resume run {words}")
-        assert code == 2 and err.startswith(f"train.py: {sentence}"), err
-        assert err.count("\n") == 1
-
-    base, text, state = Path("base/model.safetensors"), Path("text/0.py"), STATE.read_bytes()
+    base, text = Path("base/model.safetensors"), Path("text/0.py")
     other_base = {name: w * 1.1 for name, w in load_file(base).items()}
     changed = "--resume run: its {} changed since it began; give what it had, or start"
-    for file, content, sentence in (
-        (base, save(other_base, {"format": "pt"}), changed.format("model")),
-        (text, text.read_bytes().replace(b"+ 7", b"+ 8"), changed.format("text")),
-        (STATE, state[:-5] + b"\x77" + state[-4:], "run/state.safetensors: damaged"),
+    for words, file, content, sentence in (
+        ("--lr 1", None, None, "--lr: a run that is resumed keeps its own; beside --resume"),
+        ("--steps 1", None, None, "--steps 1: this run is at step 2; it cannot have fewer"),
+        ("--resume text", None, None, "--resume text: there is no run to go on with"),
+        ("--steps 3", base, save(other_base, {"format": "pt"}), changed.format("model")),
+        ("--steps 3", text, b"x = 1", changed.format("text")),
     ):
-        before = file.read_bytes()
-        file.write_bytes(content)
-        code, _, err = trained("--resume run --steps 3")
-        file.write_bytes(before)
+        before = file and file.read_bytes()
+        if file:
+            file.write_bytes(content)
+        code, _, err = trained(f"--resume run {words}")
+        if file:
+            file.write_bytes(before)
         assert (code, err.count("\n")) == (2, 1) and sentence in err, err
 
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "fields", lambda kind: fields[1:])
-        sentence = "--resume run: made by another version of this program"
-        assert sentence in trained("--resume run")[2]
     log = Path("run/log.jsonl")
     log.write_bytes(log.read_bytes()[:-5])  # as after a power cut
     Path("base").rename("moved")
@@ -282,58 +260,30 @@ def test_what_a_resumed_run_takes_and_refuses(trained, monkeypatch):
 
 
 @pytest.mark.parametrize("rank, world, variables, sentence", [
-    (0, 1, "LOCAL_RANK", None),
     (0, 2, "WORLD_SIZE", "but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set; start"),
-    (1, 2, "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT", None),
     (2, 2, "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT", "WORLD_SIZE is 2; start"),
 ])  # fmt: skip
 def test_what_a_job_leaves_in_the_environment(rank, world, variables, sentence, monkeypatch):
-    """All of torchrun's variables, or none that says that there are many processes."""
     for name in support.processes.TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     for name in variables.split():
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(support.processes, "RANK", rank)
     monkeypatch.setattr(support.processes, "WORLD", world)
-    if sentence is None:
+    with pytest.raises(UserError, match=sentence):
         check_environment()
-    else:
-        with pytest.raises(UserError, match=sentence):
-            check_environment()
-
-
-# train.py as each process runs it. The second process has other random numbers, and
-# aborts at its end, when torchrun ends all. Process 0 scores slowly.
-PROCESS = """
-import os, time
-import torch, train
-usual_score, usual_model, second = train.score, train.AdaptedLlama, os.environ["RANK"] == "1"
-
-def with_other_numbers(*args):
-    adapted = usual_model(*args)
-    for p in adapted.trained().values():
-        p.data += second
-    return adapted
-
-train.AdaptedLlama = with_other_numbers
-train.score = lambda *args: time.sleep(1) or usual_score(*args)
-if second:
-    os._exit = lambda code: os.abort()
-train.run_program(train.main)
-"""
 
 
 def test_two_processes_train_as_one(own_folders, whole):
     """Three sequences are dealt out to two processes. The log has the losses and norms of one
-    process. What process 0 has to do at the end is done."""
-    Path("process.py").write_text(PROCESS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process. What process 0 has to do at the end is done once."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     variables = {"PYTHONPATH": str(HERE), "LOCOCO_CACHE": support.text.CACHE}
     done = subprocess.run(
-        [*launch, "--nproc_per_node=2", "process.py", *RUN.split()],
+        [*launch, train.__file__, *RUN.split()],
         capture_output=True, text=True, env=os.environ | variables, timeout=200,
     )  # fmt: skip
-    assert done.returncode and done.stdout.count(", after training") == 1, done.stderr
+    assert done.returncode == 0, done.stderr
     assert [done.stdout.count(word) for word in ("recipe", "text:", "adapter: run")] == [1] * 3
     logs = Path("run/log.jsonl").read_text(), whole["log.jsonl"].decode()
     logs = [[json.loads(line) for line in log.splitlines()] for log in logs]

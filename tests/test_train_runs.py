@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import FULL, names_in, nats_by_hand, read_by_hand, remembered
+from conftest import names_in, nats_by_hand, read_by_hand, remembered
 from safetensors.torch import load_file
 
 import train
