@@ -17,8 +17,7 @@ from lococo import KINDS, AdaptedLlama, Settings
 from model import Entries, load_llama
 from programs.adapter import write_adapter
 from support.command_line import HERE, TINY
-from support.files import UserError
-from programs.memory_page import page_record, slot_record, token_texts, what_to_show, write_page
+from programs.memory_page import page_record, slot_record, token_texts, write_page
 from programs.settings import settings_for
 from programs.tracing import TracedMemory, describe_slots
 
@@ -130,18 +129,6 @@ def test_every_text_survives(own_folders, tokenizer, text):
 
 
 # --- The program ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("words, found", [
-    ("1 0", ((1, 0), None)), ("P.HTML", (None, Path("P.HTML"))),
-    ("1 x", "1 x: name a layer and a head, such as 1 0, or one"), ("0 0 0", "0 0 0: name a"),
-    ("a.html b.html", "or one file"), ("no/p.html", "no/p.html: there is no folder no; make it")])
-def test_what_to_show(own_folders, words, found):
-    if isinstance(found, str):
-        with pytest.raises(UserError, match=found):
-            what_to_show(words.split())
-    else:
-        assert what_to_show(words.split()) == found
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import FULL, H2O, greedy_by_hand, nats_by_hand, read_by_hand, settings
+from conftest import FULL, H2O, cells, greedy_by_hand, nats_by_hand, read_by_hand, settings
 from safetensors.torch import load_file, save_file
 
 import eval_ppl
@@ -27,7 +26,7 @@ from support.command_line import TINY, at_least, run_program
 from support.facts import FORMS, tell
 from support.files import UserError, write_file
 from programs.saved_memory import load_memory, save_memory
-from programs.scoring import name_of, note_limits
+from programs.scoring import name_of
 from programs.settings import settings_for, warn_if_too_long
 from support.text import PARTS, long_documents, token_streams
 
@@ -84,12 +83,6 @@ def tiny(thing: Settings | str) -> AdaptedLlama:
     """The embedded base with a method without training, or with an adapter."""
     base = load_llama(TINY)
     return load_adapter(Path(thing), base) if isinstance(thing, str) else AdaptedLlama(base, thing)
-
-
-def cells(out: str) -> dict[str, list[str]]:
-    """Of a printed table, the columns of each row by its name."""
-    rows = [re.split(" {2,}", line) for line in out.splitlines()]
-    return {row[0]: row[1:] for row in rows}
 
 
 # --- eval_ppl.py ------------------------------------------------------------------------
@@ -171,27 +164,11 @@ def test_which_part_of_the_texts_is_scored(run, words, scored):
     assert ("whole: it trained on all of its --data" in err) == ("whole" in words)
 
 
-def test_a_book_of_ones_own_that_fell_into_another_part(run):
-    Path("2.txt").write_text("some words of a book\n" * 300)
-    words = "adapter --data 2.txt --lengths 64"
-    code, _, err = run(eval_ppl, words)
-    assert code == 2 and "the longest document of the held-out part has 0 tokens" in err
-    assert "1 of 64 tokens" in run(eval_ppl, f"{words} --part training")[1]
-
-
 @pytest.mark.parametrize("changes, ending", [
     ({}, ""), ({"heavy": 4, "forget": 0.5}, " heavy=4 recent=12 forget=0.5"),
     ({"positions": "slots"}, " positions=slots"), ({"budgets": [12, 20]}, " budgets")])
 def test_a_row_is_named_by_all_that_differs(changes, ending):
     assert name_of(settings_for("h2o", 16, 16, 96, **changes)) == f"base, h2o M=16{ending}"
-
-
-def test_scores_without_a_compression_have_a_note(capsys):
-    """The last token of a document is only a target, and does not enter."""
-    adapted = SimpleNamespace(settings=settings_for("h2o", 16, 16, 96))
-    note_limits({"a row": adapted}, [20, 33, 34])
-    note = "note: a row, --lengths 20 33: up to M + T = 32 entries nothing is compressed\n"
-    assert capsys.readouterr().err == note
 
 
 @pytest.mark.parametrize("method, mem, changes, tokens, remedy", [
@@ -230,13 +207,6 @@ def test_greedy_text_and_figures(run, tokenizer, words, thing):
     assert seen == len(ids) + 11  # the last one of twelve is written, and need not be read
     assert held <= 16 + 16 if slots else held == seen
     assert (nbytes, full) == (ENTRY * held, ENTRY * seen)
-
-
-def test_a_base_without_an_adapter_says_what_it_does(run):
-    shutil.copytree(TINY, "base", ignore=shutil.ignore_patterns("adapter*"))
-    code, _, err = run(generate, "--prompt text/0.py --max-new-tokens 3 --model base")
-    sentence = "its memory is the full cache, which keeps every token; for 512 slots: --method h2o"
-    assert code == 0 and sentence in err.splitlines()[0]
 
 
 @pytest.mark.parametrize("method, changes", [
@@ -310,6 +280,7 @@ MISTAKES = [
         ("--model loud-base", "the model's output is not finite"),
         ("--adapter adapter", "adapter, h2o: one at a time"),
         ("--method h2o streaming full --adapter a --show-memory p.html", "up to three with"),
+        ("--show-memory 1 x", "--show-memory 1 x: name a layer and a head, such as 1 0, or one"),
         ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
         ("--load-memory adapter/adapter.safetensors", "saved with another model"),
         ("--mem 8 --budgets 8 8 4 12 --show-memory p.html", "a page does not show layers"),

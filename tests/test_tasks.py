@@ -261,12 +261,3 @@ def test_recall(run, tokenizer, monkeypatch):
         assert all(zlib.crc32(f[1:].replace(" ", "▁").encode()) % 20 < 2 for f in facts)
         assert 1900 < len(tokenizer.encode(row["prompt"])) <= 2048
     assert convert(run, "recall --shots 3 --seed 1") != rows
-
-
-def test_row_numbers_are_those_of_the_file(tmp_path):
-    good = {"question": {"stem": "?", "choices": [{"text": "a", "label": "A"}]},
-            "answerKey": "A"}  # fmt: skip
-    file = tmp_path / "ARC-Easy-Test.jsonl"
-    file.write_text(f"{json.dumps(good)}\n\n{json.dumps(good)}\nno JSON")
-    with pytest.raises(UserError, match="ARC-Easy-Test.jsonl, row 4: not as in arc .JSONDecodeE"):
-        tasks.read("arc", file, "itself", tasks.arc)

@@ -98,15 +98,6 @@ def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch):
     assert texts([one], tokenizer) == ["another"] and len(calls) == 5
 
 
-def test_tokens_need_not_be_stored(tokenizer, monkeypatch, capsys):
-    """Where there can be no such folder."""
-    monkeypatch.setattr("support.text.CACHE", "text/0.py/cache")
-    Path("a.txt").write_text("a text")
-    assert texts([Path("a.txt")], tokenizer) == ["a text"]
-    err = capsys.readouterr().err
-    assert err.startswith("warning: the tokens are not stored; ") and "LOCOCO_CACHE" in err
-
-
 @pytest.mark.parametrize("name, content, expected", [
     ("a.txt", MARK + b"a text", ["a text"]), ("a.jsonl", MARK + ROW, ["a text"]),
     ("a.Jsonl.GZ", gzip.compress(ROW), ["a text"]), ("a.json", ROW * 2, ["a text"] * 2),

@@ -2,14 +2,13 @@
 
 import math
 import os
-import re
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import names_in, nats_by_hand, read_by_hand, remembered
+from conftest import cells, names_in, nats_by_hand, read_by_hand, remembered
 from safetensors.torch import load_file
 
 import train
@@ -25,12 +24,6 @@ BASELINES = {
     "base, streaming M=16": Settings("streaming", 16, 96, 4, 0, 0, 12, "slots", lora_rank=0),
     "base, h2o M=16 positions=slots": Settings("h2o", 16, 96, 0, 8, 0, 8, "slots", lora_rank=0),
 }
-
-
-def cells(out: str) -> dict[str, list[str]]:
-    """Of a printed table, the columns of each row by its name."""
-    rows = [re.split(" {2,}", line) for line in out.splitlines()]
-    return {row[0]: row[1:] for row in rows}
 
 
 @pytest.mark.parametrize("words", ["streaming", "h2o", "selection", "lococo --lora-rank 0",
@@ -80,6 +73,8 @@ def test_recipes():
     # T is 512 in the paper, whatever M is (sections 4.1 and 5.1). In ours it is M.
     recipes = ("--model other", "--model other --recipe inference", "")
     assert [parsed(f"{words} --mem 128").segment for words in recipes] == [512, 128, 128]
+    ours = train.settings_of(parsed(""))
+    assert (ours.sinks, ours.heavy, ours.merged, ours.recent) == (4, 0, 24, 100)
     given = asdict(parsed("--kernel 5 --segment 7 --lr 0.5 --compressor paper")).items()
     assert given >= dict(kernel=5, segment=7, lr=0.5, compressor="paper").items()
 
@@ -140,7 +135,7 @@ def test_recall_and_the_names_of_facts(run, tokenizer, monkeypatch):
     ("--seq 99999", "--seq 99999: the text to train on has only"),
     ("--conv-lr inf", "--conv-lr inf"), ("--model missing", "missing: there is no such"),
     ("--method full --recent 8", "keeps everything and has no slots"),
-    ("--method h2o --lora-rank 0", "there is nothing to train"), ("--out text", "text: it is there"),
+    ("--method h2o --lora-rank 0", "there is nothing to train"), ("--out text", "it is there"),
     ("--out file", "file: this is a file; name a folder"), ("--out ''", "this name is empty"),
 ])  # fmt: skip
 def test_a_mistake_is_one_sentence(run, words, sentence):
