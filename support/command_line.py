@@ -4,9 +4,9 @@ import argparse
 import os
 import shlex
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, NoReturn
+from typing import Callable, NoReturn
 
 import torch
 
@@ -132,11 +132,6 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("argument "):  # argparse's "argument --mem: 0: it must ..."
             message = message.removeprefix("argument ").replace(": ", " ", 1)
         self.exit(2, f"{self.prog}: {message}\n")
-
-
-def config_of(kind: type, flags: argparse.Namespace) -> Any:
-    """A frozen dataclass of this kind, each field with the flag of its name."""
-    return kind(**{field.name: getattr(flags, field.name) for field in fields(kind)})
 
 
 def method_flags(flags: dict) -> dict:

@@ -21,7 +21,6 @@ from model import Llama, LlamaConfig  # noqa: E402
 from support.programs.settings import settings_for  # noqa: E402
 from support.command_line import HERE, TINY, run_program  # noqa: E402
 from support.files import UserError  # noqa: E402
-from support.programs.settings import settings_for  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
 
 sys.path.insert(0, str(HERE / "tools"))  # tests import its programs
@@ -134,6 +133,12 @@ def greedy_by_hand(adapted, ids: list[int]) -> list[int]:
     for _ in range(12):
         ids = [*ids, int(read_by_hand(adapted, ids)[-1].argmax())]
     return ids
+
+
+def cells(out: str) -> dict[str, list[str]]:
+    """Of a printed table, the columns of each row by its name."""
+    rows = [re.split(" {2,}", line) for line in out.splitlines()]
+    return {row[0]: row[1:] for row in rows}
 
 
 def names_in(tokens: torch.Tensor, tokenizer: Tokenizer) -> set[str]:

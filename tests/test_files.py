@@ -3,16 +3,13 @@
 import json
 import math
 import os
-import signal
-import time
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import refusal, same
 from safetensors.torch import save_file
 
-from support.files import UserError, checksum, created, read_file, read_json, write_file
+from support.files import UserError, created, read_file, read_json, write_file
 from support.files import write_json, write_whole
 
 TENSORS = {
@@ -22,37 +19,19 @@ TENSORS = {
 ABOUT = {"step": 3, "words": "na\u00efve", "a": [None, 0.1]}
 
 
-def test_a_changed_byte_is_noticed(tmp_path):
-    """A bit is flipped in each byte of the header, of what is said and of each tensor, and the file
-    is cut off in many places. What is read all the same is what was written."""
-    file, read = tmp_path / "file", 0
+def test_a_damaged_file_is_named(tmp_path):
+    """And one of another program. What is whole comes back to the bit."""
+    file = tmp_path / "file"
     write_file(file, {"another": torch.ones(3)})  # is replaced
     write_file(file, TENSORS, **ABOUT)
+    tensors, found = read_file(file)
+    assert same(tensors, TENSORS) and found == ABOUT
     whole = file.read_bytes()
-    changed = [whole[:at] for at in range(0, len(whole), 50)]
-    for at, byte in enumerate(whole):
-        changed.append(whole[:at] + bytes([byte ^ 1 << at % 8]) + whole[at + 1 :])
-    for content in [whole, *changed]:
+    for content in (whole[:-1], whole[:-1] + b"\x99", whole[:50]):
         file.write_bytes(content)
-        try:
-            tensors, found = read_file(file)
-            assert same(tensors, TENSORS) and found == ABOUT
-            read += 1
-        except UserError as error:
-            assert str(error).startswith(f"{file}: ") and str(error).isprintable()
-    assert 1 <= read < 10  # the whole, and changes of its padding
-
-
-def test_a_checksum_sees_shapes_and_dtypes():
-    zeros = torch.zeros(2, 3)
-    alike = (zeros, zeros.T, zeros.flatten(), zeros.int())  # the same bytes
-    assert len({checksum({"a": t}, "") for t in alike}) == 4
-
-
-@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"content": "{}"}])
-def test_files_of_other_programs_are_refused(tmp_path, metadata):
-    save_file({"a": torch.ones(3)}, tmp_path / "file", metadata)
-    refusal(read_file, tmp_path / "file", "damaged or another version's")
+        refusal(read_file, file, "damaged or another version's")
+    save_file({"a": torch.ones(3)}, file)
+    refusal(read_file, file, "damaged or another version's")
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path):
@@ -63,39 +42,17 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path):
         refusal(read, tmp_path / "file", "run: git lfs pull")
 
 
-def test_a_place_where_nothing_can_be_written(tmp_path):
-    for place in (tmp_path, tmp_path / "gone" / "file"):
-        refusal(write_file, place, "cannot be written (", args=({},))
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize("error, seen", [
-    (OSError(28, "No space left on device"), UserError), (KeyboardInterrupt(), KeyboardInterrupt)])
-def test_a_failed_write_leaves_what_was_there(tmp_path, error, seen):
+def test_a_failed_write_leaves_what_was_there(tmp_path):
     (tmp_path / "file").write_text("old")
 
     def save(beside):
         beside.write_text("the first half")
-        raise error
+        raise OSError(28, "No space left on device")
 
-    with pytest.raises(seen):
+    with pytest.raises(UserError):
         write_whole(tmp_path / "file", save)
     assert [*tmp_path.iterdir()] == [tmp_path / "file"]
     assert (tmp_path / "file").read_text() == "old"
-
-
-def test_two_that_write_one_file_do_not_meet(tmp_path, monkeypatch):
-    """Another process writes the same file while this one does: the last one is there, whole."""
-    usual, file, between = os.fsync, tmp_path / "file", [{"a": torch.zeros(3)}]
-
-    def fsync(*args):
-        usual(*args)
-        if between:
-            write_file(file, between.pop())
-
-    monkeypatch.setattr("os.fsync", fsync)
-    write_file(file, {"a": torch.ones(3)})
-    assert read_file(file)[0]["a"].tolist() == [1, 1, 1] and [*tmp_path.iterdir()] == [file]
 
 
 def test_json_is_json(tmp_path):
@@ -124,11 +81,6 @@ def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
 
 
 def test_a_name_is_taken_once(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit, match="143"), created(tmp_path / "file"):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(9)  # the signal comes first
-    assert not (tmp_path / "file").exists() and signal.getsignal(signal.SIGTERM) == before
     with pytest.raises(ZeroDivisionError), created(tmp_path / "file"):
         refusal(lambda f: created(f).__enter__(), tmp_path / "file", "there is such a file")
         raise ZeroDivisionError

@@ -1,7 +1,6 @@
 """Scores of tasks, by hand; files as their authors publish them, as rows and with shots."""
 
 import json
-import math
 import re
 import zlib
 from pathlib import Path
@@ -130,10 +129,6 @@ def test_means_and_standard_errors(run, tokenizer, monkeypatch):
     # The geometric mean of 2 / 3, 1 / 3, 5 / 12 is 0.452; the mean of 1, 0, 0 would be 0.333.
     expected = [third, both, both, third, "0.417 ±0.300", "0.452"]
     assert [line[3:] for line in lines] == [expected] * 2
-    # Of a single row there is no error.
-    Path("row").write_text(json.dumps({"prompt": "Q:", "answers": answers[0]}))
-    _, out, _ = run(tasks, "score row --method h2o")
-    assert re.search("base, h2o M=512 +0.000 .* 1.000 +1.000", out)
 
 
 def test_the_table_of_choices(run, tokenizer):
@@ -156,31 +151,25 @@ def test_the_table_of_choices(run, tokenizer):
                      [*same, notes[0]], [*same, notes[1]]]  # fmt: skip
 
 
-def test_long_prompts_lose_their_middle(run, tokenizer):
+def test_long_prompts_lose_their_middle(tokenizer):
     """As LongBench shortens them: the first and the last N/2 tokens stay, and the BOS counts."""
     text = TEXT + "y"
     ids, row = tokenizer.encode(text), {"prompt": [text, "x ="]}
     assert len(ids) % 2 == 1
     assert not tasks.shorten(row, len(ids), tokenizer) and tasks.shorten(row, 11, tokenizer)
     assert row["prompt"] == [tokenizer.decode(ids[1:5]) + tokenizer.decode(ids[-5:]), "x ="]
-    Path("rows").write_text(json.dumps({"prompt": TEXT, "answers": ["x"], "max_tokens": 1}))
-    code, out, err = run(tasks, "score rows --cut 9 --method full")
-    assert code == 0 and "rows: 1 row, 1 with a prompt cut to 9 tokens\n" in out, err
 
 
 ANSWERS = {"prompt": "x =", "answers": ["1"]}
 CHOICES = {"prompt": "x =", "choices": ["1", "2"], "answer": 0}
 BAD = [ANSWERS | change for change in (
-    dict(answers=[]), dict(answers="1"), dict(prompt=["x"]), dict(stop=""), dict(max_tokens=2.5),
-    dict(max_tokens=math.inf), dict(max_tokens=True), dict(longbench="trec"),
-    dict(punctuation=3), dict(punctuation="\\"), dict(longbench="trec", classes=None),
-    dict(longbench="trec", classes=[3]), dict(longbench="trec", classes="ab"))]  # fmt: skip
+    dict(answers=[]), dict(prompt=["x"]), dict(stop=""), dict(max_tokens=2.5),
+    dict(longbench="trec"), dict(punctuation=3))]  # fmt: skip
 BAD += [CHOICES | change for change in (
-    dict(answer=-1), dict(answer=2), dict(answer=0.0), dict(answer=True), dict(prompt=" "),
-    dict(choices=["1", True]), dict(choices=["1", " "]), dict(prompt=["x"] * 3))]  # fmt: skip
+    dict(answer=2), dict(prompt=" "), dict(choices=["1", " "]), dict(prompt=["x"] * 3))]
 
 
-@pytest.mark.parametrize("line", ["x", "[1]", '{"prompt": "x", "choices": ["1"]}', *BAD], ids=str)
+@pytest.mark.parametrize("line", ["x", "[1]", *BAD], ids=str)
 def test_a_mistake_in_the_rows_is_one_sentence(tmp_path, line):
     line = line if isinstance(line, str) else json.dumps(line)
     (tmp_path / "rows").write_text(f"{json.dumps(ANSWERS)}\n\n{line}")
@@ -192,27 +181,12 @@ def test_a_mistake_in_the_rows_is_one_sentence(tmp_path, line):
 @pytest.mark.parametrize("words, sentence", [
     ("score blank", "tasks.py: blank: there are no rows in it"), ("score", "name files of rows"),
     ("score row --shots 3", "--shots 3: score takes rows as they are; --json FILE writes"),
-    ("score row --out x", "--out x: score takes rows as they are"), ("recall", "--out: name the"),
-    ("recall text --out x", "text: recall makes its own texts"),
-    ("arc a b --out x", "b: one folder at a time"),
-    ("recall --shots 8 --out x", "--shots 8: a text has 8 facts, so that at most 7 are")])
+    ("recall", "--out: name the"), ("recall text --out x", "text: recall makes its own texts"),
+    ("arc a b --out x", "b: one folder at a time")])  # fmt: skip
 def test_a_mistake_in_the_flags_is_one_sentence(run, words, sentence):
     Path("blank").write_text("\n")
     code, out, err = run(tasks, words)
     assert (code, out, err.count("\n")) == (2, "", 1) and sentence in err
-
-
-def test_texts_without_tokens_are_named(run, monkeypatch):
-    """A choice that a tokenizer drops would have probability 1."""
-    usual = tasks.Tokenizer.encode
-    dropped = lambda self, text: usual(self, text.replace("\u200b", "").rstrip())  # noqa: E731
-    monkeypatch.setattr(tasks.Tokenizer, "encode", dropped)
-    prompts = "\u200b", ["x", "\u200b"]
-    for change in (dict(choices=["1", "\u200b"]), *(dict(prompt=prompt) for prompt in prompts)):
-        Path("rows").write_text(f"{json.dumps(CHOICES)}\n\n{json.dumps(CHOICES | change)}")
-        code, out, err = run(tasks, "score rows")
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert err.startswith("tasks.py: rows, line 3: no token for '\\u200b'"), err
 
 
 # For each data set its files of questions and of shots, all fields of its authors' rows with # for
@@ -268,15 +242,6 @@ def test_official_files_behind_links(run):
     [found] = convert(run, "scrolls gov_report")
     assert found["prompt"].startswith("Some.\n\nMore.\n\nQuestion: What is a summary")
 
-    row = {"dataset": "qasper", "context": "C", "input": "I", "answers": [], "all_classes": None}
-    for folder in ("bench/data", "bench/config"):
-        Path(folder).mkdir(parents=True)
-    Path("bench/data/qasper.jsonl").write_text(json.dumps(row))
-    Path("bench/config/dataset2prompt.json").write_text(PROMPTS)
-    Path("bench/config/dataset2maxlen.json").write_text('{"qasper": 9}')
-    Path("link").symlink_to("bench/data")
-    assert convert(run, "longbench link/qasper.jsonl")[0]["prompt"] == "C Q: I"
-
 
 def test_recall(run, tokenizer, monkeypatch):
     """8 facts of held-out names, each told once in the first half; 3 are answered, one is asked."""
@@ -296,15 +261,3 @@ def test_recall(run, tokenizer, monkeypatch):
         assert all(zlib.crc32(f[1:].replace(" ", "▁").encode()) % 20 < 2 for f in facts)
         assert 1900 < len(tokenizer.encode(row["prompt"])) <= 2048
     assert convert(run, "recall --shots 3 --seed 1") != rows
-
-
-@pytest.mark.parametrize("line, reason", [
-    (b"no JSON", "JSONDecodeError"), (b'{"question": "caf\xe9"}', "UnicodeDecodeError"),
-    (b'{"question": {"stem": "?", "choices": []}, "answerKey": "Z"}', "ValueError")])
-def test_row_numbers_are_those_of_the_file(tmp_path, line, reason):
-    good = {"question": {"stem": "?", "choices": [{"text": "a", "label": "A"}]},
-            "answerKey": "A"}  # fmt: skip
-    file = tmp_path / "ARC-Easy-Test.jsonl"
-    file.write_bytes(f"{json.dumps(good)}\n\n{json.dumps(good)}\n".encode() + line)
-    with pytest.raises(UserError, match=f"ARC-Easy-Test.jsonl, row 4: not as in arc .{reason}"):
-        tasks.read("arc", file, "itself", tasks.arc)

@@ -7,13 +7,11 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from conftest import refusal
 from sentencepiece import SentencePieceTrainer
 
-import tasks
 from support.command_line import TINY
 from support.facts import fact_tokens
 from support.tokenizer import Tokenizer
@@ -63,12 +61,11 @@ def test_a_text_comes_back(request, kind, text):
 
 
 def test_metas_tokenizer_is_found_from_everywhere(tmp_path, tokenizer, monkeypatch):
-    """It is one level up. By its path, by a link to the model's directory, and from inside it."""
+    """It is one level up. By its path, and from inside it."""
     (tmp_path / "llama" / "7B").mkdir(parents=True)
     shutil.copy(tokenizer.file, tmp_path / "llama")
-    (tmp_path / "link").symlink_to("llama/7B")
     monkeypatch.chdir(tmp_path / "llama" / "7B")
-    for path in (tmp_path / "llama" / "7B", tmp_path / "link", Path(".")):
+    for path in (tmp_path / "llama" / "7B", Path(".")):
         assert Tokenizer(path).encode("x") == tokenizer.encode("x")
 
 
@@ -88,10 +85,7 @@ def test_a_tokenizer_without_a_token_that_begins_a_text(tmp_path, bos, eos, begi
 
 @pytest.mark.parametrize("file, content, sentence", [
     ("tokenizer.model", "", "tokenizer.model is not a readable tokenizer"),
-    ("tokenizer.model", "version https://git-lfs.github.com/spec/v1\n", "run: git lfs pull"),
-    ("prefix.json", '"abc"', "no ids that begin a text: 'abc'"),
-    ("prefix.json", "[-1]", "no ids that begin a text: [-1]"),
-    ("prefix.json", "[]", "no ids that begin a text: []")])  # fmt: skip
+    ("prefix.json", "[-1]", "no ids that begin a text: [-1]")])
 def test_a_file_that_cannot_be_used_is_named(tmp_path, tokenizer, file, content, sentence):
     shutil.copy(tokenizer.file, tmp_path)
     (tmp_path / file).write_text(content)
@@ -125,11 +119,9 @@ def test_a_text_is_read_whole_whatever_length_its_file_asks_for(folder):
 
 @pytest.mark.parametrize("files, bos, ends", [
     ({"tokenizer_config": {"bos_token": {"content": "<begin>"}, "eos_token": "<end>"}}, 296, {297}),
-    ({"config": {"bos_token_id": 7, "eos_token_id": [8, 9]}}, 7, {8, 9}),
     ({"config": {"bos_token_id": 7, "eos_token_id": 8},
       "generation_config": {"eos_token_id": [8, 10]}}, 7, {8, 10}),
-    ({"config": {"eos_token_id": 0}}, 0, {0}),  # the end of a text begins the next
-    ({"config": {"bos_token_id": 0, "eos_token_id": 0}}, 0, {0})])  # fmt: skip
+    ({"config": {"eos_token_id": 0}}, 0, {0})])  # the end of a text begins the next  # fmt: skip
 def test_the_files_say_what_begins_and_ends_a_text(folder, files, bos, ends):
     (folder / "tokenizer_config.json").unlink()
     for name, content in files.items():
@@ -140,9 +132,7 @@ def test_the_files_say_what_begins_and_ends_a_text(folder, files, bos, ends):
 
 @pytest.mark.parametrize("file, content, sentence", [
     ("config", "{}", "names a token that begins"),
-    ("config", '{"bos_token_id": "0"}', "no ids that begin a text: ['0']"),
     ("generation_config", "[]", "generation_config.json is of another form"),
-    ("config", '{"bos_token": {"text": "<s>"}}', "config.json is of another form"),
     ("tokenizer", "{", "tokenizer.json is not a readable tokenizer")])  # fmt: skip
 def test_what_cannot_be_used_is_one_sentence(folder, file, content, sentence):
     (folder / "tokenizer_config.json").unlink()
@@ -153,27 +143,3 @@ def test_what_cannot_be_used_is_one_sentence(folder, file, content, sentence):
 def test_a_package_that_is_missing_is_named(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     refusal(Tokenizer, folder, "pip install tokenizers")
-
-
-def test_what_is_not_the_files_fault_passes_on(folder, monkeypatch):
-    """Memory, for instance, may run out while the package reads."""
-    package = pytest.importorskip("tokenizers")
-    monkeypatch.setattr(package, "Tokenizer", Mock(from_str=Mock(side_effect=MemoryError)))
-    with pytest.raises(MemoryError):
-        Tokenizer(folder)
-
-
-def test_a_tokenizer_without_the_letter_x(folder):
-    """`piece` asks what a token adds behind an x."""
-    package = pytest.importorskip("tokenizers")
-    few = package.Tokenizer(package.models.BPE(vocab={"a": 0, "b": 1, "<begin>": 2}, merges=[]))
-    few.save(str(folder / "tokenizer.json"))
-    tokenizer = Tokenizer(folder)
-    assert [tokenizer.piece(i) for i in range(2)] == ["a", "b"]
-    assert tokenizer.encode("axb") == [2, 0, 1]
-
-
-def test_what_begins_a_text_is_not_in_a_prompt_that_is_cut(folder):
-    """Decoded, it would come back as plain text."""
-    row = {"prompt": "abcdefghi" * 9}
-    assert tasks.shorten(row, 10, Tokenizer(folder)) and row["prompt"] == "abcdefghi"

@@ -1,27 +1,23 @@
 """train.py as a user runs it: what it prints, writes and refuses."""
 
-import json
 import math
 import os
-import re
-import shutil
 from dataclasses import asdict
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import FULL, names_in, nats_by_hand, read_by_hand, remembered
+from conftest import cells, names_in, nats_by_hand, read_by_hand, remembered
 from safetensors.torch import load_file
 
 import train
-from lococo import METHODS, AdaptedLlama, Settings, segment_losses
+from lococo import AdaptedLlama, Settings, segment_losses
 from model import load_llama
 from support.programs.adapter import load_adapter, read_adapter
 from support.command_line import TINY
 from support.facts import tell
-from support.text import PARTS, long_documents, token_streams
+from support.text import long_documents, token_streams
 
 LINE = "--data text --mem 16 --segment 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 --out run"
 BASELINES = {
@@ -30,13 +26,7 @@ BASELINES = {
 }
 
 
-def cells(out: str) -> dict[str, list[str]]:
-    """Of a printed table, the columns of each row by its name."""
-    rows = [re.split(" {2,}", line) for line in out.splitlines()]
-    return {row[0]: row[1:] for row in rows}
-
-
-@pytest.mark.parametrize("words", [*METHODS, "lococo --lora-rank 0",
+@pytest.mark.parametrize("words", ["streaming", "h2o", "selection", "lococo --lora-rank 0",
                                    "lococo+h2o --dtype bfloat16 --compressor paper"])  # fmt: skip
 def test_every_method_trains_and_is_read_back(run, tokenizer, words):
     """Two steps reach each tensor: AdamW has a first moment of it. With rank 0, the paper's
@@ -80,72 +70,13 @@ def test_recipes():
     for recipe in (paper, inference):  # section 3.3: 104 million tokens
         assert recipe.steps * recipe.batch * recipe.seq == pytest.approx(104e6, rel=0.01)
     assert (inference.steps, inference.lora_rank, paper.lora_rank) == (200, 0, 8)  # section 4.1
-    batches = [parsed(words).batch for words in ("", "--seq 1000", "--seq 9999", "--batch 7")]
-    assert batches == [4096 // 2048, 4, 1, 7]
     # T is 512 in the paper, whatever M is (sections 4.1 and 5.1). In ours it is M.
     recipes = ("--model other", "--model other --recipe inference", "")
     assert [parsed(f"{words} --mem 128").segment for words in recipes] == [512, 128, 128]
+    ours = train.settings_of(parsed(""))
+    assert (ours.sinks, ours.heavy, ours.merged, ours.recent) == (4, 0, 24, 100)
     given = asdict(parsed("--kernel 5 --segment 7 --lr 0.5 --compressor paper")).items()
     assert given >= dict(kernel=5, segment=7, lr=0.5, compressor="paper").items()
-
-
-@pytest.mark.parametrize("words, parts", [
-    ("--data 1.txt", [*PARTS]),  # all of it is in one part, by the checksum of its name
-    ("--held-out own.txt", [*PARTS]), ("--data text/2.py text/2.py", [*PARTS])])
-def test_what_a_run_trains_on_if_it_holds_nothing_out(run, words, parts):
-    """It says so in its adapter. A text that is named twice is read once."""
-    for name in ("1.txt", "own.txt"):
-        Path(name).write_text("one lone file of text\n" * 300)
-    code, out, err = run(train, f"{LINE} --steps 1 --method h2o --score-tokens 0 {words}")
-    assert code == 0 and read_adapter(Path("run")).parts == parts, err
-    number = 60 if "held" in words else 1
-    assert f"text: {number} document{'s' * (number > 1)} (" in out
-
-
-def test_what_a_run_says_at_its_start(run, tokenizer):
-    """What it trains on, and what it sets."""
-    code, out, err = run(train, f"{LINE} --score-tokens 200 --conv-lr 0.5")
-    assert code == 0, err
-    counts = {}
-    for part in PARTS:
-        ids = token_streams([Path("text")], tokenizer)[part]
-        counts[part] = f"{(ids == tokenizer.bos).sum()} documents ({len(ids):,} tokens)"
-    text = f"text: {counts['training']} to train on, {counts['held-out']} held out; 2 to score"
-    assert text in out
-    for words in ("method selection", "sinks 4", "conv_lr 0.5", "facts 8", "positions slots",
-                  "training reads 384 tokens"):  # fmt: skip
-        assert words in out, out
-    assert "warning" not in err
-
-
-def test_a_document_that_is_too_short_is_not_scored(run):
-    words = f"{LINE} --seq 192 --steps 1 --method h2o"
-    for file in Path("text").iterdir():
-        file.write_text("x = 1\n" * 20)
-    reason = "no document that is held out has --seq 192 tokens"
-    code, out, _ = run(train, words)
-    assert code == 0 and f"0 to score, as {reason}; name others by --held-out" in out
-    Path("short.py").write_text("x = 1\n" * 20)
-    code, _, err = run(train, f"{words} --out own --held-out short.py")
-    assert code == 2 and f"short.py: {reason}; give longer ones" in err
-
-
-def test_a_real_model_without_a_text_is_told_what_it_trains_on(run, monkeypatch):
-    """Python's library is for tiny/. Here a few files stand for it."""
-    monkeypatch.setattr("support.text.find_files", lambda paths: sorted(Path("text").iterdir()))
-    asked = "no --data: it trains on Python's standard library; name your own text by --data\n"
-    shutil.copytree(TINY, "base")
-    words = "--mem 16 --segment 16 --seq 96 --batch 1 --steps 1 --score-tokens 0"
-    for flags, said in (("", False), ("--model base", True), ("--model base --data text", False)):
-        code, out, err = run(train, f"{words} {flags} --out run{len(flags)}")
-        assert code == 0 and (asked in out) == said, err
-
-
-def test_help_says_what_a_recipe_sets(run):
-    table = " ".join(run(train, "--help")[1].split()).split("--resume RUN")[-1]
-    for words in ("paper", "method lococo+h2o", "mem 512", "seq 8192", "batch 128",
-                  "embedded", "method selection", "facts 8", "bptt 4"):  # fmt: skip
-        assert words in table, table
 
 
 def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, monkeypatch):
@@ -172,10 +103,15 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, mon
 
 def test_recall_and_the_names_of_facts(run, tokenizer, monkeypatch):
     """The share of answers that are the likeliest word. What is told for training has other names
-    than what is scored."""
+    than what is scored. Slots are mixtures while a run trains."""
     usual, draws = train.gradients, []
-    watched = Mock(side_effect=lambda *args: draws.append(args[1]) or usual(*args))
-    monkeypatch.setattr(train, "gradients", watched)
+
+    def gradients(adapted, draw, *others):
+        assert all(module.training for module in adapted.modules())
+        draws.append(draw)
+        return usual(adapted, draw, *others)
+
+    monkeypatch.setattr(train, "gradients", gradients)
     words = "--data text --mem 64 --seq 300 --facts 3 --steps 1 --batch 1 --micro-batch 1 --out run"
     table = cells(run(train, f"{words} --score-tokens 900")[1])
     assert table["3 held-out documents"][1:] == ["recall 0-128", "recall 128-300"]
@@ -196,19 +132,14 @@ def test_recall_and_the_names_of_facts(run, tokenizer, monkeypatch):
 
 @pytest.mark.parametrize("words, sentence", [
     ("--kernel 4", "--kernel 4: it must be odd"), ("--seq 33", "so that nothing is compressed"),
-    ("--seq 99999", "--seq 99999: the text to train on has only"), ("--method magic", "'magic'"),
-    ("--conv-lr inf", "--conv-lr inf"), ("--steps 1.5", "'1.5'"), ("--device meta", "meta: this"),
-    ("--sinks 9 --recent 8", "slots do not fit"), ("--model missing", "missing: there is no such"),
+    ("--seq 99999", "--seq 99999: the text to train on has only"),
+    ("--conv-lr inf", "--conv-lr inf"), ("--model missing", "missing: there is no such"),
     ("--method full --recent 8", "keeps everything and has no slots"),
-    ("--method lococo+sinks --sinks 16", "needs merged slots"), ("--data text nowhere", "nowhere"),
-    ("--method h2o --lora-rank 0", "there is nothing to train"), ("--out text", "text: it is there"),
+    ("--method h2o --lora-rank 0", "there is nothing to train"), ("--out text", "it is there"),
     ("--out file", "file: this is a file; name a folder"), ("--out ''", "this name is empty"),
-    ("--resume nowhere", "nowhere"), ("--data ''", "--data '': this name is empty"),
-    ("--held-out text/1.py", "--held-out text/1.py: it is among the texts that train"),
 ])  # fmt: skip
 def test_a_mistake_is_one_sentence(run, words, sentence):
     Path("file").touch()
-    words = words if "--resume" in words else f"{LINE} {words}"
-    code, _, err = run(train, words)
+    code, _, err = run(train, f"{LINE} {words}")
     assert code == 2 and err.count("\n") == 1 and sentence in err, err
     assert err.startswith("train.py: ") and not Path("run/state.safetensors").exists()

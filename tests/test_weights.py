@@ -6,7 +6,6 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ META = [f"consolidated.{n:02}.pth" for n in range(8)]
 HF, BIN = "model.safetensors", "pytorch_model.bin"
 SHARDS, BINS = ["model-1.safetensors", "model-2.safetensors"], ["pytorch_model-1.bin", BIN]
 WQ, Q_PROJ = "layers.0.attention.wq.weight", "model.layers.0.self_attn.q_proj.weight"
-LLAMA3 = dict(rope_type="llama3", factor="8", low_freq_factor=1, high_freq_factor=4,
-              original_max_position_embeddings=32)  # fmt: skip
 
 # --- Checkpoints, written as Meta and Hugging Face do -----------------------------------
 
@@ -115,8 +112,6 @@ def test_what_an_index_does_not_name_is_not_loaded(tmp_path, model, files, index
     load(tmp_path, model)
     save({}, tmp_path / index)
     refusal(load_llama, tmp_path, f"it does not name {index}; remove one")
-    (tmp_path / f"{index}.index.json").write_text("{}")
-    refusal(load_llama, tmp_path, "index.json", "weight_map")
 
 
 # --- What is refused --------------------------------------------------------------------
@@ -125,22 +120,14 @@ def test_what_an_index_does_not_name_is_not_loaded(tmp_path, model, files, index
 @pytest.mark.parametrize("changes, sentence", [
     # another architecture
     ({"model_type": "mistral"}, "model_type mistral is not implemented"),
-    ({"hidden_act": "gelu"}, "hidden_act gelu"),
     ({"sliding_window": 4096}, "sliding_window 4096"),
-    ({"mlp_bias": True}, "mlp_bias True"),
     ({"attention_bias": True}, "attention_bias True"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"rope_scaling": {"type": "yarn"}}, "rope_type yarn is not implemented"),
     # numbers that make no Llama
-    ({"num_hidden_layers": None}, "NoneType"),
     ({"hidden_size": 32.5}, "dim 32.5 is not of type int"),
-    ({"tie_word_embeddings": "false"}, "tied 'false' is not of type bool"),
-    ({"rope_scaling": LLAMA3}, "factor '8' is not of type float"),
     ({"num_hidden_layers": 0}, "n_layers 0 is not positive"),
-    ({"rope_theta": math.inf}, "rope_theta inf is not positive"),
     ({"intermediate_size": 2**60}, f"ffn_dim {2**60} is larger than 16,777,216"),
-    ({"num_attention_heads": 32, "num_key_value_heads": 16}, "32 heads, 16 of keys and values, do"),
     ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads, 3 of keys and values, do not"),
 ])  # fmt: skip
 def test_a_config_json_that_is_no_llamas(tmp_path, model, changes, sentence):
@@ -170,23 +157,15 @@ def test_a_missing_file(tmp_path, model, files, lost, parts):
 
 
 @pytest.mark.parametrize("fault, parts", [
-    (lambda s, q: s.pop(q), ["missing: "]),
+    (lambda s, q: s.pop(q), [Q_PROJ, "missing: "]),
     (lambda s, q: s.update(surplus=s.pop(q)), ["surplus is no weight"]),
-    (lambda s, q: s.update({q: s[q].to(torch.int8)}), ["int8"]),
-    (lambda s, q: s[q].__setitem__((0, 0), math.nan), ["no finite numbers"]),
-    (lambda s, q: s.update({q: s[q][2:].clone()}), ["(30, 32)", "(32, 32)"]),
-    (lambda s, q: s.update({q: s[q][:, 1:].clone()}), ["(32, 31)", "(32, 32)"])])  # fmt: skip
-@pytest.mark.parametrize("file, q", [(META[0], WQ), (HF, Q_PROJ)])
-def test_a_wrong_tensor_is_named(tmp_path, model, file, q, fault, parts):
-    name = "surplus" if "surplus is no weight" in parts else q
-    write_model(tmp_path, model, [file], lambda state: fault(state, q))
-    refusal(load_llama, tmp_path, name, *parts)
-
-
-def test_parts_that_cannot_be_joined(tmp_path, model):
-    """The second shard has fewer columns than the first."""
-    write_model(tmp_path, model, META[:2], lambda s: s.update({WQ: s[WQ][:, 1:].clone()}))
-    refusal(load_llama, tmp_path, f"{WQ} does not fit")
+    (lambda s, q: s.update({q: s[q].to(torch.int8)}), [Q_PROJ, "int8"]),
+    (lambda s, q: s[q].__setitem__((0, 0), math.nan), [Q_PROJ, "no finite numbers"]),
+    (lambda s, q: s.update({q: s[q][:, 1:].clone()}), [Q_PROJ, "(32, 31)", "(32, 32)"]),
+])  # fmt: skip
+def test_a_wrong_tensor_is_named(tmp_path, model, fault, parts):
+    write_model(tmp_path, model, [HF], lambda state: fault(state, Q_PROJ))
+    refusal(load_llama, tmp_path, *parts)
 
 
 class Intruder:
@@ -201,24 +180,13 @@ def test_files_that_are_damaged_or_no_weights_are_named(tmp_path, model, name, m
     monkeypatch.chdir(tmp_path)
     file = write_model(tmp_path, model, [name]) / name
     whole = file.read_bytes()
-    for content in (b"", b"plain text " * 50, whole[:100], whole[:-1], Intruder(), 3):
+    for content in (b"plain text " * 50, whole[:-1], Intruder(), 3):
         if isinstance(content, bytes):
             file.write_bytes(content)
         else:
             torch.save({WQ: content}, file)
         refusal(load_llama, tmp_path, f"{name}: cannot be read as weights (", "Error: ")
     assert not Path("made").exists()
-
-
-@pytest.mark.parametrize("error", [AttributeError("a bug of ours"), RuntimeError("memory is full")])
-@pytest.mark.parametrize("place", ["model.checked", "model.FeedForward.__init__"])
-def test_what_is_not_the_files_fault_is_not_called_so(tmp_path, model, monkeypatch, place, error):
-    """While the model is made and weights are copied, a bug is a traceback."""
-    write_model(tmp_path, model, [HF])
-    monkeypatch.setattr(place, Mock(side_effect=error))
-    with pytest.raises(type(error)) as raised:
-        load_llama(tmp_path)
-    assert raised.value is error
 
 
 def test_what_begins_a_text_is_in_the_model(tmp_path):

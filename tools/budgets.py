@@ -21,7 +21,7 @@ them.
 
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import token_losses  # noqa: E402
 from lococo import METHODS, AdaptedLlama, Settings  # noqa: E402
 from model import Llama, load_base  # noqa: E402
-from support.command_line import Machine, Parser, at_least, config_of  # noqa: E402
-from support.command_line import counted, method_flags, named_path  # noqa: E402
+from support.command_line import Machine, Parser, at_least, counted  # noqa: E402
+from support.command_line import method_flags, named_path  # noqa: E402
 from support.command_line import output_file, prepare, run_program  # noqa: E402
 from support.facts import FORMS, tell_all  # noqa: E402
 from support.files import UserError, write_json  # noqa: E402
@@ -143,7 +143,7 @@ def parse() -> Options:
     if flags.budgets:
         parser.error("--budgets are what this program finds; leave the flag out")
     flags.changes = method_flags(vars(flags)) | {"lora_rank": 0}
-    return config_of(Options, flags)
+    return Options(**{field.name: getattr(flags, field.name) for field in fields(Options)})
 
 
 def settings_of(options: Options) -> Settings:
