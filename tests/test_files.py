@@ -29,9 +29,9 @@ def test_a_damaged_file_is_named(tmp_path):
     whole = file.read_bytes()
     for content in (whole[:-1], whole[:-1] + b"\x99", whole[:50]):
         file.write_bytes(content)
-        refusal(read_file, file, "damaged or another version's")
+        refusal(read_file, file, "damaged")
     save_file({"a": torch.ones(3)}, file)
-    refusal(read_file, file, "damaged or another version's")
+    refusal(read_file, file, "damaged")
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path):
