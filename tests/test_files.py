@@ -9,8 +9,7 @@ import torch
 from conftest import refusal, same
 from safetensors.torch import save_file
 
-from support.files import UserError, created, read_file, read_json, write_file
-from support.files import write_json, write_whole
+from support.files import created, read_file, read_json, write_file, write_json
 
 TENSORS = {
     "a.b": torch.randn(3, 5), "steps": torch.tensor(7.0), "none": torch.empty(0, 3),
@@ -40,19 +39,6 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path):
     (tmp_path / "file").write_text(pointer)
     for read in (read_file, read_json):
         refusal(read, tmp_path / "file", "run: git lfs pull")
-
-
-def test_a_failed_write_leaves_what_was_there(tmp_path):
-    (tmp_path / "file").write_text("old")
-
-    def save(beside):
-        beside.write_text("the first half")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(UserError):
-        write_whole(tmp_path / "file", save)
-    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
-    assert (tmp_path / "file").read_text() == "old"
 
 
 def test_json_is_json(tmp_path):

@@ -232,17 +232,6 @@ def test_official_files_become_rows(run, case):
     assert f": of {data}, " in convert(run, f"{data} text")  # then its files' names
 
 
-def test_official_files_behind_links(run):
-    """As in the cache of Hugging Face's hub: the folder's name says what the rows are."""
-    row = {"id": 1, "input": "Some.\n\nMore.", "output": "Short."}
-    Path("blobs").mkdir()
-    Path("blobs/1").write_text(json.dumps(row))
-    Path("gov_report").mkdir()
-    Path("gov_report/validation.jsonl").symlink_to("../blobs/1")
-    [found] = convert(run, "scrolls gov_report")
-    assert found["prompt"].startswith("Some.\n\nMore.\n\nQuestion: What is a summary")
-
-
 def test_recall(run, tokenizer, monkeypatch):
     """8 facts of held-out names, each told once in the first half; 3 are answered, one is asked."""
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": "text"})

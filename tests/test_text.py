@@ -195,15 +195,6 @@ def test_facts_are_lines_of_their_own(tokenizer, L, facts, seed, i):
         assert n == (t - earlier[-1] if earlier else 0)
 
 
-def test_what_is_told_depends_on_the_text_the_seed_and_the_number(tokenizer):
-    text = torch.tensor(tokenizer.encode(CODE)[:900])
-    told, ago = tell(text, 8, "training", 5, 2, tokenizer)
-    for seed, i, alike in ((5, 2, True), (5, 3, False), (6, 2, False)):
-        again, ago_again = tell(text, 8, "training", seed, i, tokenizer)
-        assert torch.equal(told, again) == torch.equal(ago, ago_again) == alike
-    assert torch.equal(tell(text, 0, "training", 5, 2, None)[0], text)  # with any tokenizer
-
-
 def test_when_facts_are_told(tokenizer):
     """Into empty lines: first anywhere in their first half, then after gaps of 64 to L.
     Of those up to L / 2, none of which is cut off, half are below 256."""
