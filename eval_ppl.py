@@ -8,8 +8,8 @@
 Perplexity is exp(nats / tokens) over all tokens of a document after the first. Longer
 documents are cut and shorter ones left out, so that columns score different documents:
 compare within a column. Cache bytes are those that attention reads; with positions of slots
-a memory holds half as many again. The paper's tasks are scored by tools/tasks.py. For the method read
-`token_losses`.
+a memory holds half as many again. The paper's tasks are scored by tools/tasks.py. For the
+method read `token_losses`.
 """
 
 import argparse

@@ -445,10 +445,10 @@ def segment_losses(
     (B, segment), and the logits that predicted it, (B, segment, vocab_size); the last one
     may be shorter. The last target of a segment is the first token of the next.
 
-    `precision()`, such as torch.autocast, is entered around the forward pass and the loss. The graph
-    grows with each segment until `cache.detach()` cuts it. If it is cut after every segment,
-    the loss of a segment trains the compression that made room for it, and the entries that
-    were compressed are constants.
+    `precision()`, such as torch.autocast, is entered around the forward pass and the loss.
+    The graph grows with each segment until `cache.detach()` cuts it. If it is cut after every
+    segment, the loss of a segment trains the compression that made room for it, and the
+    entries that were compressed are constants.
     """
     inputs = tokens[:, :-1].split(segment, dim=1)
     targets = tokens[:, 1:].split(segment, dim=1)

@@ -64,7 +64,8 @@ class Llama3Rope:
 
 
 # The repr of this class is a part of the checksum by which an adapter knows its base
-# (support.programs.adapter.identity). A new field needs `repr=False`, or no stored adapter loads any more.
+# (support.programs.adapter.identity). A new field needs `repr=False`, or no stored adapter
+# loads any more.
 @dataclass(frozen=True)
 class LlamaConfig:
     dim: int

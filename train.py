@@ -29,7 +29,7 @@ from tqdm import tqdm
 from eval_ppl import baselines, name_of, perplexity, ranges, token_losses
 from lococo import AdaptedLlama, Settings, segment_losses
 from model import KVCache, attention, load_base
-from support.programs.adapter import identity, write_adapter
+from support.programs.adapter import identity, shared_copy, write_adapter
 from support.command_line import HERE, TINY, Machine, method_flags, prepare
 from support.command_line import resume_command, run_program
 from support.facts import tell, tell_all
@@ -391,12 +391,11 @@ def run(config: TrainConfig, state: State | None) -> int:
             join()  # the others wait in start_process
         print_start(config, settings, machine, texts)
 
+        adapted = AdaptedLlama(shared_copy(model), settings)
         scores = state.scores if state else {}
-        if not state:
-            # A window and H2O are scored first, as the adapter changes the base.
+        if not state:  # a window and H2O on the base as it is
             for other in baselines(model, settings.mem or config.mem, config.segment):
                 scores[name_of(other.settings)] = score(setup, other)
-        adapted = AdaptedLlama(model, settings)
         if config.recompute:
             adapted.recompute_in_backward()
         return train_and_score(setup, adapted, state, scores, log)

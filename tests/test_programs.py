@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import eval_ppl
 import generate
+import train
 from generate import as_text, decode, prefill, sample
-from lococo import AdaptedLlama, Settings
+from lococo import AdaptedLlama, Compressor, Settings
 from model import load_llama
 from support.programs.adapter import identity, load_adapter, write_adapter
 from support.command_line import TINY, at_least, run_program
@@ -328,6 +329,23 @@ def test_which_errors_are_a_sentence_and_which_a_traceback(capsys, error, code, 
     err = capsys.readouterr().err
     assert raised.value is error if code is None else raised.value.code == code
     assert sentence in err and err.count("\n") == (code == 2)
+
+
+def test_a_compressor_whose_rows_do_not_sum_to_1(run, monkeypatch):
+    """One of one's own, such as a softmax over the wrong dimension, is noticed before anything is
+    scored."""
+    Path("mine").mkdir()
+    adapted = AdaptedLlama(load_llama(TINY), settings_for("lococo", 16, 16, 96, lora_rank=0))
+    write_adapter(Path("mine"), adapted, ["training"])
+    monkeypatch.setattr(Compressor, "weights", lambda self, entries, *_: self.conv(entries))
+    for program, words in (
+        (generate, "--prompt text/0.py --adapter mine"),
+        (eval_ppl, "mine --data text --lengths 64"),
+        (train, "--data text --method lococo --mem 16 --seq 96 --lora-rank 0 --steps 1 --out run"),
+    ):
+        code, out, err = run(program, words)
+        sentence = f"{program.__name__}.py: Compressor.weights: the rows of w sum to "
+        assert code == 2 and err.startswith(sentence) and "perplexity" not in out
 
 
 def test_a_pipe_that_is_closed():
