@@ -27,7 +27,6 @@ from support.facts import FORMS, fact_tokens, tell_all
 from support.files import write_json
 from support.programs.scoring import add_shared_flags, documents_to_score, models_to_score
 from support.programs.scoring import note_limits, parse_models, parts_to_score
-from support.programs.scoring import baselines, name_of  # noqa: F401, for train.py
 from support.text import PARTS
 
 # --- Perplexity -------------------------------------------------------------------------

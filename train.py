@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from tqdm import tqdm
 
-from eval_ppl import baselines, name_of, perplexity, ranges, token_losses
+from eval_ppl import perplexity, ranges, token_losses
 from lococo import AdaptedLlama, Settings, segment_losses
 from model import KVCache, attention, load_base
 from support.programs.adapter import identity, shared_copy, write_adapter
@@ -36,6 +36,7 @@ from support.facts import tell, tell_all
 from support.files import UserError
 from support.processes import RANK, WORLD, add_up, agreed, end_together, join
 from support.processes import noted_signals, start_alike, start_process
+from support.programs.scoring import baselines, name_of
 from support.programs.run_folder import State, claim, read_state, restore, write_state
 from support.programs.settings import settings_for
 from support.text import Texts, read_texts, sequence
