@@ -30,15 +30,15 @@ from tqdm import tqdm
 
 from lococo import METHODS, AdaptedLlama, Settings
 from model import KVCache, Llama, load_base
-from support.programs.adapter import load_adapter, shared_copy
 from support.command_line import TINY, Parser, at_least, output_file, prepare
 from support.command_line import read_prompt, run_program
 from support.files import UserError, created
+from support.programs.adapter import load_adapter, shared_copy
 from support.programs.memory_page import make_page, what_to_show
 from support.programs.saved_memory import load_memory, save_memory
 from support.programs.settings import untrained, warn_if_too_long
-from support.tokenizer import Tokenizer
 from support.programs.tracing import SUGGESTED, check_slots, describe_slots, memory_of_layer
+from support.tokenizer import Tokenizer
 
 # --- Text as it comes -------------------------------------------------------------------
 

@@ -286,9 +286,9 @@ class Memory(KVCache):
         super().enter(T, device)
 
     def is_full(self, layer: int, T: int) -> bool:
-        """Whether the new entries would become more than a segment. Before the first
-        compression all entries are new; then a layer is full from M entries on, as in
-        algorithm 2, even if T more would fit into M + T."""
+        """Whether more than M entries are held, and T more would make the new ones more than a
+        segment. Before the first compression all entries are new, so that a layer may be
+        full, as in algorithm 2, although T more would fit into M + T."""
         size, M = self.keys[layer].size, self.layer_settings[layer].mem
         new = size - M if self.was_compressed(layer) else size
         return size > M and new + T > self.settings.segment
@@ -523,6 +523,8 @@ class Selection(Compressor):
     While it trains, a slot is a mixture: its row of w is a softmax of the relevance, so that
     gradients flow. In use the relevance is 16 times as sharp, and a slot holds nearly one
     entry: the model cannot read a fact out of a mixture of several.
+
+    The memory calls `weights_of_layers`. So a subclass changes `relevance` or `normalise`.
     """
 
     reads_scores = True
@@ -559,7 +561,7 @@ class Selection(Compressor):
         return (sharpness * (relevance - taken(relevance, entries))).softmax(dim=-1)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
-        return self.normalise(self.relevance(entries, from_slot, scores), entries)
+        return self.weights_of_layers([self], [entries], [from_slot], [scores])
 
     @staticmethod
     def weights_of_layers(compressors, entries, from_slot, scores) -> Tensor:
@@ -577,8 +579,8 @@ def taken(relevance: Tensor, entries: Tensor) -> Tensor:
 
     This is maximal marginal relevance (Carbonell and Goldstein 1998). Two entries are alike
     by the cosine of their values, less the mean of all R, to the power of 32; values are not
-    rotated. The penalty is a
-    constant for the gradient, as are the scores: the filters learn through the softmax alone.
+    rotated. The penalty is a constant for the gradient, as are the scores: the filters learn
+    through the softmax alone.
     """
     values = entries.chunk(2, dim=1)[1]  # (N, D, R)
     unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)

@@ -29,20 +29,20 @@ from tqdm import tqdm
 from eval_ppl import perplexity, ranges, token_losses
 from lococo import AdaptedLlama, Settings, segment_losses
 from model import KVCache, attention, load_base
-from support.programs.adapter import identity, shared_copy, write_adapter
 from support.command_line import HERE, TINY, Machine, method_flags, prepare
 from support.command_line import resume_command, run_program
 from support.facts import tell, tell_all
 from support.files import UserError
 from support.processes import RANK, WORLD, add_up, agreed, end_together, join
 from support.processes import noted_signals, start_alike, start_process
-from support.programs.scoring import baselines, name_of
+from support.programs.adapter import identity, shared_copy, write_adapter
 from support.programs.run_folder import State, claim, read_state, restore, write_state
+from support.programs.scoring import baselines, name_of
 from support.programs.settings import settings_for
-from support.text import Texts, read_texts, sequence
-from support.tokenizer import Tokenizer
 from support.programs.train_flags import check_use, flags_given, make_parser
 from support.programs.train_report import print_scores, print_start
+from support.text import Texts, read_texts, sequence
+from support.tokenizer import Tokenizer
 
 # --- Recipes ----------------------------------------------------------------------------
 
