@@ -1,9 +1,7 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a small convolution.
 
-The sections follow the method: what a memory holds, the compressor, the memory, the segment
-loop, positions, LoRA, and what is ours. Equation numbers are those of the paper (arXiv
-2406.05317), letters are those of model.py, and R is the number of entries that are neither
-pinned nor recent: those that are merged.
+Equation numbers are those of the paper (arXiv 2406.05317), letters are those of model.py,
+and R is the number of entries that are neither pinned nor recent: those that are merged.
 Three matrices have similar names:
 
     logits          the paper's W of (6), as the convolution gives it
@@ -33,13 +31,11 @@ KINDS = ("sinks", "heavy", "merged", "recent")  # in their order in the cache
 # A method is a function of M. It gives the fields of Settings (below) that it sets. Another
 # rule of which entries are kept goes into `Memory.choose`.
 METHODS = {
-    # What the paper compares with.
+    # What the paper compares with. `longlora` keeps everything, too; while it trains, its
+    # attention is train.ShiftedGroups.
     "full": lambda M: {},
-    # `longlora` keeps everything, too. While it trains, its attention is
-    # train.ShiftedGroups.
     "longlora": lambda M: {},
-    # StreamingLLM with M slots. By the LoCoCo paper's table its version keeps 8 sinks and no
-    # window.
+    # StreamingLLM with M slots. The version in LoCoCo's table keeps 8 sinks and no window.
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
     # The paper does not say how H2O divides its slots; H2O's authors do it so.
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
@@ -68,7 +64,7 @@ class Settings:
 
     method: str
     segment: int  # the most tokens that enter together
-    # L that it is trained for, in tokens. Without training: the most that the base can read.
+    # L that it is trained for, in tokens; without training, the most that the base can read
     length: int
     sinks: int = 0  # slots that keep the first tokens
     heavy: int = 0  # slots that keep the entries that have received most attention
@@ -81,9 +77,8 @@ class Settings:
     lora_rank: int = 8
     lora_alpha: int = 16  # the official code's; the paper names none
     # Ours:
-    # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets nothing.
-    # 0 counts only the queries that entered last: those of a segment, or of one decoded
-    # token.
+    # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets nothing;
+    # 0 counts only the queries that entered last.
     forget: float = 1.0
     # Slots of each layer; an empty list means M in every layer.
     budgets: list[int] = field(default_factory=list)
@@ -131,14 +126,12 @@ class Compressor(nn.Module):
         """R entries that are merged, (N, 2D, R) of N = B * G heads -> w (N, slots, R).
 
         The entries are in float32. R differs from call to call. Each row of w must sum
-        to 1. The last two arguments, both (N, R), are for compressors of ours: `from_slot`
-        marks entries that stood in a heavy or merged slot, and `scores` is the attention
-        that each entry has received. It may be None if `reads_scores` is False.
+        to 1. For compressors of ours, and both (N, R): `from_slot` marks entries that stood
+        in a heavy or merged slot, `scores` is the attention that each entry has received.
         """
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official
-        # code, it follows the convolution: no weight is negative. A row of zeros becomes a
-        # plain mean.
+        # code, it follows the convolution. A row of zeros becomes a plain mean.
         w = logits.relu() + 1e-9
         return w / w.sum(dim=-1, keepdim=True)  # (7)
 
@@ -160,10 +153,9 @@ def merge(
     other on the first axis, so that B is layers * texts: k and v (B, G, R, D), `from_slot`
     and `scores` (B, G, R) -> K' and V' (B, G, slots, D), and w (B, G, slots, R).
 
-    All is computed in float32, and K' and V' are rounded to the dtype of k and v: in
-    bfloat16 neighbouring numbers near 900, which a logit can reach, are 4 apart. With
-    positions of the text the keys are rotated, each by its own position, so that a mixed key
-    has no single one; the paper does not discuss this.
+    All is computed in float32, as bfloat16 is too coarse for logits, and K' and V' are
+    rounded to the dtype of k and v. With positions of the text a mixed key has no single
+    position; the paper does not discuss this.
     """
     layers, slots = len(compressors), compressors[0].slots
     with torch.autocast(k.device.type, enabled=False):
@@ -201,8 +193,7 @@ def check_rows(compressor: Compressor, head_dim: int) -> None:
 
 
 def attention_weights(q: Tensor, k: Tensor) -> Tensor:
-    """Equation (1) up to its product with V. H2O must see these weights, and fused
-    attention does not return them.
+    """Equation (1) up to its product with V: fused attention does not return these weights.
 
     The queries belong to the last T of the S entries: q (B, H, T, D), k (B, G, S, D) ->
     weights in float32, (B, G, H/G * T, S). The rows of a key/value head are the T queries
@@ -220,8 +211,7 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
 
 def in_order(entries: Tensor, order: Tensor) -> Tensor:
-    """Entries (B, G, S, D) in the order (B, G, S) of each head. An index copies whole
-    entries, and takes half the time of `gather`."""
+    """Entries (B, G, S, D) in the order (B, G, S) of each head, faster than `gather`."""
     B, G = order.shape[:2]
     text = torch.arange(B, device=order.device)[:, None, None]
     head = torch.arange(G, device=order.device)[:, None]
@@ -243,9 +233,8 @@ class Memory(KVCache):
         merged     w  w  w  w   .  w  .
         recent     .  .  .  .   .  .  1
 
-    The convolution runs over the columns with a w, from left to right. When an entry is
-    kept, the entries on both sides of it become neighbours. The paper's (6) has the segment
-    first. Here the memory is first, as its tokens are older.
+    The convolution runs over the columns with a w, from left to right. The paper's (6) has
+    the segment first. Here the memory is first, as its tokens are older.
     """
 
     def __init__(
@@ -255,14 +244,12 @@ class Memory(KVCache):
         """`recompute` is that of Block, here for the compressors."""
         super().__init__(config, interpolation(config, settings))
         self.settings, self.compressors, self.recompute = settings, compressors, recompute
-        # One for each layer. They differ if layers have budgets (ours, see `in_layer`).
         self.layer_settings = [in_layer(settings, n) for n in range(config.n_layers)]
         self.capacity = [s.capacity for s in self.layer_settings]
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         # Attention received, (B, G, S)
         self.scores: list[Tensor | None] = [None] * config.n_layers
-        # The keys that compressions read. In the text a key keeps its position, so that they
-        # are those that attention reads. By slot a key moves at each compression. It is kept
+        # The keys that compressions read. By slot a key moves at each compression, and is kept
         # without a rotation, too, or the errors of many rotations would add up.
         self.by_slot = settings.positions == "slots"
         self.plain = [Entries() for _ in self.keys] if self.by_slot else self.keys
@@ -271,9 +258,8 @@ class Memory(KVCache):
         """Make room for T new tokens.
 
         We compress lazily, so that the loss of segment n trains the compression that made
-        room for it. Algorithm 2 compresses at the end of a segment, which gives the same
-        slots. While decoding, the paper compresses at each token; after the first compression
-        we compress once per segment.
+        room for it; algorithm 2 gives the same slots at the end of a segment. While decoding,
+        the paper compresses at each token, and we do it once per segment.
         """
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
@@ -310,11 +296,9 @@ class Memory(KVCache):
     def read(self, layer: int, q: Tensor) -> Tensor:
         """Attend as a KVCache does, and count the attention that each entry receives.
 
-        Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most.
-        Attention is summed over all queries so far, and averaged over the query heads that
-        share a key/value head. Ours: what was received earlier is first multiplied by
-        `forget` ** (T / segment), so that 64 decoded tokens forget as much as a segment of
-        64 tokens.
+        Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in sum
+        over all queries so far and as a mean of the query heads that share a key/value head.
+        Ours: a decoded token forgets as much as its share of a segment.
         """
         if not self.scoring:
             return super().read(layer, q)
@@ -337,10 +321,8 @@ class Memory(KVCache):
             order    4 | 0 1 2 3 5 | 6      places of the entries: pinned | rest | recent
             slots    0 |   1   2   | 3      the five of the rest go into slots 1 and 2
 
-        Each head has its own order, as another one may choose another entry. One-hot rows
-        copy pinned and recent entries. Only w, the block of the merged slots, multiplies
-        keys and values. Returns the order (layers * B, G, S) and w
-        (layers * B, G, merged, R).
+        Each head has its own order. Pinned and recent entries are copied, and only w
+        multiplies. Returns the order (layers * B, G, S) and w (layers * B, G, merged, R).
         """
         s = self.layer_settings[layers[0]]
         k = torch.cat([self.plain[n].held for n in layers])
@@ -352,7 +334,8 @@ class Memory(KVCache):
         v_pinned, v_rest, v_recent = in_order(v, order).split(sizes, dim=2)
         scores_rest = None
         if self.scoring:
-            scores_pinned, scores_rest, scores_recent = scores.gather(2, order).split(sizes, dim=2)
+            scores = scores.gather(2, order)
+            scores_pinned, scores_rest, scores_recent = scores.split(sizes, dim=2)
 
         # If compressed before, the cache was [pinned | merged | recent slots | segment].
         # Recent slots count as new.
@@ -363,8 +346,7 @@ class Memory(KVCache):
         k = torch.cat((k_pinned, k_new, k_recent), dim=2).chunk(len(layers))
         v = torch.cat((v_pinned, v_new, v_recent), dim=2).chunk(len(layers))
         if self.scoring:
-            # A merged slot gets the mean, by w, of the attention that its entries have
-            # received.
+            # A merged slot gets the mean, by w, of the attention that its entries received.
             scores_new = (w.detach() * scores_rest[:, :, None]).sum(dim=3)
             scores = torch.cat((scores_pinned, scores_new, scores_recent), dim=2)
             scores = scores.chunk(len(layers))
@@ -396,19 +378,17 @@ class Memory(KVCache):
         self.scores[layer] = scores
 
     def arrange(self, s: Settings, k: Tensor, v: Tensor, scores: Tensor | None) -> Tensor:
-        """The places of all entries in the cache, (B, G, S), in the order
-        [pinned | rest | recent]. Each part is in the order of the cache."""
+        """The places of all entries in the cache, (B, G, S): [pinned | rest | recent]."""
         chosen = self.choose(s, k, v, scores)
         enough = chosen.sum(dim=2) == s.pinned
         assert enough.all(), f"Memory.choose must take {s.pinned} entries in each head"
         last = chosen[:, :, chosen.shape[2] - s.recent :]
         assert not last.any(), "Memory.choose must take none of the last entries"
-        # What is chosen comes first. A stable sort keeps the order within both parts.
+        # A stable sort keeps the order of the cache within both parts.
         return (~chosen).byte().argsort(dim=2, stable=True)
 
     def choose(self, s: Settings, k: Tensor, v: Tensor, scores: Tensor | None) -> Tensor:
-        """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S): the first
-        ones in sinks, those that have received most attention in heavy slots.
+        """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S).
 
         For another rule change this function. Each head must choose `s.pinned` entries, and
         none of the last `s.recent` ones, which the recent slots keep.
@@ -442,13 +422,11 @@ def segment_losses(
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """Read tokens (B, L) one segment after the other, into a cache that may hold earlier
     ones. For each segment yield the loss of every token after the first, in nats,
-    (B, segment), and the logits that predicted it, (B, segment, vocab_size); the last one
-    may be shorter. The last target of a segment is the first token of the next.
+    (B, segment), and the logits that predicted it, (B, segment, vocab_size). The last target
+    of a segment is the first token of the next.
 
     `precision()`, such as torch.autocast, is entered around the forward pass and the loss.
-    The graph grows with each segment until `cache.detach()` cuts it. If it is cut after every
-    segment, the loss of a segment trains the compression that made room for it, and the
-    entries that were compressed are constants.
+    The graph grows with each segment until `cache.detach()` cuts it.
     """
     inputs = tokens[:, :-1].split(segment, dim=1)
     targets = tokens[:, 1:].split(segment, dim=1)
@@ -471,7 +449,6 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     """
     highest = settings.length
     if settings.positions == "slots" and settings.mem:
-        # A text that is shorter than M + T never fills the cache.
         largest = max(settings.budgets, default=settings.mem) + settings.segment
         highest = min(largest, settings.length)
     # The checkpoint may divide positions itself; they are never divided by less.
@@ -502,8 +479,7 @@ class LoRALinear(nn.Module):
 
 # --- Ours: slots that learn which entries to keep ---------------------------------------
 
-# AdamW changes all parameters equally fast. With this scale the shared filter learns three
-# times as fast as the filters of single slots.
+# AdamW changes all parameters equally fast. The shared filter learns three times as fast.
 COMMON_SCALE = 3
 # At the start, in training, an entry with twice the attention gets 2^2 times the weight.
 TRUST_SCALE = 2
@@ -513,8 +489,7 @@ PENALTY = 1000
 
 class Selection(Compressor):
     """Slots that learn which entries to keep. They choose in order: each prefers the most
-    relevant entry that no earlier slot has taken. Of entries A, A' (a copy of A) and B, in
-    this order of relevance, the first of two slots takes A, and the second one B.
+    relevant entry that no earlier slot has taken, nor a copy of it.
 
     The relevance of an entry has three parts: a filter that all slots share, a filter of
     each slot, and the logarithm of the attention that the entry has received. Entries that
@@ -523,8 +498,6 @@ class Selection(Compressor):
     While it trains, a slot is a mixture: its row of w is a softmax of the relevance, so that
     gradients flow. In use the relevance is 16 times as sharp, and a slot holds nearly one
     entry: the model cannot read a fact out of a mixture of several.
-
-    The memory calls `weights_of_layers`. So a subclass changes `relevance` or `normalise`.
     """
 
     reads_scores = True
@@ -532,14 +505,13 @@ class Selection(Compressor):
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
         super().__init__(head_dim, slots, kernel, start)
-        # For new entries: `conv` has a filter for each slot, and all share `common`. At the
-        # start the neighbours of an entry do not count.
+        # For new entries: `conv` has a filter for each slot, in which the neighbours of an
+        # entry start at zero, and all slots share `common`.
         neighbours = torch.arange(kernel) != kernel // 2
         with torch.no_grad():
             self.conv.weight[:, :, neighbours] = 0
         self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
-        # The same two for entries that come from a slot. They are one tap wide, as neighbours
-        # in slots are no neighbours in the text.
+        # For entries from slots: one tap, as neighbours in slots are none in the text.
         self.slot_filters = nn.Parameter(start * torch.randn(slots, 2 * head_dim, 1))
         self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
         self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts
@@ -573,14 +545,12 @@ class Selection(Compressor):
 
 @torch.no_grad()
 def taken(relevance: Tensor, entries: Tensor) -> Tensor:
-    """The penalty of each of R entries for each slot, from what earlier slots have taken:
-    relevance (N, slots, R), entries (N, 2D, R) -> (N, slots, R). It is about 0 if none has
-    taken an entry like this, and about PENALTY for each slot that has.
+    """The penalty of each of R entries for each slot: relevance (N, slots, R), entries
+    (N, 2D, R) -> (N, slots, R). It is PENALTY for each earlier slot that has taken a copy.
 
     This is maximal marginal relevance (Carbonell and Goldstein 1998). Two entries are alike
     by the cosine of their values, less the mean of all R, to the power of 32; values are not
-    rotated. The penalty is a constant for the gradient, as are the scores: the filters learn
-    through the softmax alone.
+    rotated. The penalty is a constant for the gradient, as are the scores.
     """
     values = entries.chunk(2, dim=1)[1]  # (N, D, R)
     unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)
@@ -604,8 +574,7 @@ COMPRESSORS = {"paper": Compressor, "selection": Selection}
 
 def in_layer(settings: Settings, layer: int) -> Settings:
     """The settings of one layer. It has all sinks; the rest of its budget is divided among
-    the kinds as it is at M. For example, with 24 heavy, 16 merged and 24 recent slots a
-    budget of 30 gives 11, 7 and 11, and the one that is left over is heavy, too.
+    the kinds as it is at M, and what rounding leaves over goes to the largest of them.
 
     Layers differ in how much of a long text they read, so that equal budgets waste slots
     (PyramidKV, arXiv 2406.02069). tools/budgets.py measures which layers need more.
@@ -617,7 +586,7 @@ def in_layer(settings: Settings, layer: int) -> Settings:
     divided = ("heavy", "merged", "recent")
     counts = {kind: (M - sinks) * getattr(settings, kind) // whole for kind in divided}
     largest = max(divided, key=counts.get)
-    counts[largest] += M - sinks - sum(counts.values())  # what rounding has left over
+    counts[largest] += M - sinks - sum(counts.values())
     return replace(settings, budgets=[], **counts)
 
 
@@ -625,10 +594,9 @@ def in_layer(settings: Settings, layer: int) -> Settings:
 
 
 class AdaptedLlama(nn.Module):
-    """A base model and everything that trains on it. It changes the base in place. Run it as
-    `adapted.model(tokens, cache)` with a `cache` of `adapted.cache()`; without a cache the
-    model has full attention and knows nothing of the settings. `train()` and `eval()` say
-    whether compressors are in training or in use.
+    """A base model, which it changes in place, and everything that trains on it. Run it as
+    `adapted.model(tokens, cache)` with a `cache` of `adapted.cache()`. `train()` and `eval()`
+    say whether compressors are in training or in use.
 
     Section 4.1 trains the compressors, embeddings, norms and LoRA (here on q, k, v and o,
     as in LongLoRA and the official code); with rank 0, the inference mode, the compressors
