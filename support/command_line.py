@@ -10,7 +10,7 @@ from typing import Callable, NoReturn
 
 import torch
 
-from support.files import UTF8, UserError, is_out_of_memory, is_stream
+from support.files import FOREIGN, UTF8, UserError, is_out_of_memory, is_stream, read_json
 
 HERE = Path(__file__).resolve().parent.parent  # the project's folder
 TINY = HERE / "tiny"  # the embedded model and its adapter
@@ -53,6 +53,23 @@ def output_file(text: str) -> Path:
         sentence = "nothing can be written there; name another file"
         raise argparse.ArgumentTypeError(f"{text}: {sentence}")
     return file
+
+
+def budgets_file(text: str) -> list[int]:
+    """An argparse type: a file of tools/budgets.py. Returns the slots of each layer."""
+    file = named_path(text)
+    if not file.is_file():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such file")
+    try:
+        slots = [int(n) for n in read_json(file)["budgets"]]
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    except FOREIGN:
+        slots = []
+    if min(slots, default=0) < 1:
+        remedy = "it has no list of budgets, numbers from 1 on; tools/budgets.py makes one"
+        raise argparse.ArgumentTypeError(f"{text}: {remedy}")
+    return slots
 
 
 def read_prompt(name: str) -> str:
@@ -113,8 +130,8 @@ class Parser(argparse.ArgumentParser):
         add("--forget", type=at_least(0, float, most=1), metavar="F",
             help="factor of the attention that an entry has received, at each segment, from "
                  "0 to 1 (default: the method's, which is 1 for most)")
-        add("--budgets", type=at_least(4), nargs="+", metavar="N",
-            help="slots of each layer, M on average; tools/budgets.py finds them "
+        add("--budgets", type=budgets_file, metavar="FILE",
+            help="slots of each layer, scaled to M on average; tools/budgets.py writes it "
                  "(default: M each)")
 
     def parse_methods(self) -> argparse.Namespace:

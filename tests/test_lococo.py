@@ -270,6 +270,11 @@ def test_a_budget_has_the_kinds_of_slots_in_proportion():
     assert counts == [[4, 1, 3, 0], [4, 6, 14, 0]]
 
 
+def test_budgets_are_scaled_to_m():
+    assert settings("h2o", 64, budgets=[1, 2]).budgets == [42, 86]  # 42.7 and 85.3
+    assert settings("h2o", 64, budgets=[42, 86]).budgets == [42, 86]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("positions", ["text", "slots"])
 def test_each_layer_has_its_budget(model, positions):
@@ -302,11 +307,10 @@ def test_equal_budgets_change_nothing(model, method):
 
 
 @pytest.mark.parametrize("method, slots, words", [
-    ("h2o", [8, 9], "their mean is 8.5, but it must be 8"),
     ("h2o", [6, 8, 10], "there are 3 numbers for 2 layers"),
-    ("h2o", [2, 14], "2 slots are too few"),
-    ("streaming", [4, 12], "4 slots are too few"),  # the sinks fill them
-    ("selection", [3, 13], "3 slots are too few"),
+    ("h2o", [2, 14], "2 slots of a layer are too few"),
+    ("streaming", [4, 12], "4 slots of a layer are too few"),  # the sinks fill them
+    ("selection", [3, 13], "3 slots of a layer are too few"),
     ("full", [6, 10], "keeps everything and has no slots")])  # fmt: skip
 def test_budgets_that_do_not_suit_are_refused(model, method, slots, words):
     with pytest.raises(UserError, match=words):

@@ -71,6 +71,8 @@ def stock(tmp_path_factory):
     wrong_weights(folder / "other-base", "model.layers.2.mlp.up_proj.weight", 1.1)
     wrong_weights(folder / "loud-base", "lm_head.weight", 3e38)  # the largest float
     (folder / "latin").write_bytes(b"caf\xe9 au lait")
+    (folder / "layers.json").write_text('{"budgets": [8, 8, 4, 12]}')
+    (folder / "tiny.json").write_text('{"slots": 8}')
     return folder
 
 
@@ -284,7 +286,9 @@ MISTAKES = [
         ("--show-memory 1 x", "--show-memory 1 x: name a layer and a head, such as 1 0, or one"),
         ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
         ("--load-memory adapter/adapter.safetensors", "saved with another model"),
-        ("--mem 8 --budgets 8 8 4 12 --show-memory p.html", "a page does not show layers"),
+        ("--mem 8 --budgets layers.json --show-memory p.html", "a page does not show layers"),
+        ("--budgets latin", "latin: cannot be read as JSON"),
+        ("--budgets tiny.json", "tiny.json: it has no list of budgets"),
         ("--show-memory p.html --save-memory m", "goes with neither --save-memory nor"),
     ]
 ] + [

@@ -13,7 +13,7 @@ import torch
 from conftest import settings
 from lococo import AdaptedLlama
 from model import load_base
-from support.command_line import TINY
+from support.command_line import TINY, budgets_file
 from support.facts import tell_all
 
 WORDS = "--data text.txt --mem 16 --positions text"
@@ -47,6 +47,7 @@ def test_which_layers_need_more_slots(run):
     assert found == budgets.shared_out(np.array(needs), 16)
     written = json.loads(Path("budgets.json").read_text())
     assert written["budgets"] == found and "--length 96" in written["made by"]
+    assert budgets_file("budgets.json") == found  # as --budgets reads it
 
     tiny, tokenizer = load_base(TINY)
     ids = torch.tensor([tokenizer.encode(text)[:96]])

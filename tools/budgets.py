@@ -45,7 +45,7 @@ from support.tokenizer import Tokenizer  # noqa: E402
 
 LEAST = 3 / 8  # of M, for a layer that needs no more
 # A layer with twice the need gets 2^0.7 = 1.6 times the slots. With a power of 1 the loss
-# was 0.003 nats per token higher (docs/notebook.md).
+# was 0.003 nats per token higher.
 POWER = 0.7
 STEP = 4  # budgets are multiples of this
 
@@ -138,7 +138,7 @@ def parse() -> Options:
         help="with --recall: lines `@ name name = word` (default), or sentences as "
              "RULER's needles")
     add("--out", type=output_file, metavar="FILE",
-        help="write the slots of each layer there, as JSON (default: print them alone)")
+        help="write the slots of each layer there, for --budgets (default: print them alone)")
     flags = parser.parse_args()
     if flags.budgets:
         parser.error("--budgets are what this program finds; leave the flag out")
@@ -197,7 +197,7 @@ def main() -> None:
     if options.out:
         command = shlex.join(["python", "tools/budgets.py", *sys.argv[1:]])
         write_json(options.out, {"made by": command, "budgets": budgets})
-    print("--budgets", *budgets)
+    print("budgets", *budgets)
 
 
 if __name__ == "__main__":

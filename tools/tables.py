@@ -56,7 +56,6 @@ RUNS = HERE / "runs" / "tables"
 PAGES = (HERE / "README.md", *sorted((HERE / "docs").glob("*.md")))
 BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.jsonl")
 SCORED = {"choosing": "book_news.txt", "test": "wikitext2-test.jsonl"}
-BUDGETS = read_json(HERE / "tools" / "smollm2_budgets.json")["budgets"]  # slots of layers
 
 # --- Rows and tables --------------------------------------------------------------------
 
@@ -71,6 +70,7 @@ class Row:
     sharpness: int | None = None  # of our compressor, when it is scored; None: as in use
 
 
+BUDGETS = "adapters/smollm2-135m/budgets.json"
 PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2"
 OURS_KEPT = "--method h2o --heavy {most} --forget 0.75"
 ROWS = {
@@ -88,10 +88,10 @@ ROWS = {
     "h2o 5/8 forget": Row("ours without merged slots: 5M/8 heavy, 3M/8 last, forgetting",
                           OURS_KEPT),
     "h2o 5/8 forget budgets": Row("ours without merged slots, with budgets of layers",
-                                  f"{OURS_KEPT} --budgets {{budgets}}"),
+                                  f"{OURS_KEPT} --budgets {BUDGETS}"),
     "ours soft": Row("ours as mixtures: not sharpened in use", "", sharpness=1),
     "ours": Row("**ours**", ""),
-    "ours budgets": Row("**ours with budgets of layers**", "--budgets {budgets}"),
+    "ours budgets": Row("**ours with budgets of layers**", f"--budgets {BUDGETS}"),
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
     "ours, one filter": Row("one filter for all slots", "--compressor one-filter"),
@@ -180,14 +180,18 @@ def documents_of(table: Table, options: Options, tokenizer: Tokenizer) -> Tensor
 def all_flags(row: Row, table: Table) -> str:
     """The flags of train.py that make a row, but for texts, model, steps and seed."""
     M = table.mem
-    budgets = " ".join(str(slots * M * len(BUDGETS) // sum(BUDGETS)) for slots in BUDGETS)
-    flags = row.flags.format(mem=M, most=M * 5 // 8, eighth=M // 8, budgets=budgets)
+    flags = row.flags.format(mem=M, most=M * 5 // 8, eighth=M // 8)
     return f"{table.flags} --mem {M} --segment {M} --seq {table.seq} {flags}".strip()
+
+
+def words_of(flags: str) -> list[str]:
+    """The flags as train.py gets them, in whatever folder the user is."""
+    return [str(HERE / word) if word == BUDGETS else word for word in flags.split()]
 
 
 def settings_of(flags: str, options: Options) -> Settings:
     """Those of a row that is not trained, too: train.py refuses to train nothing."""
-    config = train.parse([*flags.split(), "--model", str(options.model)])[0]
+    config = train.parse([*words_of(flags), "--model", str(options.model)])[0]
     settings = train.settings_of(replace(config, lora_rank=config.lora_rank or 1))
     return replace(settings, lora_rank=config.lora_rank)
 
@@ -215,7 +219,7 @@ def train_cell(name: dict, number: int, options: Options) -> Path:
     fields = ("flags", "steps", "seed", "model", "dtype", "base", "texts")
     about = json.dumps([name[field] for field in fields] + [number])
     out = RUNS / checksum({}, about)[:12]
-    line = [*name["flags"].split(), "--model", str(options.model), "--device", "cpu"]
+    line = [*words_of(name["flags"]), "--model", str(options.model), "--device", "cpu"]
     line += ["--steps", str(name["steps"]), "--seed", str(name["seed"])]
     line += ["--dtype", name["dtype"], "--score-tokens", "0", "--out", str(out)]
     texts = texts_to_train_on(name["part"], options)

@@ -1,6 +1,7 @@
 """From a method's name and some numbers to Settings, and to a model that needs no training."""
 
 import sys
+from dataclasses import replace
 
 from lococo import KINDS, METHODS, AdaptedLlama, Settings, in_layer
 from model import Llama
@@ -15,7 +16,8 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     `selection`, M = 128 and sinks=4, heavy=0, recent=100 there are 24 merged slots. With
     merged=24 in the place of recent=100 there are 100 recent slots. If both counts are given,
     or the only one that the row has, there may be fewer than M slots: `h2o` with M = 128 and
-    recent=0 has 64. A row without slots keeps all entries. Raises UserError.
+    recent=0 has 64. A row without slots keeps all entries. Budgets are scaled to M slots on
+    average. Raises UserError.
     """
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
@@ -31,8 +33,18 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
         raise UserError(f"method {method}, mem {mem}: {listed} slots do not fit; {rule}")
     settings = Settings(method, segment, length, **chosen | counts)
     if settings.budgets:
+        settings = replace(settings, budgets=scaled(settings.budgets, settings.mem))
         check_budgets(settings)
     return settings
+
+
+def scaled(budgets: list[int], mem: int) -> list[int]:
+    """Slots of layers in the same proportions, `mem` on average. What rounding leaves over
+    goes to the largest."""
+    total = mem * len(budgets)
+    slots = [n * total // sum(budgets) for n in budgets]
+    slots[slots.index(max(slots))] += total - sum(slots)
+    return slots
 
 
 def broken_rule(row: dict, counts: dict[str, int], mem: int) -> str | None:
@@ -52,15 +64,12 @@ def check_budgets(settings: Settings) -> None:
     budgets = settings.budgets
     if not settings.mem:
         raise UserError(f"budgets: {settings.method} keeps everything and has no slots")
-    if sum(budgets) != len(budgets) * settings.mem:
-        mean = f"their mean is {sum(budgets) / len(budgets):g}"
-        raise UserError(f"budgets: {mean}, but it must be {settings.mem}, as without them")
     layers = [in_layer(settings, layer) for layer in range(len(budgets))]
     # At least 4, as for --mem. Each layer has all sinks, and room for something else.
     too_few = min(budgets) < max(4, settings.sinks + 1) or settings.mem == settings.sinks
     if too_few or (settings.merged and min(s.merged for s in layers) == 0):
-        few = f"{min(budgets)} slots are too few for {settings.method}"
-        raise UserError(f"budgets: {few}")
+        few = f"{min(budgets)} slots of a layer are too few for {settings.method}"
+        raise UserError(f"budgets: {few}; take a larger --mem")
 
 
 def untrained(model: Llama, method: str, mem: int, segment: int, **changes) -> AdaptedLlama:
