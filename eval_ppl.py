@@ -5,9 +5,9 @@
     python eval_ppl.py --method streaming h2o --mem 512     # without training, on any base
     python eval_ppl.py runs/a --recall --json figures.json  # also recall; also as a file
 
-Perplexity is exp(nats / tokens) over all tokens of a document after the first. Longer
-documents are cut and shorter ones left out, so that columns score different documents:
-compare within a column. Cache bytes are those that attention reads; with positions of slots
+Perplexity is exp(nats / tokens) over all tokens of a piece after the first. Texts are cut
+into pieces of each length, and what is too short for a length is left out: compare within
+a column. Cache bytes are those that attention reads; with positions of slots
 a memory holds half as many again. The paper's tasks are scored by tools/tasks.py. For the
 method read `token_losses`.
 """
@@ -22,7 +22,8 @@ from tqdm import tqdm
 
 from lococo import AdaptedLlama, segment_losses
 from model import load_base
-from support.command_line import Machine, Parser, at_least, named_path, prepare, run_program
+from support.command_line import Machine, Parser, at_least, counted, named_path, prepare
+from support.command_line import run_program
 from support.facts import FORMS, fact_tokens, tell_all
 from support.files import write_json
 from support.programs.scoring import add_shared_flags, documents_to_score, models_to_score
@@ -86,6 +87,7 @@ def ranges(what: str, numbers: Tensor, reach: int) -> dict[str, Tensor]:
 # --- Tables -----------------------------------------------------------------------------
 
 NAME = 36  # columns for a method's name in a table
+ENOUGH = 8  # pieces of text, for a standard error that means something
 
 
 class Scores(NamedTuple):
@@ -102,7 +104,7 @@ def score_all(
 ) -> Scores:  # fmt: skip
     """Score `documents` and, if there are any, texts with facts (N, L). Print a row for each
     model."""
-    title = "perplexity, by tokens of a document"
+    title = "perplexity, by tokens of a piece"
     print(f"{title:{NAME}} {'slots':>6} {'cache bytes':>14}", *(f"{L:>10}" for L in documents))
     texts = [*documents.values()] if told is None else [*documents.values(), told]
     scores = Scores({}, {}, {})
@@ -122,6 +124,34 @@ def score_all(
             with bar.external_write_mode():  # it makes room on a terminal
                 print(f"{name:{NAME}} {slots or '-':>6} {held:>14,}", *row, flush=True)
     return scores
+
+
+def standard_error(values: Tensor) -> float:
+    """Of the mean of values (N,); NaN if there is only one."""
+    return values.std().item() / len(values) ** 0.5
+
+
+def print_differences(losses: dict[str, Tensor], first: str | None) -> dict[str, dict]:
+    """A row for each model: its nats per token, and how far they are above those of the
+    memory that is named first. The errors are standard errors over pieces; that of a
+    difference is paired. Returns the rows."""
+    by_piece = {name: nats.double().mean(dim=1) for name, nats in losses.items()}
+    number, length = losses[first or next(iter(losses))].shape
+    title = f"nats per token, {number} pieces of {length + 1:,}"
+    print(f"\n{title:{NAME}}    mean   error", f"  above {first}  error" if first else "")
+    rows = {}
+    for name, nats in by_piece.items():
+        row = {"mean": nats.mean().item(), "error": standard_error(nats)}
+        line = f"{name:{NAME}} {row['mean']:>7.4f} {row['error']:>7.4f}"
+        if first:
+            above = nats - by_piece[first]
+            row |= {"above first": above.mean().item(), "error of above": standard_error(above)}
+            line += f" {row['above first']:>+{len(first) + 8}.4f} {row['error of above']:>6.4f}"
+        print(line)
+        rows[name] = row
+    if number < ENOUGH:
+        print(f"{counted(number, 'piece')}: too few to tell memories apart; give longer texts")
+    return rows
 
 
 def print_means(
@@ -151,16 +181,16 @@ def parse() -> argparse.Namespace:
                         help="run directories of train.py (default for tiny/: its own)")
     add = add_shared_flags(parser).add_argument
     add("--lengths", type=at_least(2), nargs="+", default=[2048, 4096, 8192], metavar="L",
-        help="tokens of a document (default: 2048 4096 8192)")
+        help="tokens of a piece of text (default: 2048 4096 8192)")
     add("--data", type=named_path, nargs="+", default=[], metavar="PATH",
         help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
     add("--part", choices=(*PARTS, "all"),
         help="which of the texts, by the checksum of their names (default: held-out, which "
              "train.py has not seen; all of --data if no RUN has held out a part of its texts)")
     add("--documents", type=at_least(1), default=64, metavar="N",
-        help="documents of each length at most (default: 64)")
+        help="pieces of each length at most, spread evenly over the texts (default: 64)")
     add("--micro-batch", type=at_least(1), default=4, metavar="N",
-        help="documents in memory at once (default: 4)")
+        help="pieces in memory at once (default: 4)")
     add("--by-position", action="store_true",
         help="also where the loss is, at the last length")
     add("--recall", action="store_true",
@@ -187,10 +217,12 @@ def main() -> None:
     note_limits(models, [*documents])
     scores = score_all(models, documents, told, machine, flags.micro_batch)
 
-    counted = {L: len(rows) for L, rows in documents.items()}
-    figures = {"parts": parts, "documents": counted, "methods": scores.cells}
+    numbers = {L: len(rows) for L, rows in documents.items()}
+    figures = {"parts": parts, "documents": numbers, "methods": scores.cells}
     memories = [adapted.settings for adapted in models.values() if adapted.settings.mem]
     reach = max((settings.capacity for settings in memories), default=0)
+    first = next((name for name, adapted in models.items() if adapted.settings.mem), None)
+    figures["nats per token"] = print_differences(scores.losses, first)
     if flags.by_position:
         position = torch.arange(1, L).expand(len(last), -1)
         masks = ranges("position ", position, reach)

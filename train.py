@@ -40,7 +40,7 @@ from support.programs.run_folder import State, claim, read_state, restore, write
 from support.programs.scoring import baselines, name_of
 from support.programs.settings import settings_for
 from support.programs.train_flags import check_use, flags_given, make_parser
-from support.programs.train_report import print_scores, print_start
+from support.programs.train_report import name_a_recipe, print_scores, print_start
 from support.text import Texts, read_texts, sequence
 from support.tokenizer import Tokenizer
 
@@ -128,6 +128,13 @@ RECIPES = {  # what each changes of the defaults above
         facts=8, answer_weight=20.0, score_tokens=65536, save_every=10,
     ),
 }  # fmt: skip
+
+WHAT_FOR = {
+    "paper": "the paper's context extension",
+    "paper-inference": "the paper's compression of a base that stays as it is",
+    "inference": "ours on a base that stays as it is",
+    "embedded": "ours with facts and LoRA, made for tiny/",
+}
 
 # What a recipe sets for its own method. It does not suit another --method.
 OF_THE_METHOD = ("sinks", "heavy", "merged", "positions", "forget", "kernel", "start")
@@ -347,8 +354,10 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
             raise UserError(f"--steps {given['steps']}: {done}")
         return TrainConfig(**state.config | given), state
 
-    usual = "embedded" if given.get("model", str(TINY)) == str(TINY) else "paper"
-    recipe = named[given.get("recipe", usual)]
+    model = given.get("model", str(TINY))
+    if "recipe" not in given and model != str(TINY):
+        name_a_recipe(Path(model), recipes, WHAT_FOR)
+    recipe = named[given.get("recipe", "embedded")]
     if given.get("method", recipe.get("method")) != recipe.get("method"):
         recipe = {key: value for key, value in recipe.items() if key not in OF_THE_METHOD}
     return completed(TrainConfig(**recipe | given)), None

@@ -76,6 +76,9 @@ def read_prompt(name: str) -> str:
     """The text of --prompt, a file; of standard input if the name is -. Raises UserError."""
     if Path(name).is_dir():
         raise UserError(f"--prompt {name}: this is a folder; name a file")
+    if name != "-" and not os.path.exists(name):
+        remedy = "a text itself comes by standard input: echo TEXT | ... --prompt -"
+        raise UserError(f"--prompt {name}: there is no such file; {remedy}")
     data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     try:
         text = data.decode(UTF8)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import signal
 import sys
 from contextlib import contextmanager
@@ -81,9 +82,13 @@ WHICH_MODELS = "docs/models.md says which models load, and how to download one"
 
 
 def refuse_missing_model(path: Path) -> None:
-    """Raises UserError if there is no such directory of a model."""
+    """Raises UserError if there is no such directory of a model. A name such as a/b may be
+    that of a hub."""
     if not path.is_dir():
-        raise UserError(f"{path}: there is no such folder of a model; {WHICH_MODELS}")
+        remedy, name = WHICH_MODELS, os.path.relpath(path)
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+            remedy += f"; from the hub: hf download {name} --local-dir {path.name}"
+        raise UserError(f"{path}: there is no such folder of a model; {remedy}")
 
 
 def checksum(tensors: dict[str, Tensor], about: str) -> str:

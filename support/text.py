@@ -214,6 +214,20 @@ def long_documents(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
     return torch.from_numpy(np.array(rows, np.int64).reshape(len(rows), L))
 
 
+def pieces(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
+    """Documents cut into pieces of L tokens, of which the first is BOS. At most `most` of
+    them, spread evenly over all, (<= most, L)."""
+    starts = np.flatnonzero(ids == bos)
+    ends = np.append(starts[1:], len(ids))
+    begins = []  # of the text of each piece, which has L - 1 tokens
+    for start, end in zip(starts, ends):
+        begins += range(start + 1, end - L + 2, L - 1)
+    most = min(most, len(begins))
+    chosen = [begins[i * len(begins) // most] for i in range(most)]
+    rows = [[bos, *ids[begin : begin + L - 1]] for begin in chosen]
+    return torch.from_numpy(np.array(rows, np.int64).reshape(most, L))
+
+
 class Texts(NamedTuple):
     """What a run trains on and scores."""
 
@@ -232,14 +246,14 @@ def read_texts(
 ) -> Texts:
     """The texts of a run. All of `data` trains if texts are held out. If none are, the
     names of the documents choose a tenth of `data` that is held out. About
-    `score_tokens` of what is held out are scored, in documents of L tokens. Raises
+    `score_tokens` of what is held out are scored, in pieces of L tokens. Raises
     UserError."""
     if held_out:
         ids, scored, parts = split_by_flag(data, held_out, tokenizer)
     else:
         ids, scored, parts = split_by_name(data, tokenizer)
     most = max(1, score_tokens // L) if score_tokens else 0
-    documents = long_documents(scored, tokenizer.bos, L, most)
+    documents = pieces(scored, tokenizer.bos, L, most)
     summary = f"text: {size_of(ids, tokenizer)} to train on, "
     summary += f"{size_of(scored, tokenizer)} held out; {len(documents)} to score"
     if most and not len(documents):

@@ -36,7 +36,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
-from eval_ppl import perplexity, token_losses  # noqa: E402
+from eval_ppl import perplexity, ranges, token_losses  # noqa: E402
 from lococo import AdaptedLlama, Settings  # noqa: E402
 from model import load_base  # noqa: E402
 from support.programs.adapter import identity, load_adapter  # noqa: E402
@@ -55,7 +55,14 @@ RESULTS = HERE / "docs" / "results.jsonl"
 RUNS = HERE / "runs" / "tables"
 PAGES = (HERE / "README.md", *sorted((HERE / "docs").glob("*.md")))
 BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.jsonl")
-SCORED = {"choosing": "book_news.txt", "test": "wikitext2-test.jsonl"}
+# What each part scores; the others of these texts train. The novel and the articles of the
+# long parts are joined, and cut into long pieces.
+SCORED = {
+    "choosing": ("book_news.txt",),
+    "test": ("wikitext2-test.jsonl",),
+    "long choosing": ("book_news.txt",),
+    "long": ("book_jack.txt", "wikitext2-test.jsonl"),
+}
 
 # --- Rows and tables --------------------------------------------------------------------
 
@@ -111,7 +118,7 @@ class Table:
     """Its rows, and what all of its cells have in common."""
 
     rows: tuple[str, ...]
-    mem: int  # slots M; a segment has as many tokens
+    mem: int  # slots M
     seq: int  # tokens of a document
     part: str  # that is scored: one of SCORED, or "held-out", with facts
     flags: str  # of train.py
@@ -119,6 +126,8 @@ class Table:
     against: tuple[str, ...] = ("h2o", "h2o text")  # the best of these is compared with
     documents: int = 48  # that are scored, at most
     ending: str = ""  # of the names of its rows
+    segment: int | None = None  # tokens T of a segment; None: M
+    by_position: bool = False  # if it also shows where in a document the loss is
 
 
 FROZEN = Table(
@@ -134,6 +143,10 @@ ABLATIONS = (
 )  # fmt: skip
 TUNED = ("full", "window", "h2o", "h2o 5/8 forget", "ours")
 LORA = "--recipe inference --lora-rank 8 --lr 3e-4 --bptt 4"
+LONG = Table(
+    (*FROZEN.rows[:-3], "ours, one filter", "ours", "ours budgets"), 512, 8192, "long",
+    "--recipe inference", steps=30, documents=16, segment=512, by_position=True,
+)  # fmt: skip
 FACTS = ("window", "h2o", "official code", "lococo", "lococo+h2o", "ours", "ours soft",
          "ours, one filter", "ours, at once", "ours, unattended")  # fmt: skip
 TABLES = {
@@ -143,6 +156,10 @@ TABLES = {
     "ablations": replace(
         FROZEN, rows=ABLATIONS, part="choosing", steps=40, against=("ours",)
     ),
+    "long": LONG,
+    "long, M = 256": replace(LONG, mem=256),
+    "long, M = 128": replace(LONG, mem=128),
+    "long, choosing": replace(LONG, part="long choosing", steps=15, documents=8),
     "tuned": replace(FROZEN, rows=TUNED, flags=LORA, ending=" lora"),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded --positions slots",
                    steps=400, documents=64),
@@ -157,21 +174,30 @@ Options = argparse.Namespace  # the flags of `parse`
 
 def texts_to_train_on(part: str, options: Options) -> list[Path]:
     """None means Python's library."""
-    return [] if part == "held-out" else [options.prose / name for name in BOOKS]
+    if part == "held-out":
+        return []
+    return [options.prose / name for name in BOOKS if name not in SCORED[part]]
 
 
 def documents_of(table: Table, options: Options, tokenizer: Tokenizer) -> Tensor:
     """The tokens to score, (documents, seq). Raises UserError if there are none."""
-    L, most = table.seq, table.documents
+    L = table.seq
     if table.part == "held-out":
         ids = token_streams([], tokenizer)["held-out"]
+        documents = long_documents(ids, tokenizer.bos, L, table.documents)
     else:
-        streams = token_streams([options.prose / SCORED[table.part]], tokenizer)
-        ids = np.concatenate([streams[part] for part in sorted(streams)])
-    documents = long_documents(ids, tokenizer.bos, L, most)
-    if table.part == "choosing":  # one book: pieces of it, evenly spread
-        pieces = torch.from_numpy(ids[: len(ids) // L * L].astype(np.int64)).view(-1, L)
-        documents = pieces[:: max(1, len(pieces) // most)][:most]
+        names = SCORED[table.part]
+        most = table.documents // len(names)  # of each text
+        rows = []
+        for name in names:
+            streams = token_streams([options.prose / name], tokenizer)
+            ids = np.concatenate([streams[part] for part in sorted(streams)])
+            if table.part == "test":
+                rows.append(long_documents(ids, tokenizer.bos, L, most))
+            else:  # pieces, evenly spread
+                cut = torch.from_numpy(ids[: len(ids) // L * L].astype(np.int64)).view(-1, L)
+                rows.append(cut[:: max(1, len(cut) // most)][:most])
+        documents = torch.cat(rows)
     if not len(documents):
         raise UserError(f"{table.part} texts: none has {L} tokens; give longer ones")
     return documents
@@ -181,7 +207,8 @@ def all_flags(row: Row, table: Table) -> str:
     """The flags of train.py that make a row, but for texts, model, steps and seed."""
     M = table.mem
     flags = row.flags.format(mem=M, most=M * 5 // 8, eighth=M // 8)
-    return f"{table.flags} --mem {M} --segment {M} --seq {table.seq} {flags}".strip()
+    T = table.segment or M
+    return f"{table.flags} --mem {M} --segment {T} --seq {table.seq} {flags}".strip()
 
 
 def words_of(flags: str) -> list[str]:
@@ -266,12 +293,18 @@ def make_cell(
     row = ROWS[name["row"].removesuffix(table.ending)]
     adapted = model_of(name, number, row, options)
     figures = {"seconds of training": round(time.time() - begun)}
-    losses, _, held = token_losses(adapted, documents, prepare("cpu", options.dtype), 8)
+    at_once = max(1, 8192 // table.seq)
+    losses, _, held = token_losses(adapted, documents, prepare("cpu", options.dtype), at_once)
     means = losses.double().mean(dim=1)
     figures["trained parameters"] = sum(p.numel() for p in adapted.trained().values())
     figures["cache bytes"] = held
     figures |= {"nats": means.mean().item(), "perplexity": perplexity(losses)}
     figures["by document"] = [round(nats, 5) for nats in means.tolist()]
+    if table.by_position:
+        position = torch.arange(1, table.seq).expand(len(losses), -1)
+        masks = ranges("", position, table.mem + adapted.settings.segment)
+        where = {label: losses[mask].double().mean().item() for label, mask in masks.items()}
+        figures["by position"] = where
     if table.part == "held-out":
         figures |= recalled(adapted, documents, options)
     return figures
@@ -340,6 +373,11 @@ class Line:
     def nats(self, seed: int) -> np.ndarray:
         """Of each document. A row that is not trained is the same with all seeds."""
         return np.array(self.cells[seed if self.steps else 0]["by document"])
+
+    def where(self) -> dict[str, float]:
+        """The mean nats of tokens by their position."""
+        every = [cell["by position"] for cell in self.cells.values()]
+        return {place: float(np.mean([cell[place] for cell in every])) for place in every[0]}
 
     def mean(self) -> float:
         return float(np.mean([cell["by document"] for cell in self.cells.values()]))
@@ -414,7 +452,11 @@ def loss_table(table: Table, lines: Lines) -> str:
     """Losses are in nats per token, the mean of a row's seeds."""
     other = "ours" if table.against == ("ours",) else "H2O"
     text = "| memory | steps | seeds | nats per token | perplexity "
-    text += f"| from {other} | gap closed, % |\n|---|---|---|---|---|---|---|\n"
+    text += f"| from {other} | gap closed, % |"
+    *_, last = lines.values()
+    places = [*last.where()][1:] if table.by_position else []  # the first has no compression
+    text += "".join(f" {place} |" for place in places)
+    text += "\n" + "|---" * (7 + len(places)) + "|\n"
     for line in lines.values():
         against, h2o, full = (
             counterpart(rows, lines, line, table.steps)
@@ -423,7 +465,8 @@ def loss_table(table: Table, lines: Lines) -> str:
         counts = f"{line.steps} | {len(line.cells)}" if line.steps else "- | -"
         nats = line.mean()
         text += f"| {line.label} | {counts} | {nats:.4f} | {np.exp(nats):.3f} "
-        text += f"| {difference(line, against)} | {gap_closed(line, h2o, full)} |\n"
+        text += f"| {difference(line, against)} | {gap_closed(line, h2o, full)} |"
+        text += "".join(f" {line.where()[place]:.4f} |" for place in places) + "\n"
     return text
 
 
@@ -473,7 +516,7 @@ def parse() -> Options:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
-    prose = ", ".join((*BOOKS, *SCORED.values()))
+    prose = ", ".join(dict.fromkeys((*BOOKS, *SCORED["choosing"], *SCORED["test"])))
     add("tables", nargs="*", metavar="TABLE", help=f"to make: {'; '.join(TABLES)}")
     add("--rows", nargs="+", default=[], metavar="ROW", help="default: all of a table")
     add("--model", type=Path, default=TINY, help="directory of the base (default: tiny/)")

@@ -42,6 +42,9 @@ def read_adapter(run: Path) -> Adapter:
     """The adapter of a run directory of train.py. Raises UserError."""
     if not (run / "adapter.safetensors").exists():
         sentence = "there is no adapter.safetensors; name a folder that train.py has made"
+        inside = sorted(file.parent for file in run.glob("*/adapter.safetensors"))
+        if inside:
+            sentence = f"name one of the runs in it: {', '.join(map(str, inside))}"
         if (run / "state.safetensors").exists():
             sentence = f"this run has not ended; to go on: {resume_command(run)}"
         raise UserError(f"{run}: {sentence}")

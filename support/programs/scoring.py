@@ -14,7 +14,7 @@ from support.programs.adapter import load_adapter, read_adapter, shared_copy
 from support.command_line import TINY, Parser, output_file
 from support.files import UserError
 from support.programs.settings import untrained, warn_if_too_long
-from support.text import PARTS, long_documents, token_streams
+from support.text import PARTS, pieces, token_streams
 from support.tokenizer import Tokenizer
 
 # --- Flags ------------------------------------------------------------------------------
@@ -127,30 +127,25 @@ def parts_to_score(flags: argparse.Namespace) -> list[str]:
 def documents_to_score(
     flags: argparse.Namespace, parts: list[str], tokenizer: Tokenizer
 ) -> dict[int, Tensor]:
-    """By length L the first documents of these parts, (N, L). Raises UserError if there are
-    none of a length."""
+    """By length L pieces of the texts of these parts, (N, L), spread evenly over them.
+    Raises UserError if there are none of a length."""
     streams = token_streams(flags.data, tokenizer)
+    ids = np.concatenate([streams[part] for part in parts])
     documents = {}
     for L in flags.lengths:
-        rows = [
-            long_documents(streams[part], tokenizer.bos, L, flags.documents) for part in parts
-        ]
-        documents[L] = torch.cat(rows)[: flags.documents]
+        documents[L] = pieces(ids, tokenizer.bos, L, flags.documents)
         if not len(documents[L]):
-            raise UserError(f"--lengths {L}: {why_none(streams, parts, tokenizer.bos)}")
+            raise UserError(f"--lengths {L}: {why_none(ids, parts, tokenizer.bos)}")
     listed = ", ".join(f"{len(rows)} of {L} tokens" for L, rows in documents.items())
     of = "all parts" if len(parts) == len(PARTS) else parts[0]
     whose = "" if flags.data else "Python's standard library, "
-    print(f"documents ({whose}{of}): {listed}; cache bytes at {[*documents][-1]}")
+    print(f"pieces of texts ({whose}{of}): {listed}; cache bytes at {[*documents][-1]}")
     return documents
 
 
-def why_none(streams: dict[str, np.ndarray], parts: list[str], bos: int) -> str:
+def why_none(ids: np.ndarray, parts: list[str], bos: int) -> str:
     """How long the longest document of these parts is, one part or all."""
-    longest = 0
-    for part in parts:
-        lengths = np.diff(np.flatnonzero(streams[part] == bos), append=len(streams[part]))
-        longest = max(longest, lengths.max(initial=0))
+    longest = np.diff(np.flatnonzero(ids == bos), append=len(ids)).max(initial=0)
     of = f" of the {parts[0]} part" if len(parts) == 1 else ""
     remedy = "name smaller --lengths, longer texts by --data, or another --part"
     return f"the longest document{of} has {longest:,} tokens; {remedy}"
