@@ -3,7 +3,7 @@
     python train.py                            # the embedded model, on a CPU
     python train.py --mem 512 --seq 8192       # 8 times its pretrained context
     python train.py --model SmolLM2-135M --recipe inference --data books/  # frozen base
-    python train.py --model Llama-2-7b-hf --data RedPajama/ --mem 512 --seq 32768
+    python train.py --model Llama-2-7b-hf --recipe paper --data RedPajama/ --seq 32768
     python train.py --resume runs/my-run       # after Ctrl-C, a crash or a power cut
     torchrun --nproc_per_node=4 train.py ...   # 4 GPUs share the sequences of a step
 
