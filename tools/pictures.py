@@ -7,6 +7,7 @@
 result: the loss of each memory above that of full attention, on a frozen SmolLM2.
 recall, left: the share of facts recalled, by how long ago they were told. Right: where
 the word of the fact in assets/prompt.txt is, compression after compression.
+needle: which facts each memory finds again, from docs/needle.json.
 memory: what three memories have of this text at the end, as Chromium shows it.
 """
 
@@ -33,7 +34,7 @@ from model import load_base  # noqa: E402
 from support.programs.adapter import load_adapter  # noqa: E402
 from support.command_line import HERE, TINY, prepare, run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
-from support.files import UserError, read_text, write_whole  # noqa: E402
+from support.files import UserError, read_json, read_text, write_whole  # noqa: E402
 from support.programs.settings import untrained  # noqa: E402
 from support.text import long_documents, token_streams  # noqa: E402
 from support.programs.tracing import TracedMemory  # noqa: E402
@@ -169,6 +170,28 @@ def draw_recall(run: Path, file: Path) -> None:
     write_picture(file, figure)
 
 
+# --- Needles ----------------------------------------------------------------------------
+
+
+def draw_needle(figures: Path, file: Path) -> None:
+    """From the file of tools/needle.py: a panel for each memory, with a row for each length
+    and a column for each depth."""
+    found = read_json(figures)["found"]
+    panels, places = pyplot.subplots(
+        1, len(found), figsize=(3.2 * len(found), 2.6), layout="constrained", sharey=True
+    )
+    for axes, (name, shares) in zip(places, found.items()):
+        grid = list(shares.values())
+        picture = axes.imshow(grid, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+        axes.set_title(name, fontsize=9)
+        axes.set_xticks([0, len(grid[0]) - 1], ["first", "last"])
+        axes.set_yticks(range(len(shares)), [f"{int(L):,}" for L in shares])
+        axes.set_xlabel("where the fact is")
+    places[0].set_ylabel("tokens of the text")
+    panels.colorbar(picture, ax=places, label="found")
+    write_picture(file, panels)
+
+
 # --- A page of the memory ---------------------------------------------------------------
 
 
@@ -198,7 +221,7 @@ def draw_memory(run: Path, file: Path) -> None:
 
 # --- The program ------------------------------------------------------------------------
 
-DRAWN = ("result", "recall", "memory")
+DRAWN = ("result", "recall", "needle", "memory")
 
 
 def main() -> None:
@@ -207,6 +230,8 @@ def main() -> None:
     add = parser.add_argument
     add("pictures", nargs="*", metavar="PICTURE", help=", ".join(DRAWN))
     add("--adapter", type=Path, default=TINY, help="a run (default: tiny/)")
+    add("--figures", type=Path, default=HERE / "docs" / "needle.json",
+        help="of the needles (default: docs/needle.json)")
     add("--dtype", default="float32", help="of the result's cells (default: float32)")
     add("--out", type=Path, default=HERE / "assets", help="a folder (default: assets/)")
     flags = parser.parse_args()
@@ -217,6 +242,8 @@ def main() -> None:
             draw_result(flags.dtype, file)
         elif name == "recall":
             draw_recall(flags.adapter, file)
+        elif name == "needle":
+            draw_needle(flags.figures, file)
         else:
             draw_memory(flags.adapter, file)
         print(file)

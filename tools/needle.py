@@ -1,0 +1,125 @@
+"""A needle in a haystack: which facts does a memory give back, by depth and length of a text?
+
+    python tools/needle.py runs/facts --model SmolLM2-135M --data book.txt \\
+        --method streaming h2o --mem 512 --positions slots --json needle.json
+    python tools/pictures.py needle --figures needle.json
+
+Nine facts with other names are told in each text, each once, at nine depths: the first one
+after a 18th of the text, the last one a 18th before its end. A text is read once, and each
+question is asked from a copy of the memory. A fact is found if its word is the first guess.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from generate import prefill  # noqa: E402
+from lococo import AdaptedLlama  # noqa: E402
+from model import load_base  # noqa: E402
+from support.command_line import Parser, at_least, named_path, prepare  # noqa: E402
+from support.command_line import run_program  # noqa: E402
+from support.facts import FORMS, choose_facts, fact_tokens  # noqa: E402
+from support.files import write_json  # noqa: E402
+from support.programs.scoring import add_shared_flags, documents_to_score  # noqa: E402
+from support.programs.scoring import models_to_score, note_limits, parse_models  # noqa: E402
+from support.programs.scoring import parts_to_score  # noqa: E402
+from support.text import PARTS  # noqa: E402
+from support.tokenizer import Tokenizer  # noqa: E402
+
+DEPTHS = 9
+
+
+def plant(tokens: Tensor, lines: list[list[int]], breaks: frozenset[int]) -> Tensor:
+    """Write the lines into a text (L,), at the first line break after their depth. The text
+    is cut behind its last line break within L tokens, so that a question may follow."""
+    L = len(tokens)
+    told, due = [], list(lines)
+    for token in tokens.tolist():
+        told.append(token)
+        depth = (len(lines) - len(due) + 0.5) / len(lines)
+        if token in breaks and due and len(told) >= depth * L:
+            told += due.pop(0)
+    end = max((n for n, token in enumerate(told[:L]) if token in breaks), default=L - 1)
+    return torch.tensor(told[: end + 1])
+
+
+@torch.no_grad()
+def found(
+    adapted: AdaptedLlama, text: Tensor, lines: list[list[int]], asked: int
+) -> Iterator[bool]:
+    """Read a text (L,), and ask for the word of each line from a copy of the memory. The
+    question is the first `asked` ids of the line, and the word the next one."""
+    segment, device = adapted.settings.segment, adapted.model.norm.weight.device
+    cache = adapted.cache()
+    prefill(adapted.model, text[None].to(device), cache, segment)
+    for line in lines:
+        question = torch.tensor([line[:asked]], device=device)
+        logits = prefill(adapted.model, question, cache.copy(), segment)
+        yield int(logits.argmax()) == line[asked]
+
+
+def panel(
+    adapted: AdaptedLlama, documents: dict[int, Tensor], tokenizer: Tokenizer, form: str,
+    bar: tqdm,
+) -> dict[int, list[float]]:  # fmt: skip
+    """By length the share of facts that are found at each depth."""
+    _, breaks, before, between, _ = fact_tokens(tokenizer, form)
+    asked = len(before) + 2 + len(between)
+    shares = {}
+    for L, rows in documents.items():
+        hits = []
+        for i, row in enumerate(rows):
+            rng = np.random.default_rng((0, i))
+            lines = [*choose_facts(DEPTHS, "held-out", rng, tokenizer, form).values()]
+            hits.append([*found(adapted, plant(row, lines, breaks), lines, asked)])
+            bar.update(L)
+        shares[L] = np.mean(hits, axis=0).tolist()
+    return shares
+
+
+def parse() -> argparse.Namespace:
+    parser = Parser(__doc__)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN",
+                        help="run directories of train.py (default for tiny/: its own)")
+    add = add_shared_flags(parser).add_argument
+    add("--lengths", type=at_least(256), nargs="+", default=[1024, 2048, 4096, 8192],
+        metavar="L", help="tokens of a text (default: 1024 2048 4096 8192)")
+    add("--data", type=named_path, nargs="+", default=[], metavar="PATH",
+        help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
+    add("--part", choices=(*PARTS, "all"), help="as that of eval_ppl.py")
+    add("--documents", type=at_least(1), default=8, metavar="N",
+        help="texts of each length (default: 8)")
+    add("--fact-form", choices=FORMS, default="line",
+        help="lines `@ name name = word` (default), or sentences as RULER's needles")
+    return parse_models(parser)
+
+
+def main() -> None:
+    flags = parse()
+    machine = prepare(flags.device, flags.dtype, flags.seed)
+    model, tokenizer = load_base(flags.model, machine.dtype, machine.device)
+    models = models_to_score(flags, model, with_baselines=True)
+    documents = documents_to_score(flags, parts_to_score(flags), tokenizer)
+    note_limits(models, [*documents])
+    figures = {}
+    total = len(models) * sum(rows.numel() for rows in documents.values())
+    bar = tqdm(total=total, desc="reading", unit=" tokens", leave=False, disable=None)
+    with machine.precision(), bar:
+        for name, adapted in models.items():
+            figures[name] = panel(adapted, documents, tokenizer, flags.fact_form, bar)
+            print(f"\n{name}: facts found at each depth, from the first tokens to the last")
+            for L, shares in figures[name].items():
+                print(f"{L:>8,} tokens ", *(f"{share:5.2f}" for share in shares), flush=True)
+    if flags.json:
+        write_json(flags.json, {"texts of each length": flags.documents, "found": figures})
+
+
+if __name__ == "__main__":
+    run_program(main)
