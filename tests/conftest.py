@@ -146,19 +146,6 @@ def names_in(tokens: torch.Tensor, tokenizer: Tokenizer) -> set[str]:
     return set(re.findall(r"\n@ (\w+ \w+) = \w", tokenizer.decode(tokens.tolist())))
 
 
-def remembered(forward) -> dict[int, int]:
-    """What a backward pass keeps alive: {address: bytes} of what is saved while `forward` runs."""
-    saved = {}
-
-    def pack(t):
-        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        forward()
-    return saved
-
-
 def changed(modules: dict[str, str]) -> dict[str, ModuleType]:
     """model and lococo, executed from these texts."""
     made = {}

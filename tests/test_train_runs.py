@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import cells, names_in, nats_by_hand, read_by_hand, remembered
+from conftest import cells, nats_by_hand, read_by_hand
 from safetensors.torch import load_file
 
 import train
 from lococo import AdaptedLlama, Settings, segment_losses
 from model import load_llama
-from support.programs.adapter import load_adapter, read_adapter
+from support.programs.adapter import load_adapter
 from support.command_line import TINY
 from support.facts import tell
 from support.text import long_documents, token_streams
@@ -26,8 +26,7 @@ BASELINES = {
 }
 
 
-@pytest.mark.parametrize("words", ["h2o", "selection", "lococo --lora-rank 0",
-                                   "lococo+h2o --dtype bfloat16 --compressor paper"])  # fmt: skip
+@pytest.mark.parametrize("words", ["selection --lora-rank 0", "lococo+h2o --dtype bfloat16"])
 def test_methods_train_and_are_read_back(run, tokenizer, words):
     """Two steps reach each tensor: AdamW has a first moment of it. With rank 0, the paper's
     inference mode, they are the compressors' alone. What trains is float32 in any case. The table
@@ -41,9 +40,7 @@ def test_methods_train_and_are_read_back(run, tokenizer, words):
         assert t.dtype == torch.float32 and torch.equal(t, state[f"value {name}"])
         assert state[f"exp_avg {name}"].any() and len(state) == 4 * len(tensors)
     found = {part: any(part in n for n in tensors) for part in ("compr", "lora", "embed", "norm")}
-    merges = "lococo" in method or method == "selection"
-    assert found == dict.fromkeys(found, "rank" not in words) | {"compr": merges}
-    assert read_adapter(Path("run")).parts == ["training"]
+    assert found == dict.fromkeys(found, "rank" not in words) | {"compr": True}
     streams = token_streams([Path("text")], tokenizer)
     rows = long_documents(streams["held-out"], tokenizer.bos, 96, 1)
     models = {name: AdaptedLlama(load_llama(TINY), s) for name, s in BASELINES.items()}
@@ -83,13 +80,25 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, mon
     """What is kept for the backward pass of a whole sequence, with its compressions."""
     found = []
 
+    def remembered(forward):
+        """Bytes of what is saved while `forward` runs."""
+        saved = {}
+
+        def pack(t):
+            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            forward()
+        return sum(saved.values())
+
     def measure(setup, adapted, *_):
         losses, segment = [], setup.config.segment
         tokens, _ = setup.draw(0)
         pieces = segment_losses(adapted.model, tokens[None], adapted.cache(), segment)
         kept = remembered(lambda: losses.extend(nats for nats, _ in pieces))
         torch.cat(losses, dim=1).sum().backward()
-        found.append(sum(kept.values()))
+        found.append(kept)
         found.append([*losses, *(p.grad for p in adapted.trained().values())])
 
     monkeypatch.setattr(train, "train", measure)
@@ -101,41 +110,33 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, mon
     assert kept_bytes < 0.4 * usual_bytes, (kept_bytes, usual_bytes)
 
 
-def test_recall_and_the_names_of_facts(run, tokenizer, monkeypatch):
-    """The share of answers that are the likeliest word. What is told for training has other names
-    than what is scored. Slots are mixtures while a run trains."""
-    usual, draws = train.gradients, []
+def test_recall_after_training(run, tokenizer, monkeypatch):
+    """The share of answers that are the likeliest word. Slots are mixtures while a run trains."""
+    usual = train.gradients
 
-    def gradients(adapted, draw, *others):
+    def gradients(adapted, *others):
         assert all(module.training for module in adapted.modules())
-        draws.append(draw)
-        return usual(adapted, draw, *others)
+        return usual(adapted, *others)
 
     monkeypatch.setattr(train, "gradients", gradients)
     words = "--data text --mem 64 --seq 300 --facts 3 --steps 1 --batch 1 --micro-batch 1 --out run"
-    table = cells(run(train, f"{words} --score-tokens 900")[1])
-    assert table["3 held-out documents"][1:] == ["recall 0-128", "recall 128-300"]
+    table = cells(run(train, f"{words} --score-tokens 600")[1])
+    assert table["2 held-out documents"][1:] == ["recall 0-128", "recall 128-300"]
     ids = token_streams([Path("text")], tokenizer)["held-out"]
-    texts = long_documents(ids, tokenizer.bos, 300, 3)
-    rows = [tell(text, 8, "held-out", 0, i, tokenizer) for i, text in enumerate(texts)]
     adapted, near, far = load_adapter(Path("run"), load_llama(TINY)), [], []
-    for told, ago in rows:
+    for i, text in enumerate(long_documents(ids, tokenizer.bos, 300, 2)):
+        told, ago = tell(text, 8, "held-out", 0, i, tokenizer)
         likeliest = read_by_hand(adapted, told.tolist()).argmax(dim=-1)
         for t in ago.nonzero()[:, 0].tolist():
             (near if ago[t] <= 64 + 64 else far).append(float(likeliest[t - 1] == told[t]))
     shares = [f"{np.mean(hits):.3f}" for hits in (near, far)]
     assert table["selection, after training"][1:] == shares
-    drawn = [names_in(draws[0](i)[0], tokenizer) for i in range(9)]
-    assert set(map(len, drawn)) == {3}
-    assert not set.union(*drawn) & set.union(*[names_in(told, tokenizer) for told, _ in rows])
 
 
 @pytest.mark.parametrize("words, sentence", [
     ("--kernel 4", "--kernel 4: it must be odd"), ("--seq 33", "so that nothing is compressed"),
-    ("--seq 99999", "--seq 99999: the text to train on has only"),
-    ("--conv-lr inf", "--conv-lr inf"), ("--model missing", "missing: there is no such"),
-    ("--method full --recent 8", "keeps everything and has no slots"),
-    ("--method h2o --lora-rank 0", "there is nothing to train"), ("--out text", "it is there"),
+    ("--model missing", "missing: there is no such"),
+    ("--method h2o --lora-rank 0", "there is nothing to train"),
     ("--out file", "file: this is a file; name a folder"), ("--out ''", "this name is empty"),
 ])  # fmt: skip
 def test_a_mistake_is_one_sentence(run, words, sentence):
