@@ -50,28 +50,28 @@ def test_methods_train_and_are_read_back(run, tokenizer, words):
         assert float(cells(out)[name][0]) == pytest.approx(expected, abs=0.2 if half else 6e-4)
 
 
-def test_recipes():
-    """The paper's for any model but tiny/; what the user says wins."""
+def parsed(words: str) -> train.TrainConfig:
+    return train.parse(words.split())[0]
 
-    def parsed(words):
-        return train.parse(words.split())[0]
 
-    names = [parsed(words).recipe for words in ("--model other", "", "--recipe paper-inference")]
-    assert names == ["paper", "embedded", "paper-inference"]
-    paper, inference = (train.TrainConfig(**train.RECIPES[n]) for n in ("paper", names[2]))
-    assert (paper.method, paper.mem, paper.kernel, paper.batch) == ("lococo+h2o", 512, None, 128)
-    assert (paper.lr, paper.conv_lr, paper.compressor, paper.bptt) == (5e-5, 5e-2, None, 1)
-    settings = train.settings_of(parsed("--model other"))
-    assert (settings.kernel, settings.compressor) == (21, "paper")
-    assert (paper.seq, inference.seq, paper.facts) == (8192, 4096, 0)
-    for recipe in (paper, inference):  # section 3.3: 104 million tokens
+def test_the_papers_recipes():
+    paper, inference = parsed("--model other"), parsed("--recipe paper-inference")
+    assert (paper.method, paper.mem, paper.segment, paper.batch) == ("lococo+h2o", 512, 512, 128)
+    assert (paper.lr, paper.conv_lr, paper.bptt, paper.facts) == (5e-5, 5e-2, 1, 0)
+    settings = train.settings_of(paper)
+    assert (settings.kernel, settings.compressor, settings.lora_rank) == (21, "paper", 8)
+    for recipe, length in ((paper, 8192), (inference, 4096)):  # section 3.3: 104 million tokens
+        assert recipe.seq == length
         assert recipe.steps * recipe.batch * recipe.seq == pytest.approx(104e6, rel=0.01)
-    assert (inference.steps, inference.lora_rank, paper.lora_rank) == (200, 0, 8)  # section 4.1
-    # T is 512 in the paper, whatever M is (sections 4.1 and 5.1). In ours it is M.
-    recipes = ("--model other", "--model other --recipe inference", "")
-    assert [parsed(f"{words} --mem 128").segment for words in recipes] == [512, 128, 128]
-    ours = train.settings_of(parsed(""))
-    assert (ours.sinks, ours.heavy, ours.merged, ours.recent) == (4, 0, 24, 100)
+    assert (inference.steps, inference.lora_rank) == (200, 0)  # section 4.1
+
+
+def test_what_the_user_says_wins_over_a_recipe():
+    """The recipe is the paper's for any model but tiny/. T is 512 in the paper, whatever M is. In
+    ours it is M."""
+    assert [parsed(words).recipe for words in ("--model other", "")] == ["paper", "embedded"]
+    assert parsed("--model other --mem 128").segment == 512
+    assert parsed("--mem 64").segment == 64
     given = asdict(parsed("--kernel 5 --segment 7 --lr 0.5 --compressor paper")).items()
     assert given >= dict(kernel=5, segment=7, lr=0.5, compressor="paper").items()
 
@@ -80,26 +80,20 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, mon
     """What is kept for the backward pass of a whole sequence, with its compressions."""
     found = []
 
-    def remembered(forward):
-        """Bytes of what is saved while `forward` runs."""
-        saved = {}
+    def measure(setup, adapted, *_):
+        kept = {}  # bytes of what is saved, by address
 
         def pack(t):
-            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t
 
+        segment = setup.config.segment
+        pieces = segment_losses(adapted.model, setup.draw(0)[0][None], adapted.cache(), segment)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            forward()
-        return sum(saved.values())
-
-    def measure(setup, adapted, *_):
-        losses, segment = [], setup.config.segment
-        tokens, _ = setup.draw(0)
-        pieces = segment_losses(adapted.model, tokens[None], adapted.cache(), segment)
-        kept = remembered(lambda: losses.extend(nats for nats, _ in pieces))
-        torch.cat(losses, dim=1).sum().backward()
-        found.append(kept)
-        found.append([*losses, *(p.grad for p in adapted.trained().values())])
+            losses = torch.cat([nats for nats, _ in pieces], dim=1)
+        losses.sum().backward()
+        found.append(sum(kept.values()))
+        found.append([losses, *(p.grad for p in adapted.trained().values())])
 
     monkeypatch.setattr(train, "train", measure)
     for flag in ("", "--recompute"):
