@@ -138,8 +138,3 @@ def cells(out: str) -> dict[str, list[str]]:
     """Of a printed table, the columns of each row by its name."""
     rows = [re.split(" {2,}", line) for line in out.splitlines()]
     return {row[0]: row[1:] for row in rows}
-
-
-def names_in(tokens: torch.Tensor, tokenizer: Tokenizer) -> set[str]:
-    """The names of the facts that are told in a text."""
-    return set(re.findall(r"\n@ (\w+ \w+) = \w", tokenizer.decode(tokens.tolist())))

@@ -127,15 +127,6 @@ def test_the_table_by_hand():
     assert losses == ["7.0000", "4.0000", "4.5000", "9.0000"]
 
 
-def test_dtypes_and_models_are_not_mixed():
-    stored = [cell("full", [1.0, 3.0], dtype="bfloat16"), cell("full", [2.0, 4.0]),
-              cell("ours", [2.0, 4.0], model="N")]  # fmt: skip
-    made = tables.all_tables(stored)
-    names = [name for name in made if name.startswith("frozen, M") or name.startswith("frozen, N")]
-    assert names == ["frozen, M, bfloat16", "frozen, M, float32", "frozen, N, float32"]
-    assert all(len(rows_of(made[name])) == 1 for name in names)
-
-
 def test_cells_are_compared_with_the_same_seed_and_steps():
     """A row without training is compared with ours of each seed."""
     about = {"part": "choosing", "steps": 40}
