@@ -83,11 +83,10 @@ def test_slots_are_described_by_their_largest_shares(model, tokenizer):
     cache.keys[1] = Entries(torch.zeros(1, 2, 6, 8))
     first = "layer 1, head 1: 6 entries after 12 tokens"
     assert list(describe_slots(cache, 1, 1, ids, tokenizer)) == [first]  # all tokens are held
-    at_first = torch.zeros(2, 4, len(ids))
+    at_first, shares = torch.zeros(2, 4, len(ids)), torch.zeros(2, 4, len(ids))
     at_first[1, range(4), [0, 3, 3, 2]] = torch.tensor([1, 0.5, 0.3, 0.05])
-    shares = torch.zeros(2, 4, len(ids))
-    slots, tokens = (0, 1, 2, 2, 2, 2, 3, 3), (0, 3, 2, 4, 6, 7, 8, 7)
-    shares[1, slots, tokens] = torch.tensor([1, 1, 0.5, 0.25, 0.2, 0.05, 0.994, 0.006])
+    shares[1, [0, 1, 3], [0, 3, 8]] = torch.tensor([1, 1, 0.994])
+    shares[1, 2, [2, 4, 6, 7]] = torch.tensor([0.5, 0.25, 0.2, 0.05])
     cache.largest = {1: [at_first.topk(3), shares.topk(3)]}
     assert list(describe_slots(cache, 1, 1, ids, tokenizer)) == [
         first, "   0 sinks    ████ 1.00 '<s>'      0      ██",

@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import os
-import re
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -152,22 +151,13 @@ def test_a_warning_if_positions_pass_the_context(capsys, method, mem, changes, t
 
 @pytest.mark.parametrize("words, thing", [
     ("--method full", FULL), ("--adapter adapter", "adapter")])
-def test_greedy_text_and_figures(run, tokenizer, words, thing):
+def test_greedy_text(run, tokenizer, words, thing):
+    """The figures behind it are tested with the memory page."""
     book = Path("text/0.py").read_text()[:250]
     Path("book").write_text(book)
-    adapted, ids = tiny(thing), tokenizer.encode(book)
+    written = tokenizer.decode(greedy_by_hand(tiny(thing), tokenizer.encode(book)))
     code, out, err = run(generate, f"{words} --temperature 0 --max-new-tokens 12 --prompt book")
-    assert book + out == tokenizer.decode(greedy_by_hand(adapted, ids)) + "\n", err
-    shown = err.replace(",", "").replace("all entries", "0 slots").splitlines()
-    memory, nbytes_and_full = (
-        next(line for line in shown if line.startswith(name)) for name in ("memory", "key/value")
-    )
-    slots, held, seen, *most = map(int, re.findall(r"\d+", memory))
-    nbytes, full = map(int, re.findall(r"\d+", nbytes_and_full))
-    assert slots == adapted.settings.mem and most == ([16 + 16] if slots else [])
-    assert seen == len(ids) + 11  # the last one of twelve is written, and need not be read
-    assert held <= 16 + 16 if slots else held == seen
-    assert (nbytes, full) == (ENTRY * held, ENTRY * seen)
+    assert code == 0 and book + out == written + "\n", err
 
 
 @pytest.mark.parametrize("method, positions, dtype", [

@@ -39,20 +39,6 @@ def commands(page: Path) -> list[str]:
 
 COMMANDS = sorted({command for page in PAGES for command in commands(page)})
 
-# --- The house --------------------------------------------------------------------------
-
-
-def test_each_of_the_five_files_imports_only_earlier_ones():
-    """model.py and lococo.py know nothing of the command line."""
-    for number, name in enumerate(FIVE):
-        text = (HERE / name).read_text("utf-8")
-        imported = set(re.findall(r"^(?:from|import) (\w+)", text, re.M))
-        later = {file.removesuffix(".py") for file in FIVE[number:]}
-        assert not imported & {*later, "tools", "tests"}, name
-        if name in ("model.py", "lococo.py"):
-            assert not re.search(r"argparse|command_line|import.*programs", text), name
-
-
 # --- Equations and methods --------------------------------------------------------------
 
 

@@ -4,17 +4,10 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tables
-import torch
-from conftest import nats_by_hand
-from lococo import AdaptedLlama
-from model import load_base
 from support.command_line import TINY
 from support.files import UserError
-from support.programs.settings import settings_for
-from support.text import token_streams
 
 WORDS = "a cat and a dog went to the park and then home again\n" * 60
 FLAGS = "--recipe inference --batch 2 --micro-batch 2"
@@ -68,27 +61,12 @@ def test_a_cell_is_made_once(make, monkeypatch):
     assert len(make("--rows ours")[0]) == 8 and runs() == 5
 
 
-def test_the_figures_equal_an_independent_computation(make):
-    """Of a row that needs no training, token by token."""
-    cell = make("--rows h2o")[0][0]
-    model, tokenizer = load_base(TINY)
-    settings = settings_for("h2o", 16, 16, 64, positions="slots", lora_rank=0)
-    assert (settings.heavy, settings.recent, settings.positions) == (8, 8, "slots")
-    streams = token_streams([Path("prose/wikitext2-test.jsonl")], tokenizer)
-    ids = np.concatenate([streams[part] for part in sorted(streams)])
-    starts = np.flatnonzero(ids == tokenizer.bos)[:2]
-    rows = torch.tensor(np.array([ids[start : start + 64] for start in starts]).astype(int))
-    nats = nats_by_hand(AdaptedLlama(model, settings).eval(), rows).mean(axis=1)
-    assert cell["by document"] == pytest.approx(nats.tolist(), abs=2e-5)
-    assert cell["nats"] == pytest.approx(nats.mean(), abs=2e-5)
-
-
 @pytest.mark.parametrize("words, sentence", [
-    ("none --prose prose", "none: there is no such table; take one of small"),
-    ("small --prose nowhere", "--prose nowhere: there is no such folder; name one with"),
-    ("small --prose prose --rows mine", "mine: there is no such row; take one of full; "),
+    ("none", "none: there is no such table; take one of"),
+    ("frozen --prose nowhere", "--prose nowhere: there is no such folder; name one with"),
+    ("frozen --rows mine", "mine: there is no such row; take one of full; "),
 ])  # fmt: skip
-def test_mistakes_are_sentences(make, monkeypatch, words, sentence):
+def test_mistakes_are_sentences(monkeypatch, words, sentence):
     monkeypatch.setattr(sys, "argv", ["tables.py", *words.split()])
     with pytest.raises(UserError, match=sentence):
         tables.main()
@@ -125,20 +103,6 @@ def test_the_table_by_hand():
     other = tables.all_tables([*stored, cell("window", [7.0, 7.0], base="y", scored="s")])
     losses = [row[2] for row in rows_of(other["frozen, M, float32"])]
     assert losses == ["7.0000", "4.0000", "4.5000", "9.0000"]
-
-
-def test_cells_are_compared_with_the_same_seed_and_steps():
-    """A row without training is compared with ours of each seed."""
-    about = {"part": "choosing", "steps": 40}
-    stored = [cell("ours", [2.0, 4.0], **about), cell("ours", [3.0, 5.0], seed=1, **about),
-              cell("ours, 3 taps", [3.0, 6.0], **about),
-              cell("ours, at once", [9.0, 9.0], seed=2, **about),
-              cell("h2o", [4.0, 6.0], part="choosing")]  # fmt: skip
-    made = tables.all_tables(stored)["ablations, M, float32"]
-    assert [(row[1], row[4]) for row in rows_of(made)] == [
-        ("-", "+1.5000 ± 0.0000"), ("2", "+0.0000 ± 0.0000"), ("1", ""),
-        ("1", "+1.5000 ± 0.5000"),
-    ]  # fmt: skip
 
 
 def test_rows_are_settings(monkeypatch):

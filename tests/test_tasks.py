@@ -91,15 +91,6 @@ def test_a_text_is_the_likeliest_up_to_its_stop(tokenizer, monkeypatch, settings
     assert found == {"same": True} and cache.seen == 48
 
 
-@pytest.mark.parametrize("more, expected", [({}, 0), ({"longbench": "trec", "classes": ["b"]}, 1)])
-def test_only_longbench_takes_the_first_line_with_text(tokenizer, monkeypatch, more, expected):
-    said = tokenizer.encode("Q:\n\nb\nc")[len(tokenizer.encode("Q:")) :]
-    monkeypatch.setattr(tasks, "decode", lambda *args: iter(said))
-    row = {"prompt": "Q:", "answers": ["b"], "stop": "\n"} | more
-    found, _ = tasks.score_answer(AdaptedLlama(load_llama(TINY), FULL), row, tokenizer, "cpu")
-    assert [*found.values()][0] == expected
-
-
 def table(run, words, rows):
     """The printed table without its names, cell by cell."""
     Path("rows").write_text("\n\n".join(map(json.dumps, rows)))
