@@ -206,19 +206,6 @@ def test_a_wrong_choice_of_what_is_pinned_is_noticed(model, monkeypatch, chosen,
         logits_of(model, AdaptedLlama(model, settings("h2o")).cache())
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("method", METHODS)
-def test_later_tokens_leave_earlier_logits_as_they_are(model, method):
-    """Within a segment, and with compressions in between."""
-    adapted = AdaptedLlama(model, settings(method))
-    others = TOKENS.clone()
-    others[:, 27:] = TOKENS[:, 27:].flip(1)
-    before = logits_of(model, adapted.cache())
-    after = logits_of(model, adapted.cache(), others)
-    assert torch.equal(before[:, :27], after[:, :27])
-    assert not torch.allclose(before[:, 27:], after[:, 27:])
-
-
 # --- Budgets of layers ------------------------------------------------------------------
 
 

@@ -14,12 +14,12 @@ import torch
 import generate
 from generate import prefill
 from lococo import KINDS, AdaptedLlama, Settings
-from model import Entries, load_llama
+from model import load_llama
 from support.programs.adapter import write_adapter
 from support.command_line import HERE, TINY
 from support.programs.memory_page import token_texts, write_page
 from support.programs.settings import settings_for
-from support.programs.tracing import TracedMemory, describe_slots
+from support.programs.tracing import TracedMemory
 
 BROWSER = shutil.which("chromium")
 TEXTS = ["</script><!-- <script> ]]> &amp; THE_DATA_OF_THE_PAGE\n",
@@ -72,29 +72,6 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, compre
     cache = adapted.cache(partial(Followed, layers=[0, 1]))
     logits = [prefill(model, tokens, memory, 8) for memory in (cache, adapted.cache())]
     assert torch.equal(*logits) and cache.size == 8 + 8 and compressions == [16, 24, 32]
-
-
-def test_slots_are_described_by_their_largest_shares(model, tokenizer):
-    """Shares written by hand: three a slot are shown, from 0.01, and after each compression the
-    largest share of the first of them."""
-    ids = tokenizer.encode("def f(x):\n    return [x]")
-    settings = Settings("a method", 2, 64, 1, 1, 1, 1, kernel=3, lora_rank=0)
-    cache = AdaptedLlama(model, settings).cache(partial(TracedMemory, layers=[1]))
-    cache.keys[1] = Entries(torch.zeros(1, 2, 6, 8))
-    first = "layer 1, head 1: 6 entries after 12 tokens"
-    assert list(describe_slots(cache, 1, 1, ids, tokenizer)) == [first]  # all tokens are held
-    at_first, shares = torch.zeros(2, 4, len(ids)), torch.zeros(2, 4, len(ids))
-    at_first[1, range(4), [0, 3, 3, 2]] = torch.tensor([1, 0.5, 0.3, 0.05])
-    shares[1, [0, 1, 3], [0, 3, 8]] = torch.tensor([1, 1, 0.994])
-    shares[1, 2, [2, 4, 6, 7]] = torch.tensor([0.5, 0.25, 0.2, 0.05])
-    cache.largest = {1: [at_first.topk(3), shares.topk(3)]}
-    assert list(describe_slots(cache, 1, 1, ids, tokenizer)) == [
-        first, "   0 sinks    ████ 1.00 '<s>'      0      ██",
-        "   1 heavy    ████ 1.00 '('        3      ▄█",
-        "   2 merged   ██·· 0.50 ' f'       2      █··· 0.25 'x'        4"
-        "      █··· 0.20 '\\n'       6       ▄",
-        "   3 recent   ████ 0.99 'return'   8       █",
-    ]  # fmt: skip
 
 
 # --- Text -------------------------------------------------------------------------------

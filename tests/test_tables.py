@@ -15,10 +15,9 @@ SMALL = tables.Table(("full", "h2o", "ours soft", "ours"), 16, 64, "test", FLAGS
                      documents=2)  # fmt: skip
 
 
-@pytest.fixture
-def make(own_folders, monkeypatch, capsys):
-    """Run the program on tiny/ with small texts; returns the stored cells, and what it
-    prints."""
+def test_a_cell_is_made_once(own_folders, monkeypatch):
+    """Ours and its mixtures share a run. Another seed or text makes another cell; --again makes
+    the same one again."""
     Path("prose").mkdir()
     for name in (*tables.BOOKS, *tables.SCORED.values()):
         rows = (json.dumps({"text": f"{n} {WORDS}"}) for n in range(3))
@@ -28,37 +27,22 @@ def make(own_folders, monkeypatch, capsys):
     monkeypatch.setattr(tables, "RUNS", Path("runs").resolve())
     monkeypatch.setattr(tables, "TABLES", {"small": SMALL})
 
-    def call(words="", prose="--prose prose"):
-        line = f"tables.py small --model {TINY} {prose} {words}"
+    def cells_after(words):
+        line = f"tables.py small --model {TINY} --prose prose {words}"
         monkeypatch.setattr(sys, "argv", line.split())
         tables.main()
-        return tables.stored_cells(), capsys.readouterr().out
+        return tables.stored_cells()
 
-    return call
-
-
-def runs():
-    return len([*Path("runs").iterdir()])
-
-
-def test_a_cell_is_made_once(make, monkeypatch):
-    """Ours and its mixtures share a run. A changed row, another text or seed makes another
-    cell; --again makes the same one again."""
-    stored, out = make("--seeds 0 0")
-    assert [cell["row"] for cell in stored] == [*SMALL.rows]
-    assert [cell["steps"] for cell in stored] == [0, 0, 2, 2] and runs() == 1
-    assert {"date", "commit", "machine", "flags", "seed", "dtype"} <= stored[0].keys()
-    assert make() == (stored, out)
-    assert len(make("--rows h2o ours --seeds 1")[0]) == 5 and runs() == 2
-
-    with monkeypatch.context() as patch:
-        patch.setitem(tables.ROWS, "ours", tables.Row("ours", "--forget 1"))
-        assert len(make("--rows ours")[0]) == 6 and runs() == 3
-    again = make("--rows ours --again")[0]
-    assert len(again) == 7 and runs() == 4
-    assert again[6]["by document"] == stored[3]["by document"]
+    cells = cells_after("--seeds 0 0")
+    assert [cell["row"] for cell in cells] == [*SMALL.rows]
+    assert [cell["steps"] for cell in cells] == [0, 0, 2, 2]
+    assert len([*Path("runs").iterdir()]) == 1
+    assert cells_after("") == cells
+    assert len(cells_after("--rows h2o ours --seeds 1")) == 5
+    cells = cells_after("--rows ours --again")
+    assert len(cells) == 6 and cells[5]["by document"] == cells[3]["by document"]
     Path("prose/book_adv.txt").write_text(WORDS * 3)
-    assert len(make("--rows ours")[0]) == 8 and runs() == 5
+    assert len(cells_after("--rows ours")) == 7
 
 
 @pytest.mark.parametrize("words, sentence", [
