@@ -288,8 +288,10 @@ def test_a_pipe_that_is_closed(capfd):
     os.close(read)
     child = os.fork()
     if child == 0:
-        sys.stdout = open(write, "w")
-        run_program(lambda: print("a line"))
-        os._exit(0)
+        try:
+            sys.stdout = open(write, "w")
+            run_program(lambda: print("a line"))
+        finally:
+            os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert capfd.readouterr().err == ""
