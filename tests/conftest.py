@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-from types import ModuleType
 
 # Before torch is imported, and for the programs that tests start: small models are faster with one
 # thread, and adapters are equal to the last bit only if sums have one order.
@@ -139,35 +138,3 @@ def cells(out: str) -> dict[str, list[str]]:
     """Of a printed table, the columns of each row by its name."""
     rows = [re.split(" {2,}", line) for line in out.splitlines()]
     return {row[0]: row[1:] for row in rows}
-
-
-def names_in(tokens: torch.Tensor, tokenizer: Tokenizer) -> set[str]:
-    """The names of the facts that are told in a text."""
-    return set(re.findall(r"\n@ (\w+ \w+) = \w", tokenizer.decode(tokens.tolist())))
-
-
-def remembered(forward) -> dict[int, int]:
-    """What a backward pass keeps alive: {address: bytes} of what is saved while `forward` runs."""
-    saved = {}
-
-    def pack(t):
-        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        forward()
-    return saved
-
-
-def changed(modules: dict[str, str]) -> dict[str, ModuleType]:
-    """model and lococo, executed from these texts."""
-    made = {}
-    for name in ("model", "lococo"):
-        made[name] = ModuleType(name)
-        own = {key: sys.modules[key] for key in ("model", "lococo")}
-        sys.modules.update(made)
-        try:
-            exec(compile(modules[name], name, "exec"), made[name].__dict__)
-        finally:
-            sys.modules.update(own)
-    return made

@@ -9,7 +9,6 @@ import llama2c
 import pytest
 import torch
 from reference import meta_state, reference_logits
-from safetensors.torch import save_file
 
 from generate import as_text
 from model import Llama, LlamaConfig, load_llama
@@ -51,20 +50,18 @@ def random_weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return {f"transformer.{name}": t for name, t in official.items()}, w
 
 
-def write(folder: Path, weights, kind="bin") -> None:
+def write(folder: Path, weights) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "tokenizer.model").write_bytes((TINY / "tokenizer.model").read_bytes())
     names = sorted(weights)
     for n, some in enumerate((names[::2], names[1::2])):
-        shard, file = {name: weights[name] for name in some}, folder / f"pytorch_model-{n}.{kind}"
-        (torch.save if kind == "bin" else save_file)(shard, file)
+        torch.save({name: weights[name] for name in some}, folder / f"pytorch_model-{n}.bin")
 
 
-@pytest.mark.parametrize("kind", ["bin", "safetensors"])
-def test_it_computes_what_chatglm3_does(tmp_path, kind):
+def test_it_computes_what_chatglm3_does(tmp_path):
     (official, meta), ids = random_weights(), torch.randint(0, 2064, (12,))
-    write(tmp_path / "official", official, kind)
+    write(tmp_path / "official", official)
     chatglm3.convert(tmp_path / "official", tmp_path / "out")
     model, tokenizer = load_llama(tmp_path / "out"), Tokenizer(tmp_path / "out")
     expected = reference_logits(meta, OURS, ids)
@@ -79,7 +76,6 @@ def test_it_computes_what_chatglm3_does(tmp_path, kind):
 @pytest.mark.parametrize("change, named", [
     (lambda w: w.pop(DENSE), "layers.1.self_attn.o_proj"),
     (lambda w: w.update({"transformer.more.weight": w[DENSE]}), "more.weight: no tensor"),
-    (lambda w: w.update({DENSE: w[DENSE][1:].clone()}), r"dense.weight: \(63, 64\) does not fit"),
 ])  # fmt: skip
 def test_a_wrong_tensor_is_named(tmp_path, change, named):
     weights, _ = random_weights()
@@ -89,30 +85,23 @@ def test_a_wrong_tensor_is_named(tmp_path, change, named):
         chatglm3.convert(tmp_path / "official", tmp_path / "out")
 
 
-@pytest.mark.parametrize("key, value, sentence", [
-    ("rmsnorm", False, "not that of ChatGLM3"),
-    ("num_layers", "2", "or its weights: not a plain Llama-2"),
-    ("num_attention_heads", 0, "or its weights: not a plain Llama-2")])
-def test_a_configuration_that_is_no_llamas_is_one_sentence(tmp_path, key, value, sentence):
+def test_a_configuration_that_is_not_of_chatglm3_is_refused(tmp_path):
     write(tmp_path / "official", {})
-    (tmp_path / "official" / "config.json").write_text(json.dumps(CONFIG | {key: value}))
-    with pytest.raises(UserError, match=f"official/config.json.*{sentence}"):
+    (tmp_path / "official" / "config.json").write_text(json.dumps(CONFIG | {"rmsnorm": False}))
+    with pytest.raises(UserError, match="official/config.json.*not that of ChatGLM3"):
         chatglm3.convert(tmp_path / "official", tmp_path / "out")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_checkpoint_becomes_a_llama(tmp_path, tied):
+def test_a_checkpoint_of_llama2c_becomes_a_llama(tmp_path):
     torch.manual_seed(0)
     model = Llama(LlamaConfig(32, 2, 4, n_kv_heads=2, ffn_dim=96, vocab_size=60, context=48))
-    if tied:
-        model.output.weight = model.tok_embeddings.weight
     file, state = tmp_path / "a.bin", meta_state(model)
-    written = struct.pack("7i", 32, 96, 2, 4, 2, 60 if tied else -60, 48)
+    written = struct.pack("7i", 32, 96, 2, 4, 2, -60, 48)  # the embeddings are not the output
     kinds = "attention_norm attention.wq attention.wk attention.wv attention.wo ffn_norm"
     kinds += " feed_forward.w1 feed_forward.w2 feed_forward.w3"
     names = [f"layers.{n}.{kind}" for kind in kinds.split() for n in range(2)]
     tensors = [state[f"{name}.weight"] for name in ("tok_embeddings", *names, "norm")]
-    tensors += [torch.randn(2, 48, 4)] + [state["output.weight"]] * (not tied)
+    tensors += [torch.randn(2, 48, 4), state["output.weight"]]
     for tensor in tensors:
         written += tensor.numpy().tobytes()
     file.write_bytes(written)

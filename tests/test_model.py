@@ -6,20 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import settings
 from reference import meta_state, reference_logits
 
-from lococo import AdaptedLlama
-from model import KVCache, LlamaConfig, attention, causal_mask, load_base, read_config, rope, rotate
-from support.command_line import HERE, TINY
+from model import KVCache, LlamaConfig, read_config, rope, rotate
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
 SMALL = LlamaConfig(32, 2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)
 
 
 @pytest.mark.parametrize("cuts, gradients", [
-    ((12,), True), ((5, 7), True), ((5, 6, 1), False), ((1,) * 12, False)])  # fmt: skip
+    ((12,), True), ((5, 7), True), ((5, 6, 1), False)])  # fmt: skip
 @pytest.mark.parametrize("config", [
     SMALL, replace(SMALL, n_kv_heads=4),
     replace(SMALL, n_kv_heads=1, rope_scale=2.5, rope_theta=100.0, norm_eps=0.1)])  # fmt: skip
@@ -59,8 +55,6 @@ def test_frequencies_of_llama_3(tmp_path):
     angle = 1000 * torch.tensor(expected, dtype=torch.float64)
     assert torch.allclose(cos[0].double(), angle.cos(), atol=1e-4)
     assert torch.allclose(sin[0].double(), angle.sin(), atol=1e-4)
-    short = torch.tensor(expected)
-    assert torch.allclose(rope(torch.tensor([1.0]), config)[1][0], short.sin(), rtol=1e-5)
 
 
 def test_angles_are_float32_far_from_the_start():
@@ -70,71 +64,3 @@ def test_angles_are_float32_far_from_the_start():
     assert torch.allclose(torch.stack(rope(p, SMALL)).double(), expected, atol=1e-3)
     x = torch.randn(1, 2, len(p), 8).bfloat16()  # is rounded once
     assert torch.equal(rotate(x, *rope(p, SMALL)), rotate(x.float(), *rope(p, SMALL)).bfloat16())
-
-
-def test_a_decoded_token_needs_no_mask(monkeypatch):
-    """It sees all entries, and PyTorch's fast kernels take no mask."""
-    usual, masks = F.scaled_dot_product_attention, []
-
-    def watched(q, k, v, mask, **options):
-        masks.append(mask)
-        return usual(q, k, v, mask, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    q, (k, v) = torch.randn(1, 2, 3, 4), torch.randn(2, 1, 2, 5, 4)
-    last = attention(q[:, :, 2:], k, v)
-    three = attention(q, k, v)
-    assert masks[0] is None and masks[1] is not None
-    torch.testing.assert_close(last, three[:, :, 2:])
-
-
-def test_the_perplexity_of_the_embedded_model():
-    """Of the first 512 tokens of the prompt. A change of the model shows here."""
-    model, tokenizer = load_base(TINY)
-    ids = tokenizer.encode((HERE / "assets" / "prompt.txt").read_text())[:512]
-    tokens = torch.tensor(ids)
-    with torch.no_grad():
-        logits = model(tokens[None])[0]
-    assert F.cross_entropy(logits[:-1], tokens[1:]).exp().item() == pytest.approx(41.9965, rel=1e-4)
-
-
-def test_a_cache_grows_in_place_without_gradients(model):
-    """A decoded token moves nothing that is held, but where the buffer doubles. That of a memory
-    takes no more room than M + T entries of 2 heads of 8 channels."""
-    full, memory = KVCache(model.config), AdaptedLlama(model, settings("h2o")).cache()
-    places = set()
-    with torch.no_grad():
-        for t in range(40):
-            for cache in (full, memory):
-                model(TOKENS[:, :1] + t, cache)
-                cache.detach()  # as where a text is scored
-            places.add(full.keys[0].buffer.data_ptr())
-            assert memory.keys[0].buffer.nbytes <= 4 * 2 * 8 * 14
-    assert len(places) <= 5  # for 1, 4, 10, 22, 46
-
-
-@pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("method", ["full", "h2o"])
-def test_a_copied_cache_leaves_the_original_as_it_is(model, method, gradients):
-    """Both go on with other tokens: each gives what it gives where there is no other."""
-    adapted = AdaptedLlama(model, settings(method))
-    ends = (TOKENS, TOKENS.flip(1))
-    expected = []
-    for end in ends:
-        cache = adapted.cache()
-        expected.append([model(x, cache) for x in (*TOKENS.split(4, dim=1), *end.split(3, dim=1))])
-    with torch.set_grad_enabled(gradients):
-        cache = adapted.cache()
-        for x in TOKENS.split(4, dim=1):
-            model(x, cache)
-        copied = cache.copy()
-        for n in range(4):  # in turns, so that a room they shared would be overwritten
-            for which, end, logits in zip((cache, copied), ends, expected):
-                found = model(end.split(3, dim=1)[n], which)
-                assert torch.allclose(found, logits[3 + n], atol=1e-5)
-
-
-def test_the_mask_has_the_dtype_and_the_device_of_the_queries():
-    like = torch.empty(0, dtype=torch.bfloat16, device="meta")
-    mask = causal_mask(3, 5, like)
-    assert (mask.dtype, mask.device) == (like.dtype, like.device)

@@ -13,9 +13,8 @@ import generate
 import pytest
 import tables
 import torch
-from conftest import changed
 
-from lococo import METHODS, Compressor, merge
+from lococo import Compressor, merge
 from support.command_line import HERE
 from support.facts import fact_tokens
 
@@ -40,38 +39,6 @@ def commands(page: Path) -> list[str]:
 
 COMMANDS = sorted({command for page in PAGES for command in commands(page)})
 
-# --- The house --------------------------------------------------------------------------
-
-
-def test_five_files_stand_at_the_top_level():
-    """Files of one's own may stand beside them."""
-    listed = subprocess.run(["git", "-C", HERE, "ls-files", "*.py"], capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("this is no checkout")
-    assert {name for name in listed.stdout.split() if "/" not in name} == set(FIVE)
-
-
-def imported(file: Path) -> set[str]:
-    """What a file imports at its left edge."""
-    return set(re.findall(r"^(?:from|import) (\w+)", file.read_text("utf-8"), re.M))
-
-
-def test_nothing_imports_what_is_built_on_it():
-    """support/ imports none of the five files, model.py and lococo.py nothing of the command line,
-    and each of the five only earlier ones."""
-    names = [name.removesuffix(".py") for name in FIVE]
-    above = {*names, "tools", "tests"}
-    for file in (HERE / "support").glob("*.py"):
-        assert not imported(file) & above and "support.programs" not in file.read_text(), file
-    for file in (HERE / "support" / "programs").glob("*.py"):
-        assert not imported(file) & {"generate", "eval_ppl", "train", "tools", "tests"}, file
-    for number, name in enumerate(FIVE):
-        assert not imported(HERE / name) & {*names[number:], "tools", "tests"}, name
-    for name in FIVE[:2]:
-        text = (HERE / name).read_text("utf-8")
-        assert not re.search(r"argparse|command_line|import.*programs|Machine|[`\"]--\w", text), name
-
-
 # --- Equations and methods --------------------------------------------------------------
 
 
@@ -93,12 +60,6 @@ def test_the_equations_stand_beside_lines_that_exist():
             resolve(code)
         else:
             assert sum(text.count(code) for text in sources) == 1, code
-
-
-def test_the_table_of_methods_names_methods():
-    table = (DOCS / "paper-to-code.md").read_text().split("| `--method` |")[1].split("\n\n")[0]
-    named = set(re.findall(r"^\| `([\w+]+)`", table, re.M))
-    assert {"full", "streaming", "h2o", "lococo", "selection"} <= named <= set(METHODS)
 
 
 def test_the_ten_lines_are_the_papers_compressor():
@@ -186,42 +147,26 @@ def test_commands_are_understood(command, monkeypatch):
         import_module(program.stem).main()
 
 
-@pytest.mark.parametrize("flags", ["", "--method streaming --mem 128",
-                                   "--method h2o --mem 128 --positions slots"])  # fmt: skip
-def test_the_first_commands(run, flags):
-    """A trained memory recalls the three facts of assets/prompt.txt; a window and H2O none. What
-    README.md says that a command prints, it prints."""
-    text = (HERE / "assets" / "prompt.txt").read_text()
-    facts = re.findall(r"^@ (\w+ \w+) = (\w+)$", text, re.M)
-    assert len(facts) == 3 and text.endswith(f"\n@ {facts[0][0]} =")
-    line = f"--prompt assets/prompt.txt {flags} --temperature 0 --max-new-tokens 1"
-    assert f"python generate.py {' '.join(line.split())}" in commands(README)
-    block = next(block for block in blocks(README) if "assets/prompt.txt" in block)
-    shown = re.findall(r"^# .*prints: (\w+)$", block, re.M)
-    for number, (name, word) in enumerate(facts):
-        Path("ask.txt").write_text(f"{text.removesuffix(facts[0][0] + ' =')}{name} =")
-        _, out, err = run(generate, f"--prompt ask.txt --temperature 0 --max-new-tokens 1 {flags}")
-        assert " 128 slots; " in err and (out.strip() == word) == (flags == "")
-        if number == 0:
-            assert out.strip() in shown
-
-
-def test_a_fact_of_your_own(run):
-    """README.md puts one in front of the prompt and asks for it."""
-    block = next(block for block in blocks(README) if "own.txt" in block)
-    first, between, last = re.search(r"echo '(.*)'; cat (\S+); printf '(.*)'\)", block).groups()
-    middle = (HERE / between).read_text()
-    Path("own.txt").write_text(f"{first}\n{middle}" + last.replace("\\n", "\n"))
-    line = next(line for line in block.splitlines() if line.startswith("python generate.py"))
-    _, out, _ = run(generate, line.removeprefix("python generate.py"))
-    assert f"# prints: {out.strip()}" == block.splitlines()[-1]
+def test_what_the_first_commands_print(run):
+    """README.md says it in the line after a command. One more line of the shell writes a text."""
+    Path("assets").symlink_to(HERE / "assets")
+    found = [block for block in blocks(README) if "# prints: " in block]
+    lines = "".join(found).replace("\\\n", " ").splitlines()
+    for line, after in zip(lines, lines[1:]):
+        shown = re.fullmatch(r"# .*prints: (\w+)", after)
+        if line.startswith("("):
+            subprocess.run(["bash", "-c", line], check=True)
+        if shown:
+            _, out, err = run(generate, line.removeprefix("python generate.py"))
+            assert " 128 slots; " in err and out.strip() == shown[1], line
+    assert Path("own.txt").exists()
 
 
 def test_the_changes_of_the_exercises_run():
     """The lines that a change removes are there once; with the others in their place, a small model
     has finite losses and gradients, other than before. README's own compressor is one more."""
     sources = {name: (HERE / f"{name}.py").read_text() for name in ("model", "lococo")}
-    before = losses_of(changed(sources))
+    before = losses_of(executed(sources))
     own = next(block for block in blocks(README, "python") if 'COMPRESSORS["mine"]' in block)
     texts = [sources["lococo"] + own]
     for change in blocks(DOCS / "exercises.md", "diff"):
@@ -232,8 +177,22 @@ def test_the_changes_of_the_exercises_run():
         texts.append(sources["lococo"].replace(old, new))
     assert len(texts) > 3
     for text in texts:
-        after = losses_of(changed(sources | {"lococo": text}))
+        after = losses_of(executed(sources | {"lococo": text}))
         assert after.isfinite().all() and not torch.equal(before, after), text[-400:]
+
+
+def executed(sources: dict[str, str]) -> dict[str, ModuleType]:
+    """model and lococo from these texts."""
+    made = {}
+    for name in ("model", "lococo"):
+        made[name] = ModuleType(name)
+        own = {key: sys.modules[key] for key in ("model", "lococo")}
+        sys.modules.update(made)
+        try:
+            exec(compile(sources[name], name, "exec"), made[name].__dict__)
+        finally:
+            sys.modules.update(own)
+    return made
 
 
 def losses_of(modules: dict[str, ModuleType]) -> torch.Tensor:

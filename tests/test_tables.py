@@ -4,17 +4,10 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tables
-import torch
-from conftest import nats_by_hand
-from lococo import AdaptedLlama
-from model import load_base
 from support.command_line import TINY
 from support.files import UserError
-from support.programs.settings import settings_for
-from support.text import token_streams
 
 WORDS = "a cat and a dog went to the park and then home again\n" * 60
 FLAGS = "--recipe inference --batch 2 --micro-batch 2"
@@ -22,10 +15,9 @@ SMALL = tables.Table(("full", "h2o", "ours soft", "ours"), 16, 64, "test", FLAGS
                      documents=2)  # fmt: skip
 
 
-@pytest.fixture
-def make(own_folders, monkeypatch, capsys):
-    """Run the program on tiny/ with small texts; returns the stored cells, and what it
-    prints."""
+def test_a_cell_is_made_once(own_folders, monkeypatch):
+    """Ours and its mixtures share a run. Another seed or text makes another cell; --again makes
+    the same one again."""
     Path("prose").mkdir()
     for name in (*tables.BOOKS, *tables.SCORED.values()):
         rows = (json.dumps({"text": f"{n} {WORDS}"}) for n in range(3))
@@ -35,60 +27,30 @@ def make(own_folders, monkeypatch, capsys):
     monkeypatch.setattr(tables, "RUNS", Path("runs").resolve())
     monkeypatch.setattr(tables, "TABLES", {"small": SMALL})
 
-    def call(words="", prose="--prose prose"):
-        line = f"tables.py small --model {TINY} {prose} {words}"
+    def cells_after(words):
+        line = f"tables.py small --model {TINY} --prose prose {words}"
         monkeypatch.setattr(sys, "argv", line.split())
         tables.main()
-        return tables.stored_cells(), capsys.readouterr().out
+        return tables.stored_cells()
 
-    return call
-
-
-def runs():
-    return len([*Path("runs").iterdir()])
-
-
-def test_a_cell_is_made_once(make, monkeypatch):
-    """Ours and its mixtures share a run. A changed row, another text or seed makes another
-    cell; --again makes the same one again."""
-    stored, out = make("--seeds 0 0")
-    assert [cell["row"] for cell in stored] == [*SMALL.rows]
-    assert [cell["steps"] for cell in stored] == [0, 0, 2, 2] and runs() == 1
-    assert {"date", "commit", "machine", "flags", "seed", "dtype"} <= stored[0].keys()
-    assert make() == (stored, out)
-    assert len(make("--rows h2o ours --seeds 1")[0]) == 5 and runs() == 2
-
-    with monkeypatch.context() as patch:
-        patch.setitem(tables.ROWS, "ours", tables.Row("ours", "--forget 1"))
-        assert len(make("--rows ours")[0]) == 6 and runs() == 3
-    again = make("--rows ours --again")[0]
-    assert len(again) == 7 and runs() == 4
-    assert again[6]["by document"] == stored[3]["by document"]
+    cells = cells_after("--seeds 0 0")
+    assert [cell["row"] for cell in cells] == [*SMALL.rows]
+    assert [cell["steps"] for cell in cells] == [0, 0, 2, 2]
+    assert len([*Path("runs").iterdir()]) == 1
+    assert cells_after("") == cells
+    assert len(cells_after("--rows h2o ours --seeds 1")) == 5
+    cells = cells_after("--rows ours --again")
+    assert len(cells) == 6 and cells[5]["by document"] == cells[3]["by document"]
     Path("prose/book_adv.txt").write_text(WORDS * 3)
-    assert len(make("--rows ours")[0]) == 8 and runs() == 5
-
-
-def test_the_figures_equal_an_independent_computation(make):
-    """Of a row that needs no training, token by token."""
-    cell = make("--rows h2o")[0][0]
-    model, tokenizer = load_base(TINY)
-    settings = settings_for("h2o", 16, 16, 64, positions="slots", lora_rank=0)
-    assert (settings.heavy, settings.recent, settings.positions) == (8, 8, "slots")
-    streams = token_streams([Path("prose/wikitext2-test.jsonl")], tokenizer)
-    ids = np.concatenate([streams[part] for part in sorted(streams)])
-    starts = np.flatnonzero(ids == tokenizer.bos)[:2]
-    rows = torch.tensor(np.array([ids[start : start + 64] for start in starts]).astype(int))
-    nats = nats_by_hand(AdaptedLlama(model, settings).eval(), rows).mean(axis=1)
-    assert cell["by document"] == pytest.approx(nats.tolist(), abs=2e-5)
-    assert cell["nats"] == pytest.approx(nats.mean(), abs=2e-5)
+    assert len(cells_after("--rows ours")) == 7
 
 
 @pytest.mark.parametrize("words, sentence", [
-    ("none --prose prose", "none: there is no such table; take one of small"),
-    ("small --prose nowhere", "--prose nowhere: there is no such folder; name one with"),
-    ("small --prose prose --rows mine", "mine: there is no such row; take one of full; "),
+    ("none", "none: there is no such table; take one of"),
+    ("frozen --prose nowhere", "--prose nowhere: there is no such folder; name one with"),
+    ("frozen --rows mine", "mine: there is no such row; take one of full; "),
 ])  # fmt: skip
-def test_mistakes_are_sentences(make, monkeypatch, words, sentence):
+def test_mistakes_are_sentences(monkeypatch, words, sentence):
     monkeypatch.setattr(sys, "argv", ["tables.py", *words.split()])
     with pytest.raises(UserError, match=sentence):
         tables.main()
@@ -125,29 +87,6 @@ def test_the_table_by_hand():
     other = tables.all_tables([*stored, cell("window", [7.0, 7.0], base="y", scored="s")])
     losses = [row[2] for row in rows_of(other["frozen, M, float32"])]
     assert losses == ["7.0000", "4.0000", "4.5000", "9.0000"]
-
-
-def test_dtypes_and_models_are_not_mixed():
-    stored = [cell("full", [1.0, 3.0], dtype="bfloat16"), cell("full", [2.0, 4.0]),
-              cell("ours", [2.0, 4.0], model="N")]  # fmt: skip
-    made = tables.all_tables(stored)
-    names = [name for name in made if name.startswith("frozen, M") or name.startswith("frozen, N")]
-    assert names == ["frozen, M, bfloat16", "frozen, M, float32", "frozen, N, float32"]
-    assert all(len(rows_of(made[name])) == 1 for name in names)
-
-
-def test_cells_are_compared_with_the_same_seed_and_steps():
-    """A row without training is compared with ours of each seed."""
-    about = {"part": "choosing", "steps": 40}
-    stored = [cell("ours", [2.0, 4.0], **about), cell("ours", [3.0, 5.0], seed=1, **about),
-              cell("ours, 3 taps", [3.0, 6.0], **about),
-              cell("ours, at once", [9.0, 9.0], seed=2, **about),
-              cell("h2o", [4.0, 6.0], part="choosing")]  # fmt: skip
-    made = tables.all_tables(stored)["ablations, M, float32"]
-    assert [(row[1], row[4]) for row in rows_of(made)] == [
-        ("-", "+1.5000 ± 0.0000"), ("2", "+0.0000 ± 0.0000"), ("1", ""),
-        ("1", "+1.5000 ± 0.5000"),
-    ]  # fmt: skip
 
 
 def test_rows_are_settings(monkeypatch):

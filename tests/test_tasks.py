@@ -42,23 +42,19 @@ def test_metrics(text, answer, mark, expected):
     # The package rouge 1.0.1 says so: 7 different words of 8 and 9 are shared; 2 of 3 and 3.
     ("gov_report", "The cat sat. It ran on the mat", "A cat sat on the mat. It ran.\n", 0,
      14 / 17),
-    ("samsum", "Rain fell. Rain fell again", "rain fell. again.", None, 2 / 3),
     ("multi_news", "a b. a a a", "b a a", None, 1 / 2),  # of equals it takes "a a", not "b a"
-    ("qmsum", "...", "x", None, 0), ("hotpotqa", "The U.S. won", "US", None, 2 / 3),
+    ("hotpotqa", "The U.S. won", "US", None, 2 / 3),
     ("trec", "Food or Date", "Date", ["Food", "Date", "Sum"], 1 / 2),
-    ("trec", "Food type", "Food type", ["Food", "Food type"], 1), ("trec", "x", "y", ["y"], 0),
     ("trec", "a b c", "a b c", ["a", "b", "c", "a b c"], 1 / 2),  # its code passes over "b"
-    ("passage_count", "3 or 4, 3", "3", None, 2 / 3), ("passage_count", "none", "3", None, 0),
+    ("passage_count", "3 or 4, 3", "3", None, 2 / 3),
     ("passage_retrieval_en", "Paragraph 12", "Paragraph 12 or 3", None, 1),
-    ("lcc", "abc", "abd", None, 0.67), ("lcc", "# no\nx = y\nz", "x = z", None, 0.8),
-    ("repobench-p", "`x`", "x", None, 0)])  # fmt: skip
+    ("lcc", "# no\nx = y\nz", "x = z", None, 0.8)])  # fmt: skip
 def test_metrics_of_longbench(data, text, answer, classes, expected):
     found = tasks.compare(text, answer, {"longbench": data, "classes": classes}).values()
     assert [*found] == pytest.approx([expected])
 
 
-@pytest.mark.parametrize("settings, space, ends", [
-    (FULL, "", "xxxxx"), (H2O, " ", "xxxxx"), (H2O, "", "xys01")])
+@pytest.mark.parametrize("settings, space, ends", [(FULL, " ", "xxxxx"), (H2O, "", "xys01")])
 def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
     """By sums and by sums for a character. A prompt, which each choice may have, is read once, but
     for its last token. A blank at its end is read with the choice, before the choice's own."""
@@ -83,7 +79,7 @@ def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
 
 
 @pytest.mark.parametrize("settings, more, kept", [
-    (FULL, {}, 12), (H2O, {"stop": "]", "punctuation": ""}, 12), (H2O, {"max_tokens": 1}, 1)])
+    (H2O, {"stop": "]", "punctuation": ""}, 12), (FULL, {"max_tokens": 1}, 1)])
 def test_a_text_is_the_likeliest_up_to_its_stop(tokenizer, monkeypatch, settings, more, kept):
     adapted, ids = AdaptedLlama(load_llama(TINY), settings), tokenizer.encode(TEXT)
     written = tokenizer.decode(greedy_by_hand(adapted, ids)[: 48 + kept])[len(TEXT) :]
@@ -95,26 +91,12 @@ def test_a_text_is_the_likeliest_up_to_its_stop(tokenizer, monkeypatch, settings
     assert found == {"same": True} and cache.seen == 48
 
 
-@pytest.mark.parametrize("more, expected", [({}, 0), ({"longbench": "trec", "classes": ["b"]}, 1)])
-def test_only_longbench_takes_the_first_line_with_text(tokenizer, monkeypatch, more, expected):
-    said = tokenizer.encode("Q:\n\nb\nc")[len(tokenizer.encode("Q:")) :]
-    monkeypatch.setattr(tasks, "decode", lambda *args: iter(said))
-    row = {"prompt": "Q:", "answers": ["b"], "stop": "\n"} | more
-    found, _ = tasks.score_answer(AdaptedLlama(load_llama(TINY), FULL), row, tokenizer, "cpu")
-    assert [*found.values()][0] == expected
-
-
 def table(run, words, rows):
-    """The printed table, cell by cell. The file of --json has the same figures."""
+    """The printed table without its names, cell by cell."""
     Path("rows").write_text("\n\n".join(map(json.dumps, rows)))
-    code, out, err = run(tasks, f"score rows {words} --json figures")
+    code, out, err = run(tasks, f"score rows {words} --json figures.json")
     assert (code, err) == (0, "") and out.startswith(f"rows: {len(rows)} rows\n")
-    head, *lines = (re.split("  +", line.strip()) for line in out.splitlines()[1:])
-    written = json.loads(Path("figures").read_text())["rows"]
-    for line, (name, cells) in zip(lines, written.items(), strict=True):
-        rounded = [" ±".join(f"{x:.3f}" for x in cells[column].values()) for column in head]
-        assert line[: 1 + len(head)] == [name, *rounded]
-    return [head, *lines]
+    return [re.split("  +", line.strip()) for line in out.splitlines()[1:]]
 
 
 def test_means_and_standard_errors(run, tokenizer, monkeypatch):
@@ -129,26 +111,28 @@ def test_means_and_standard_errors(run, tokenizer, monkeypatch):
     # The geometric mean of 2 / 3, 1 / 3, 5 / 12 is 0.452; the mean of 1, 0, 0 would be 0.333.
     expected = [third, both, both, third, "0.417 ±0.300", "0.452"]
     assert [line[3:] for line in lines] == [expected] * 2
+    written = json.loads(Path("figures.json").read_text())["rows"]["base, full"]["em"]
+    assert written == pytest.approx({"mean": 1 / 3, "error": 1 / 3})
 
 
 def test_the_table_of_choices(run, tokenizer):
-    """Beside an adapter are the methods without training, of its size."""
+    """Beside an adapter are the methods without training, of its size. A prompt that is longer than
+    it was trained for is named."""
     Path("mine").mkdir()
     own = settings_for("selection", 16, 16, 96, positions="slots", lora_rank=0)
     write_adapter(Path("mine"), AdaptedLlama(load_llama(TINY), own), ["training"])
-    prompts = ["x =", "x = 1\n" * 300 + "x ="]
+    prompts = ["x =", "x = 1\n" * 40 + "x ="]
     rows = [{"prompt": p, "choices": ["1", "zq"], "answer": n} for n, p in enumerate(prompts)]
-    head, *lines = table(run, "--run mine", rows)
-    a, b = (len(tokenizer.encode(prompt)) - 1 for prompt in prompts)
+    head, full, *memories = table(run, "--run mine", rows)
     assert head == ["compressed", "cache, MB", "acc", "acc_norm"]
-    half, kept = "0.500 ±0.500", 16 + (b % 16 or 16)
+    a, b = (len(tokenizer.encode(prompt)) - 1 for prompt in prompts)
     entry = 2 * 4 * 2 * 64 * 4 / 2e6  # half a key and a value in 4 layers of 2 heads of 64 floats
-    full, small = (f"{(n + a) * entry:.3f} ±{(n - a) * entry:.3f}" for n in (b, kept))
-    notes = [f"1 above {most} tokens: line 3 ..." for most in ("1,024", "96")]
-    names, same = [line.pop(0) for line in lines], [half, small, half, half]
-    assert names == ["base, full", "base, streaming M=16", "base, h2o M=16 positions=slots", "mine"]
-    assert lines == [["0.000 ±0.000", full, half, half, notes[0]], [*same, notes[0]],
-                     [*same, notes[0]], [*same, notes[1]]]  # fmt: skip
+    whole, small = (f"{(n + a) * entry:.3f} ±{(n - a) * entry:.3f}" for n in (b, 16 + b % 16))
+    half = "0.500 ±0.500"
+    assert full == ["base, full", "0.000 ±0.000", whole, half, half]
+    names = ["base, streaming M=16", "base, h2o M=16 positions=slots", "mine"]
+    assert [line[:5] for line in memories] == [[name, half, small, half, half] for name in names]
+    assert memories[2][5:] == ["1 above 96 tokens: line 3 ..."]
 
 
 def test_long_prompts_lose_their_middle(tokenizer):
@@ -162,11 +146,8 @@ def test_long_prompts_lose_their_middle(tokenizer):
 
 ANSWERS = {"prompt": "x =", "answers": ["1"]}
 CHOICES = {"prompt": "x =", "choices": ["1", "2"], "answer": 0}
-BAD = [ANSWERS | change for change in (
-    dict(answers=[]), dict(prompt=["x"]), dict(stop=""), dict(max_tokens=2.5),
-    dict(longbench="trec"), dict(punctuation=3))]  # fmt: skip
-BAD += [CHOICES | change for change in (
-    dict(answer=2), dict(prompt=" "), dict(choices=["1", " "]), dict(prompt=["x"] * 3))]
+BAD = [ANSWERS | change for change in (dict(answers=[]), dict(stop=""), dict(longbench="trec"))]
+BAD += [CHOICES | change for change in (dict(answer=2), dict(prompt=" "), dict(prompt=["x"] * 3))]
 
 
 @pytest.mark.parametrize("line", ["x", "[1]", *BAD], ids=str)
@@ -181,8 +162,7 @@ def test_a_mistake_in_the_rows_is_one_sentence(tmp_path, line):
 @pytest.mark.parametrize("words, sentence", [
     ("score blank", "tasks.py: blank: there are no rows in it"), ("score", "name files of rows"),
     ("score row --shots 3", "--shots 3: score takes rows as they are; --json FILE writes"),
-    ("recall", "--out: name the"), ("recall text --out x", "text: recall makes its own texts"),
-    ("arc a b --out x", "b: one folder at a time")])  # fmt: skip
+    ("recall", "--out: name the"), ("arc a b --out x", "b: one folder at a time")])  # fmt: skip
 def test_a_mistake_in_the_flags_is_one_sentence(run, words, sentence):
     Path("blank").write_text("\n")
     code, out, err = run(tasks, words)
