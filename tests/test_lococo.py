@@ -10,7 +10,7 @@ from reference import by_loop, official_rows, slow_memory
 
 from generate import prefill
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory, Selection
-from lococo import check_rows, in_layer, interpolation, merge, segment_losses
+from lococo import check_rows, in_layer, interpolation, merge, segment_losses, taken
 from model import KVCache, Llama, rope, rotate
 from support.files import UserError
 from support.programs.settings import untrained
@@ -118,6 +118,32 @@ def test_two_slots_do_not_take_copies(training):
     assert w[0, 0].argmax(dim=1).tolist() == [0, 2] and w[0, 0, 1, 2] > 0.99
 
 
+def test_a_copy_is_found_at_another_position_of_the_text(config):
+    """A fact that is told twice, 184 tokens apart: its keys are rotated differently."""
+    v = torch.randn(1, 8, 40)
+    k = torch.randn(1, 8, 40)
+    v[:, :, 30] = v[:, :, 3]
+    position = torch.tensor([0, 184])
+    twice = torch.randn(1, 1, 1, 8).expand(1, 1, 2, 8)
+    k[0, :, [3, 30]] = rotate(twice, *rope(position, config))[0, 0].T
+    relevance = torch.zeros(1, 2, 40)
+    relevance[:, :, 3] = 1
+    penalty = taken(relevance, torch.cat((k, v), dim=1))
+    assert (penalty[:, 0] == 0).all()
+    assert (penalty[0, 1] > 900).nonzero()[:, 0].tolist() == [3, 30]
+
+
+def test_sharpness_keeps_what_a_slot_prefers():
+    """A slot in use takes the entry that has most weight while it trains."""
+    compressor = Selection(4, 5, 1)
+    entries, scores = torch.randn(3, 8, 20), torch.rand(3, 20)
+    from_slot = torch.rand(3, 20) < 0.3
+    soft = compressor.train().weights(entries, from_slot, scores)
+    sharp = compressor.eval().weights(entries, from_slot, scores)
+    assert torch.equal(soft.argmax(dim=-1), sharp.argmax(dim=-1))
+    assert sharp.amax(dim=-1).mean() > 0.9 > soft.amax(dim=-1).mean()
+
+
 # --- Memory -----------------------------------------------------------------------------
 
 VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
@@ -174,6 +200,15 @@ def test_the_official_codes_memory_equals_its_published_formula(config, in_float
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("tokens, held", [(138, 110), (128, 128), (202, 110)])
+def test_a_full_memory_is_compressed_before_a_short_segment_too(model, tokens, held):
+    """As in algorithm 2: after two segments of 64 tokens 100 slots are full."""
+    cache = AdaptedLlama(model, settings("h2o", 100, 64, 256)).cache()
+    prefill(model, TOKENS[:1, :1].repeat(1, tokens), cache, 64)
+    assert cache.size == held
+
+
+@torch.no_grad()
 def test_keys_by_slot_are_rounded_once(config):
     """After 200 compressions in bfloat16 a kept key is the one that entered, rotated once."""
     model = Llama(replace(config, n_layers=1)).bfloat16()
@@ -204,6 +239,19 @@ def test_a_wrong_choice_of_what_is_pinned_is_noticed(model, monkeypatch, chosen,
     monkeypatch.setattr(Memory, "choose", choose)
     with pytest.raises(AssertionError, match=sentence):
         logits_of(model, AdaptedLlama(model, settings("h2o")).cache())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", METHODS)
+def test_later_tokens_leave_earlier_logits_as_they_are(model, method):
+    """Within a segment, and with compressions in between."""
+    adapted = AdaptedLlama(model, settings(method))
+    others = TOKENS.clone()
+    others[:, 27:] = TOKENS[:, 27:].flip(1)
+    before = logits_of(model, adapted.cache())
+    after = logits_of(model, adapted.cache(), others)
+    assert torch.equal(before[:, :27], after[:, :27])
+    assert not torch.allclose(before[:, 27:], after[:, 27:])
 
 
 # --- Budgets of layers ------------------------------------------------------------------

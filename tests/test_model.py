@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import settings
 from reference import meta_state, reference_logits
 
+from lococo import AdaptedLlama
 from model import KVCache, LlamaConfig, read_config, rope, rotate
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
@@ -64,3 +66,24 @@ def test_angles_are_float32_far_from_the_start():
     assert torch.allclose(torch.stack(rope(p, SMALL)).double(), expected, atol=1e-3)
     x = torch.randn(1, 2, len(p), 8).bfloat16()  # is rounded once
     assert torch.equal(rotate(x, *rope(p, SMALL)), rotate(x.float(), *rope(p, SMALL)).bfloat16())
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("method", ["full", "h2o"])
+def test_a_copied_cache_leaves_the_original_as_it_is(model, method, gradients):
+    """Both go on with other tokens: each gives what it gives where there is no other."""
+    adapted = AdaptedLlama(model, settings(method))
+    ends = (TOKENS, TOKENS.flip(1))
+    expected = []
+    for end in ends:
+        cache = adapted.cache()
+        expected.append([model(x, cache) for x in (*TOKENS.split(4, dim=1), *end.split(3, dim=1))])
+    with torch.set_grad_enabled(gradients):
+        cache = adapted.cache()
+        for x in TOKENS.split(4, dim=1):
+            model(x, cache)
+        copied = cache.copy()
+        for n in range(4):  # in turns, so that a room they shared would be overwritten
+            for which, end, logits in zip((cache, copied), ends, expected):
+                found = model(end.split(3, dim=1)[n], which)
+                assert torch.allclose(found, logits[3 + n], atol=1e-5)

@@ -216,3 +216,27 @@ def losses_of(modules: dict[str, ModuleType]) -> torch.Tensor:
             cache.detach()
         losses += [p.grad.norm() for p in dropped_in.parameters() if p.grad is not None]
     return torch.stack(losses)
+
+
+# --- The house --------------------------------------------------------------------------
+
+
+def imported(file: Path) -> set[str]:
+    """What a file imports at its left edge."""
+    return set(re.findall(r"^(?:from|import) (\w+)", file.read_text("utf-8"), re.M))
+
+
+def test_nothing_imports_what_is_built_on_it():
+    """support/ imports none of the five files, model.py and lococo.py nothing of the command line,
+    and each of the five only earlier ones."""
+    names = [name.removesuffix(".py") for name in FIVE]
+    above = {*names, "tools", "tests"}
+    for file in (HERE / "support").glob("*.py"):
+        assert not imported(file) & above and "support.programs" not in file.read_text(), file
+    for file in (HERE / "support" / "programs").glob("*.py"):
+        assert not imported(file) & {"generate", "eval_ppl", "train", "tools", "tests"}, file
+    for number, name in enumerate(FIVE):
+        assert not imported(HERE / name) & {*names[number:], "tools", "tests"}, name
+    for name in FIVE[:2]:
+        text = (HERE / name).read_text("utf-8")
+        assert not re.search(r"argparse|command_line|import.*programs|Machine|[`\"]--\w", text), name
