@@ -24,7 +24,7 @@ from support.facts import tell
 from support.files import UserError
 from support.programs.saved_memory import load_memory, save_memory
 from support.programs.settings import settings_for, warn_if_too_long
-from support.text import PARTS, long_documents, token_streams
+from support.text import PARTS, pieces, token_streams
 
 SINKS = "--method h2o --mem 16 --sinks 4"
 H2O_ROW = "base, h2o M=16 positions=slots"
@@ -70,17 +70,18 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     words += " --data text --part training --documents 2 --lengths 64 300 64"
     code, out, err = run(eval_ppl, f"{words} --by-position --json figures.json")
     figures = json.loads(Path("figures.json").read_text())
-    assert code == 0 and "documents (training): 2 of 64 tokens, 2 of 300 tokens" in out, err
+    assert code == 0 and "(training): 2 of 64 tokens, 2 of 300 tokens" in out, err
     ids = token_streams([Path("text")], tokenizer)["training"]
-    texts = [long_documents(ids, tokenizer.bos, L, 2) for L in (64, 300)]
+    texts = [pieces(ids, tokenizer.bos, L, 2) for L in (64, 300)]
     models = {"base, full": FULL}
     models["base, h2o M=16 sinks=4 recent=4"] = H2O  # what H2O has not by itself
     models["adapter"] = "adapter"
     assert [*figures["methods"]] == [*models]
-    table, near, far = cells(out), [], []
+    perplexities, differences, positions = map(cells, out.split("\n\n"))
+    near, far, means = [], [], []
     for name, thing in models.items():
         short, long = [nats_by_hand(tiny(thing), rows) for rows in texts]
-        slots, nbytes, *printed = " ".join(table[name]).replace(",", "").split()
+        slots, nbytes, *printed = " ".join(perplexities[name]).replace(",", "").split()
         expected = [math.exp(short.mean()), math.exp(long.mean())]
         assert [float(value) for value in printed] == pytest.approx(expected, abs=6e-4)
         written = figures["methods"][name]["perplexity"].values()
@@ -89,9 +90,16 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
         assert (slots, int(nbytes) // ENTRY) == slots_and_held
         near.append(long[:, :32].mean())  # a column for each token but the first
         far.append(long[:, 32:].mean())
+        means.append(long.mean(axis=1))
     for kind, expected in (("0-32", [64, *near]), ("32-300", [534, *far])):
-        found = [float(word) for word in table[f"position {kind}"]]
+        found = [float(word) for word in positions[f"position {kind}"]]
         assert found == pytest.approx(expected, abs=6e-4)
+    for name, nats in zip(models, means):  # H2O is the first memory
+        above = nats - means[1]  # of two pieces: the error of their mean is half their distance
+        expected = [x for t in (nats, above) for x in (t.mean(), abs(t[0] - t[1]) / 2)]
+        found = [float(word) for word in " ".join(differences[name]).split()]
+        assert found == pytest.approx(expected, abs=6e-4)
+    assert "2 pieces: too few to tell memories apart" in out
 
 
 def test_recall(run, tokenizer):
@@ -102,7 +110,7 @@ def test_recall(run, tokenizer):
     names, table = ["base, full", "base, streaming M=16", H2O_ROW, "adapter"], cells(out)
     assert code == 0 and table["recalled; by chance 1 in 220"] == ["answers", *names], err
     ids = token_streams([Path("text")], tokenizer)["held-out"]
-    texts = long_documents(ids, tokenizer.bos, 300, 2)
+    texts = pieces(ids, tokenizer.bos, 300, 2)
     rows = [tell(text, 8, "held-out", 0, i, tokenizer, form) for i, text in enumerate(texts)]
     for column, thing in ((1, FULL), (4, "adapter")):
         adapted, hits = tiny(thing), []
@@ -129,10 +137,10 @@ def test_ranges_of_distances():
     ("whole --part training", "training): ")])  # fmt: skip
 def test_which_part_of_the_texts_is_scored(run, words, scored):
     """What a run has held out. If no run has, all that the user names."""
-    rows = [json.dumps({"text": f"{n} {'some words ' * 60}"}) for n in range(20)]
+    rows = [json.dumps({"text": f"{n} {'some words ' * 30}"}) for n in range(20)]
     Path("own.jsonl").write_text("\n".join(rows))
     code, out, err = run(eval_ppl, f"{words} --data own.jsonl --lengths 64 --documents 99")
-    assert code == 0 and f"documents ({scored}" in out, err
+    assert code == 0 and f"pieces of texts ({scored}" in out, err
     assert "whole: it trained on all of its --data" in err
 
 
@@ -235,7 +243,7 @@ MISTAKES = [
         ("--show-memory 4 0", "layers 0 to 3 and heads 0 to 1"), ("--prompt -", "there is no text"),
         ("--device hpu", "--device hpu: this torch has no"),
         ("--prompt allocate", "allocate: there is no such file"),
-        ("--prompt latin/x", "latin/x: a part of this name is a file; name another place"),
+        ("--prompt latin/x", "latin/x: there is no such file; a text itself comes by"),
         ("--prompt latin", "latin: not UTF-8 text (byte 3)"), ("--prompt text", "text: this is a"),
         ("--adapter adapter", "adapter, h2o: one at a time"),
         ("--method h2o streaming full --adapter a --show-memory p.html", "up to three with"),

@@ -19,7 +19,7 @@ def test_a_cell_is_made_once(own_folders, monkeypatch):
     """Ours and its mixtures share a run. Another seed or text makes another cell; --again makes
     the same one again."""
     Path("prose").mkdir()
-    for name in (*tables.BOOKS, *tables.SCORED.values()):
+    for name in (*tables.BOOKS, *tables.SCORED["test"]):
         rows = (json.dumps({"text": f"{n} {WORDS}"}) for n in range(3))
         text = "\n".join(rows) if name.endswith("jsonl") else WORDS * 2
         Path("prose", name).write_text(text)

@@ -15,7 +15,7 @@ import torch
 import support.text
 from support.facts import fact_tokens, tell
 from support.files import UserError
-from support.text import long_documents, part_of, read_texts, sequence, token_streams
+from support.text import long_documents, part_of, pieces, read_texts, sequence, token_streams
 
 pytestmark = pytest.mark.usefixtures("own_folders")  # 60 files in text/, an empty cache/
 FOLDER = Path("text")
@@ -137,10 +137,19 @@ def test_a_tenth_of_a_runs_texts_is_scored(tokenizer):
     texts = read_texts(["text"], [], 96, 250, tokenizer)
     streams = token_streams([FOLDER], tokenizer)
     assert np.array_equal(texts.ids, streams["training"]) and texts.parts == ["training"]
-    held_out = long_documents(streams["held-out"], tokenizer.bos, 96, 2)
+    held_out = pieces(streams["held-out"], tokenizer.bos, 96, 2)
     assert torch.equal(texts.documents, held_out) and len(held_out) == 2
     nothing = read_texts(["text"], [], 9999, 1, tokenizer).summary
     assert "no document that is held out has --seq 9999 tokens; name others by" in nothing
+
+
+def test_pieces_are_spread_evenly_over_texts():
+    """Each begins with BOS, here 1. The end of a text that is too short for a piece is left out."""
+    ids = np.array([1, 10, 11, 12, 13, 14, 1, 20, 1, 30, 31, 32, 33])
+    every = [[1, 10, 11], [1, 12, 13], [1, 30, 31], [1, 32, 33]]
+    assert pieces(ids, 1, 3, 9).tolist() == every
+    assert pieces(ids, 1, 3, 2).tolist() == [every[0], every[2]]
+    assert pieces(ids, 1, 9, 2).shape == (0, 9)
 
 
 def test_texts_of_one_part_all_train(tokenizer):
@@ -152,8 +161,11 @@ def test_texts_of_one_part_all_train(tokenizer):
 def test_texts_that_are_held_out_by_name(tokenizer):
     """All of the others train. A text cannot be in both, and must be long enough."""
     files = [*files_of("held-out"), *files_of("training")]
-    texts = read_texts(files[3:], files[:3], 96, 999, tokenizer)
-    scored = [tokenizer.encode(Path(file).read_text())[:96] for file in files[:3]]
+    texts = read_texts(files[3:], files[:3], 96, 9999, tokenizer)
+    scored = []
+    for file in files[:3]:
+        bos, *ids = tokenizer.encode(Path(file).read_text())
+        scored += [[bos, *ids[n : n + 95]] for n in range(0, len(ids) - 94, 95)]
     assert sorted(texts.documents.tolist()) == sorted(scored)
     assert (texts.ids == tokenizer.bos).sum() == len(files) - 3
     assert texts.parts == ["held-out", "training"]

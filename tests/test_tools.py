@@ -7,6 +7,7 @@ from pathlib import Path
 
 import bench
 import budgets
+import needle
 import numpy as np
 import pytest
 import torch
@@ -103,3 +104,27 @@ def test_the_memory_of_training_does_not_grow_with_the_sequence(monkeypatch, cap
         assert min(row) > 0 and row[2] == pytest.approx(row[0], rel=0.05)
         times = [a / b for a, b in zip(row[::2], window[::2])]
         assert row[1::2] == pytest.approx(times, 0.01, 0.006)
+
+
+# --- tools/needle.py --------------------------------------------------------------------
+
+
+def test_needles_are_planted_at_their_depths():
+    """Two lines, due at a quarter and three quarters of 12 tokens, behind a break (here 0)."""
+    tokens = torch.tensor([5, 0, 5, 5, 0, 5, 5, 5, 5, 0, 5, 5])
+    text = needle.plant(tokens, [[7, 0], [8, 0]], frozenset([0]))
+    assert text.tolist() == [5, 0, 5, 5, 0, 7, 0, 5, 5, 5, 5, 0]  # 8 would pass the end
+    tokens = torch.tensor([5, 0, 0, 5, 5, 5, 5, 0, 5, 5, 5, 5])
+    text = needle.plant(tokens, [[7, 0], [8, 0]], frozenset([0]))
+    assert text.tolist() == [5, 0, 0, 7, 0, 5, 5, 5, 5, 0, 8, 0]
+
+
+def test_a_window_finds_what_it_holds_and_ours_finds_all(run):
+    """Of the embedded model and its adapter, with 128 slots and a text of 700 tokens."""
+    words = f"{TINY} --method streaming --mem 128 --positions slots --lengths 700 --documents 2"
+    code, out, err = run(needle, f"{words} --json found.json")
+    found = json.loads(Path("found.json").read_text())["found"]
+    full, window, ours = (shares["700"] for shares in found.values())
+    assert code == 0 and len(full) == 9 and np.mean(full) > 0.8, err
+    assert not any(window[:4]) and np.mean(ours) > 0.7
+    assert f" 700 tokens  {window[0]:5.2f}" in out

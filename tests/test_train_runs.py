@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from lococo import AdaptedLlama, Settings, segment_losses
 from model import load_llama
 from support.programs.adapter import load_adapter
 from support.command_line import TINY
-from support.text import long_documents, token_streams
+from support.text import pieces, token_streams
 
 LINE = "--data text --mem 16 --segment 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 --out run"
 H2O = Settings("h2o", 16, 96, heavy=8, recent=8, positions="slots", lora_rank=0)
@@ -37,7 +38,7 @@ def test_methods_train_and_are_read_back(run, tokenizer, words):
     found = {part: any(part in n for n in tensors) for part in ("compr", "lora", "embed", "norm")}
     assert found == dict.fromkeys(found, "rank" not in words) | {"compr": True}
     streams = token_streams([Path("text")], tokenizer)
-    rows = long_documents(streams["held-out"], tokenizer.bos, 96, 1)
+    rows = pieces(streams["held-out"], tokenizer.bos, 96, 1)
     models = {"base, h2o M=16 positions=slots": AdaptedLlama(load_llama(TINY), H2O)}
     models[f"{method}, after training"] = load_adapter(Path("run"), load_llama(TINY))
     for name, adapted in models.items():
@@ -50,7 +51,7 @@ def parsed(words: str) -> train.TrainConfig:
 
 
 def test_the_papers_recipes():
-    paper, inference = parsed("--model other"), parsed("--recipe paper-inference")
+    paper, inference = parsed("--recipe paper"), parsed("--recipe paper-inference")
     assert (paper.method, paper.mem, paper.segment, paper.batch) == ("lococo+h2o", 512, 512, 128)
     assert (paper.lr, paper.conv_lr, paper.bptt, paper.facts) == (5e-5, 5e-2, 1, 0)
     settings = train.settings_of(paper)
@@ -61,11 +62,18 @@ def test_the_papers_recipes():
     assert (inference.steps, inference.lora_rank) == (200, 0)  # section 4.1
 
 
+def test_a_recipe_is_named_for_another_base(run):
+    """All are listed, with what they cost."""
+    shutil.copytree(TINY, "base", ignore=shutil.ignore_patterns("adapter*"))
+    code, out, err = run(train, "--model base --data text")
+    assert code == 2 and not out and all(name in err for name in train.RECIPES)
+    assert err.count("about") == len(train.RECIPES) and ("hours" in err or "days" in err)
+
+
 def test_what_the_user_says_wins_over_a_recipe():
-    """The recipe is the paper's for any model but tiny/. T is 512 in the paper, whatever M is. In
-    ours it is M."""
-    assert [parsed(words).recipe for words in ("--model other", "")] == ["paper", "embedded"]
-    assert parsed("--model other --mem 128").segment == 512
+    """T is 512 in the paper, whatever M is. In ours it is M."""
+    assert parsed("").recipe == "embedded"
+    assert parsed("--recipe paper --mem 128").segment == 512
     assert parsed("--mem 64").segment == 64
     given = asdict(parsed("--kernel 5 --segment 7 --lr 0.5 --compressor paper")).items()
     assert given >= dict(kernel=5, segment=7, lr=0.5, compressor="paper").items()
