@@ -20,7 +20,7 @@ The text goes to standard output, the figures to standard error. For the method 
 
 import argparse
 import sys
-from contextlib import nullcontext
+from itertools import chain, islice
 from pathlib import Path
 from typing import Iterator
 
@@ -30,9 +30,9 @@ from tqdm import tqdm
 
 from lococo import METHODS, AdaptedLlama, Settings
 from model import KVCache, Llama, load_base
-from support.command_line import TINY, Parser, at_least, output_file, prepare
+from support.command_line import TINY, Parser, at_least, new_file, prepare
 from support.command_line import read_prompt, run_program
-from support.files import UserError, created
+from support.files import UserError
 from support.programs.adapter import load_adapter, shared_copy
 from support.programs.memory_page import make_page, what_to_show
 from support.programs.saved_memory import load_memory, save_memory
@@ -47,16 +47,9 @@ def as_text(
     tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]
 ) -> Iterator[str]:
     """Text of tokens as they come. The prompt's end is decoded, too, because tokenizers drop
-    a leading space. Text that ends inside a character (U+FFFD) waits; it is dropped if nothing
-    follows."""
-    ids = [i for i in prompt[-8:] if i not in tokenizer.prefix]
-    shown = len(tokenizer.decode(ids))
-    for token in tokens:
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):
-            yield text[shown:]
-            shown = len(text)
+    a leading space. A part of a letter waits; it is dropped if nothing follows."""
+    end = [i for i in prompt[-1:] if i not in tokenizer.prefix]
+    yield from islice(tokenizer.texts(chain(end, tokens)), len(end), None)
 
 
 # --- Decoding ---------------------------------------------------------------------------
@@ -119,7 +112,7 @@ def parse() -> argparse.Namespace:
         help="a method without training, instead of an adapter (default for other models: "
              "full); several, also beside an adapter, with --show-memory page.html")
     add = parser.add_argument_group("output").add_argument
-    add("--save-memory", type=output_file, metavar="FILE",
+    add("--save-memory", type=new_file, metavar="FILE",
         help="write the memory there, and end")
     add("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
     add("--show-memory", nargs="+", metavar="WHAT",
@@ -225,10 +218,9 @@ def continue_text(
     most = 0 if flags.save_memory or flags.head else flags.max_new_tokens
     warn_if_too_long(settings, cache.seen + len(ids) + most)
 
-    with created(flags.save_memory) if flags.save_memory else nullcontext():
-        logits = read(adapted, ids, cache)
-        if flags.save_memory:
-            save_memory(flags.save_memory, cache, adapted)
+    logits = read(adapted, ids, cache)
+    if flags.save_memory:
+        save_memory(flags.save_memory, cache, adapted)
     if flags.head:
         print(*describe_slots(cache, *flags.head, ids, tokenizer), sep="\n")
     if most:

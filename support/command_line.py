@@ -55,6 +55,15 @@ def output_file(text: str) -> Path:
     return file
 
 
+def new_file(text: str) -> Path:
+    """An argparse type: an output file that is not there."""
+    file = output_file(text)
+    if file.exists():
+        there = "there is such a file already; name another one, or remove it"
+        raise argparse.ArgumentTypeError(f"{text}: {there}")
+    return file
+
+
 def read_prompt(name: str) -> str:
     """The text of --prompt, a file; of standard input if the name is -. Raises UserError."""
     if Path(name).is_dir():

@@ -9,8 +9,9 @@ import re
 import sys
 import sysconfig
 import zlib
+from itertools import islice
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -122,6 +123,17 @@ def read_documents(file: Path) -> Iterator[tuple[str, str]]:
         yield file.name, read_text(file, "utf-8" if library() in file.parents else UTF8)
 
 
+def documents_of(files: Iterable[Path]) -> Iterator[tuple[Path, str, str]]:
+    """(file, name, text) of all documents in the files."""
+    for file in files:
+        try:
+            for name, text in read_documents(file):
+                yield file, name, text
+        except UnicodeDecodeError:
+            if library() not in file.parents:  # the library has some on purpose
+                tqdm.write(f"left out, as it is not in UTF-8: {file}", file=sys.stderr)
+
+
 # --- Documents into tokens --------------------------------------------------------------
 
 # Where tokens are stored; it is safe to delete.
@@ -140,14 +152,8 @@ def part_of(name: str) -> str:
 def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
     """Token ids of all documents, one after the other, of each of PARTS."""
     streams = {part: [np.empty(0, np.int32)] for part in PARTS}
-    for file in tqdm(files, "tokenizing", leave=False, disable=None):
-        try:
-            for name, text in read_documents(file):
-                ids = np.array(tokenizer.encode(text), np.int32)
-                streams[part_of(name)].append(ids)
-        except UnicodeDecodeError:
-            if library() not in file.parents:  # the library has some on purpose
-                tqdm.write(f"left out, as it is not in UTF-8: {file}", file=sys.stderr)
+    for _, name, text in documents_of(tqdm(files, "tokenizing", leave=False, disable=None)):
+        streams[part_of(name)].append(np.array(tokenizer.encode(text), np.int32))
     return {part: torch.from_numpy(np.concatenate(ids)) for part, ids in streams.items()}
 
 
@@ -206,12 +212,33 @@ def sequence(ids: np.ndarray, L: int, seed: int, i: int) -> Tensor:
     return torch.from_numpy(ids[place * L : (place + 1) * L].astype(np.int64))
 
 
-def long_documents(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
-    """The first L tokens of the first documents that have so many, (<= most, L)."""
+def beginnings(ids: np.ndarray, bos: int, L: int) -> Iterator[np.ndarray]:
+    """The first L tokens of each document that has so many."""
     starts = np.flatnonzero(ids == bos)
     lengths = np.diff(starts, append=len(ids))
-    rows = [ids[start : start + L] for start in starts[lengths >= L][:most]]
+    for start in starts[lengths >= L]:
+        yield ids[start : start + L]
+
+
+def long_documents(
+    ids: np.ndarray, bos: int, L: int, most: int, without: set[bytes] = frozenset()
+) -> Tensor:
+    """The first L tokens of the first documents that have so many, (<= most, L), but for
+    those that begin as in `without`."""
+    kept = (row for row in beginnings(ids, bos, L) if fingerprint(row) not in without)
+    rows = [*islice(kept, most)]
     return torch.from_numpy(np.array(rows, np.int64).reshape(len(rows), L))
+
+
+def fingerprint(row: np.ndarray) -> bytes:
+    return hashlib.sha256(row.astype(np.int32)).digest()
+
+
+def copies(held_out: np.ndarray, ids: np.ndarray, bos: int, L: int) -> set[bytes]:
+    """The beginnings of L tokens that documents of both have. A copy can have another name,
+    or be a row of another file, so that the contents are compared."""
+    scored = set(map(fingerprint, beginnings(held_out, bos, L)))
+    return scored.intersection(map(fingerprint, beginnings(ids, bos, L)))
 
 
 class Texts(NamedTuple):
@@ -239,9 +266,14 @@ def read_texts(
     else:
         ids, scored, parts = split_by_name(data, tokenizer)
     most = max(1, score_tokens // L) if score_tokens else 0
-    documents = long_documents(scored, tokenizer.bos, L, most)
+    both = copies(scored, ids, tokenizer.bos, L)
+    if held_out and both:
+        refuse_copy(held_out, both, L, tokenizer)
+    documents = long_documents(scored, tokenizer.bos, L, most, without=both)
     summary = f"text: {size_of(ids, tokenizer)} to train on, "
     summary += f"{size_of(scored, tokenizer)} held out; {len(documents)} to score"
+    if both:
+        summary += f"; left out: what trains under another name, too ({len(both)})"
     if most and not len(documents):
         reason = f"no document that is held out has --seq {L} tokens"
         if held_out:
@@ -255,16 +287,23 @@ def split_by_flag(
     data: list[str], held_out: list[str], tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Tokens to train on, tokens to score, and the parts of `data` that train: all."""
-    both = [[Path(name) for name in names] for names in (data, held_out)]
-    trained, scored = ({file.resolve() for file in find_files(paths)} for paths in both)
-    for file in sorted(trained & scored):
-        sentence = "it is among the texts that train (--data, or Python's library)"
-        remedy = "take it out of one of them"
-        raise UserError(f"--held-out {os.path.relpath(file)}: {sentence}; {remedy}")
     ids, scored = (
-        np.concatenate([*token_streams(paths, tokenizer).values()]) for paths in both
+        np.concatenate([*token_streams([*map(Path, names)], tokenizer).values()])
+        for names in (data, held_out)
     )
     return ids, scored, [*PARTS]
+
+
+def refuse_copy(
+    held_out: list[str], both: set[bytes], L: int, tokenizer: Tokenizer
+) -> None:
+    """Raises UserError that names a text of --held-out which trains, too."""
+    for file, name, text in documents_of(find_files([*map(Path, held_out)])):
+        if fingerprint(np.array(tokenizer.encode(text)[:L])) in both:
+            place = os.path.relpath(file.with_name(name))
+            sentence = "the same text is also among those that train"
+            remedy = "(--data, or Python's library); take it out of one of them"
+            raise UserError(f"--held-out {place}: {sentence} {remedy}")
 
 
 def split_by_name(

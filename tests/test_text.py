@@ -3,8 +3,10 @@ run trains on and scores. support/facts.py: the facts that are told in texts; ho
 are recalled is in test_programs.py."""
 
 import gzip
+import json
 import re
 import zlib
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -148,8 +150,13 @@ def test_a_tenth_of_a_runs_texts_is_scored(tokenizer):
     texts = read_texts(["text"], [], 96, 250, tokenizer)
     streams = token_streams([FOLDER], tokenizer)
     assert np.array_equal(texts.ids, streams["training"]) and texts.parts == ["training"]
-    held_out = long_documents(streams["held-out"], tokenizer.bos, 96, 2)
-    assert torch.equal(texts.documents, held_out) and len(held_out) == 2
+    held_out = long_documents(streams["held-out"], tokenizer.bos, 96, 3)
+    assert torch.equal(texts.documents, held_out[:2]) and len(held_out) == 3
+    name = next(f"{n}.txt" for n in count() if part_of(f"{n}.txt") == "training")
+    (FOLDER / name).write_text(tokenizer.decode(held_out[0].tolist()))  # trains now, too
+    fewer = read_texts(["text"], [], 96, 250, tokenizer)
+    assert torch.equal(fewer.documents, held_out[1:])
+    assert "left out: what trains under another name, too (1)" in fewer.summary
     nothing = read_texts(["text"], [], 9999, 1, tokenizer).summary
     assert "no document that is held out has --seq 9999 tokens; name others by" in nothing
 
@@ -161,7 +168,8 @@ def test_texts_of_one_part_all_train(tokenizer):
 
 
 def test_texts_that_are_held_out_by_name(tokenizer):
-    """All of the others train. A text cannot be in both, and must be long enough."""
+    """All of the others train. A text cannot be in both, under any name, and must be long
+    enough."""
     files = [*files_of("held-out"), *files_of("training")]
     texts = read_texts(files[3:], files[:3], 96, 999, tokenizer)
     scored = [tokenizer.encode(Path(file).read_text())[:96] for file in files[:3]]
@@ -169,8 +177,12 @@ def test_texts_that_are_held_out_by_name(tokenizer):
     assert (texts.ids == tokenizer.bos).sum() == len(files) - 3
     assert texts.parts == ["held-out", "training"]
     Path("link").symlink_to(FOLDER / "1.py")
-    with pytest.raises(UserError, match="--held-out text/1.py: it is among the texts that tr"):
-        read_texts(["text"], ["link"], 96, 999, tokenizer)
+    rows = [json.dumps({"text": text}) for text in ("short", (FOLDER / "1.py").read_text())]
+    Path("rows.jsonl").write_text("\n".join(rows))
+    for name, place in (("link", "link"), ("rows.jsonl", "rows.jsonl:2")):
+        sentence = f"--held-out {place}: the same text is also among those that train"
+        with pytest.raises(UserError, match=sentence):
+            read_texts(["text"], [name], 96, 0, tokenizer)
     sentence = "--held-out link: no document that is held out has --seq 9999 tokens; give"
     with pytest.raises(UserError, match=sentence):
         read_texts(["text/2.py"], ["link"], 9999, 999, tokenizer)

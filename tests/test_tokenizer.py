@@ -77,7 +77,7 @@ def test_a_tokenizer_without_a_token_that_begins_a_text(tmp_path, bos, eos, begi
         input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=24,
         model_type="bpe", bos_id=bos, eos_id=eos, minloglevel=2)  # fmt: skip
     if begins is None:
-        refusal(Tokenizer, tmp_path, "no token that begins or ends a text")
+        refusal(Tokenizer, tmp_path, "names a token that begins or ends a text")
     else:
         found = Tokenizer(tmp_path)
         assert (found.bos, found.prefix, found.ends) == (begins, [begins], {eos})
