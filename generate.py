@@ -31,7 +31,7 @@ from tqdm import tqdm
 from lococo import METHODS, AdaptedLlama, Settings
 from model import KVCache, Llama, load_base
 from support.command_line import TINY, Parser, at_least, new_file, prepare
-from support.command_line import read_prompt, run_program
+from support.command_line import prompt_tokens, read_prompt, run_program
 from support.files import UserError
 from support.programs.adapter import load_adapter, shared_copy
 from support.programs.memory_page import make_page, what_to_show
@@ -101,6 +101,8 @@ def parse() -> argparse.Namespace:
     parser = Parser(__doc__, mem="512; on a page that of the adapter")
     add = parser.add_argument_group("text").add_argument
     add("--prompt", required=True, metavar="FILE", help="a text file; - for standard input")
+    add("--special-tokens", action="store_true",
+        help="read <|im_start|> and the like in it, as a chat template writes them, as tokens")
     add("--max-new-tokens", type=at_least(1), default=200, metavar="N",
         help="tokens to write (default: 200)")
     add("--temperature", type=at_least(0, float), default=0.8, metavar="NUMBER",
@@ -212,9 +214,6 @@ def continue_text(
     cache = memory_of_layer(adapted, *flags.head) if flags.head else adapted.cache()
     if flags.load_memory:
         load_memory(flags.load_memory, cache, adapted)
-        # The question continues a text, so it has no BOS. Sentencepiece still puts a blank
-        # first.
-        ids = ids[len(tokenizer.prefix) :]
     most = 0 if flags.save_memory or flags.head else flags.max_new_tokens
     warn_if_too_long(settings, cache.seen + len(ids) + most)
 
@@ -234,10 +233,7 @@ def main() -> None:
     machine = prepare(flags.device, flags.dtype, flags.seed)
     text = read_prompt(flags.prompt)
     base, tokenizer = load_base(flags.model, machine.dtype, machine.device)
-    ids = tokenizer.encode(text)
-    if len(ids) == len(tokenizer.prefix):
-        nothing = "the tokenizer has no token for its text; write more"
-        raise UserError(f"--prompt {flags.prompt}: {nothing}")
+    ids = prompt_tokens(flags, text, tokenizer)
     models = chosen_models(flags, base)
     with machine.precision():
         if flags.page:

@@ -518,6 +518,5 @@ def load_base(
     """The model of a directory, and its tokenizer. Raises UserError."""
     model = load_llama(path, dtype, device)
     tokenizer = Tokenizer(path)
-    if max(tokenizer.vocab_size - 1, *tokenizer.prefix) >= model.config.vocab_size:
-        raise UserError(f"{tokenizer.file}: it has more tokens than the model ({path})")
+    tokenizer.fit(model.config.vocab_size)
     return model, tokenizer

@@ -6,11 +6,12 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, NoReturn
+from typing import Callable, Iterable, NoReturn
 
 import torch
 
 from support.files import UTF8, UserError, is_out_of_memory, is_stream
+from support.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent.parent  # the project's folder
 TINY = HERE / "tiny"  # the embedded model and its adapter
@@ -76,6 +77,31 @@ def read_prompt(name: str) -> str:
     if not text:
         raise UserError(f"--prompt {name}: there is no text in it")
     return text
+
+
+def prompt_tokens(flags: argparse.Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
+    """The ids of --prompt, which has this text. Behind --load-memory it continues a text, and
+    has no BOS. Raises UserError."""
+    encode = tokenizer.continued if flags.load_memory else tokenizer.encode
+    ids = encode(text, flags.special_tokens)
+    new = [i for i in ids if i not in tokenizer.prefix]
+    if not new:
+        nothing = "the tokenizer has no token for its text; write more"
+        raise UserError(f"--prompt {flags.prompt}: {nothing}")
+    if max(new) >= tokenizer.vocab_size:
+        name = tokenizer.tokens.name(max(new))
+        raise UserError(f"--special-tokens: the model has no row for {name}; leave it out")
+    if not flags.special_tokens:
+        names = tokenizer.special_in(text)
+        note_special(f"--prompt {flags.prompt}", names, "; --special-tokens reads tokens")
+    return ids
+
+
+def note_special(where: str, names: Iterable[str], remedy: str = "") -> None:
+    """Say that a text has names of special tokens, if it has some."""
+    listed = ", ".join(sorted(names))
+    if listed:
+        print(f"note: {where}: {listed}: read as plain text{remedy}", file=sys.stderr)
 
 
 def resume_command(run: Path) -> str:

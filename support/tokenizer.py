@@ -52,6 +52,17 @@ class Tokenizer:
             raise ValueError("no file names a token that begins or ends a text")
         return begins[:1]
 
+    def fit(self, rows: int) -> None:
+        """Leave out what a model of so many rows has not, such as a [PAD] that was added to
+        the tokenizer alone. Raises UserError if a text may have it."""
+        largest = max(self.tokens.largest, *self.prefix)
+        if largest >= rows:
+            token = f"{self.tokens.name(largest)} has id {largest}"
+            more = f"it has more tokens than the model: {token}, and the model has {rows:,} rows"
+            remedy = "remove it from the tokenizer, or resize the model's embeddings"
+            raise UserError(f"{self.file}: {more}; {remedy}")
+        self.vocab_size = min(self.vocab_size, rows)
+
     def encode(self, text: str, special: bool = False) -> list[int]:
         """The ids of a whole text: the prefix (usually the BOS alone), then those of the
         text. `special`: what looks like a special token is one. A text that begins with the
@@ -208,7 +219,7 @@ class SentencePieceTokens:
         return i if name in self.special or self.sp.id_to_piece(i) == name else None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        if not special:
+        if not special or not self.special:
             return self.sp.encode(text)
         longest_first = sorted(self.special, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)

@@ -93,7 +93,8 @@ def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch):
         assert "a text" in texts(paths, tokenizer) and len(calls) == expected
     one.write_text("another")
     assert texts([one], tokenizer) == ["another"] and len(calls) == 3
-    other = SimpleNamespace(encode=lambda text: [1, 69999], file=one, prefix=[1])
+    other = SimpleNamespace(
+        encode=lambda text: [1, 69999], special_in=lambda text: [], file=one, prefix=[1])
     assert max(ids.max(initial=0) for ids in token_streams([one], other).values()) == 69999
     for file in Path("cache").iterdir():
         file.write_bytes(file.read_bytes()[:-1] + b"x")
