@@ -92,16 +92,16 @@ def prompt_tokens(flags: argparse.Namespace, text: str, tokenizer: Tokenizer) ->
         name = tokenizer.tokens.name(max(new))
         raise UserError(f"--special-tokens: the model has no row for {name}; leave it out")
     if not flags.special_tokens:
-        names = tokenizer.special_in(text)
-        note_special(f"--prompt {flags.prompt}", names, "; --special-tokens reads tokens")
+        remedy = "; --special-tokens reads them as tokens"
+        note_special(f"--prompt {flags.prompt}", tokenizer.special_in(text), remedy)
     return ids
 
 
 def note_special(where: str, names: Iterable[str], remedy: str = "") -> None:
-    """Say that a text has names of special tokens, if it has some."""
+    """Say that a text has these names of special tokens, if there are any."""
     listed = ", ".join(sorted(names))
     if listed:
-        print(f"note: {where}: {listed}: read as plain text{remedy}", file=sys.stderr)
+        print(f"note: {where} has {listed}, read as plain text{remedy}", file=sys.stderr)
 
 
 def resume_command(run: Path) -> str:

@@ -157,7 +157,7 @@ def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
         streams[part_of(name)].append(np.array(tokenizer.encode(text), np.int32))
         if library() not in file.parents:
             special.update(tokenizer.special_in(text))
-    note_special("texts", special)
+    note_special("a text", special)
     return {part: torch.from_numpy(np.concatenate(ids)) for part, ids in streams.items()}
 
 
@@ -245,6 +245,11 @@ def copies(held_out: np.ndarray, ids: np.ndarray, bos: int, L: int) -> set[bytes
     return scored.intersection(map(fingerprint, beginnings(ids, bos, L)))
 
 
+def note_of_copies(both: set[bytes]) -> str:
+    held_out = counted(len(both), "held-out text")
+    return f"note: {held_out} left out of the scores, as a copy trains under another name"
+
+
 class Texts(NamedTuple):
     """What a run trains on and scores."""
 
@@ -276,14 +281,14 @@ def read_texts(
     documents = long_documents(scored, tokenizer.bos, L, most, without=both)
     summary = f"text: {size_of(ids, tokenizer)} to train on, "
     summary += f"{size_of(scored, tokenizer)} held out; {len(documents)} to score"
-    if both:
-        summary += f"; left out: what trains under another name, too ({len(both)})"
     if most and not len(documents):
         reason = f"no document that is held out has --seq {L} tokens"
         if held_out:
             remedy = "give longer ones, a smaller --seq, or --score-tokens 0"
             raise UserError(f"--held-out {' '.join(held_out)}: {reason}; {remedy}")
         summary += f", as {reason}; name others by --held-out"
+    if both:
+        summary += f"\n{note_of_copies(both)}"
     return Texts(ids, parts, documents, summary)
 
 

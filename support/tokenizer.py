@@ -17,7 +17,7 @@ class Tokenizer:
 
     sentencepiece reads `tokenizer.model` (Llama 2 and its relatives). Where there is none,
     the package tokenizers reads `tokenizer.json` (Llama 3, SmolLM2). What looks like a
-    special token in a text, such as "<s>", is plain text.
+    special token in a text, such as "<s>", is plain text if `encode` is not told otherwise.
     """
 
     def __init__(self, path: Path):
@@ -29,7 +29,7 @@ class Tokenizer:
             else:
                 self.tokens = SentencePieceTokens(self.file, added_tokens(path))
             self.vocab_size = self.tokens.vocab_size
-            # Ids, each of which ends a text: the tokenizer's own, and those named beside it.
+            # Each of these ids ends a text: the tokenizer's own, and those named beside it.
             self.ends = self.tokens.ends | {*named_ids(path, "eos", self.tokens.id_of)}
             self.prefix = self.begin(path)
         except ValueError as error:
@@ -58,7 +58,7 @@ class Tokenizer:
         largest = max(self.tokens.largest, *self.prefix)
         if largest >= rows:
             token = f"{self.tokens.name(largest)} has id {largest}"
-            more = f"it has more tokens than the model: {token}, and the model has {rows:,} rows"
+            more = f"it has more tokens than the model: {token}, the model has {rows:,} rows"
             remedy = "remove it from the tokenizer, or resize the model's embeddings"
             raise UserError(f"{self.file}: {more}; {remedy}")
         self.vocab_size = min(self.vocab_size, rows)
@@ -159,9 +159,7 @@ def from_files(folder: Path, names: list[str], values: Callable[[dict], list]) -
     return found
 
 
-def named_ids(
-    folder: Path, role: str, id_of: Callable[[str], int | None]
-) -> list[int]:
+def named_ids(folder: Path, role: str, id_of: Callable[[str], int | None]) -> list[int]:
     """The ids of role "bos" or "eos" that files name, by the token's name or by its id."""
 
     def ids_in(content: dict) -> list[int]:
@@ -212,11 +210,14 @@ class SentencePieceTokens:
         self.special = control | added
 
     def name(self, i: int) -> str:
-        return self.sp.id_to_piece(i) if i <= self.largest else self.names.get(i, f"<{i}>")
+        own = i <= self.largest
+        return self.sp.id_to_piece(i) if own else self.names.get(i, f"<{i}>")
 
     def id_of(self, name: str) -> int | None:
-        i = self.special.get(name, self.sp.piece_to_id(name))
-        return i if name in self.special or self.sp.id_to_piece(i) == name else None
+        if name in self.special:
+            return self.special[name]
+        i = self.sp.piece_to_id(name)  # that of <unk> if there is none
+        return i if self.sp.id_to_piece(i) == name else None
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         if not special or not self.special:

@@ -246,7 +246,7 @@ def test_a_prompt_with_special_tokens(run):
     for name, text in (("plain", "def f"), ("marked", "<s>def f")):
         Path(name).write_text(text)
     ask = f"{SINKS} --temperature 0 --max-new-tokens 3 --prompt"
-    note = "note: --prompt marked: <s>: read as plain text; --special-tokens reads tokens\n"
+    note = "note: --prompt marked has <s>, read as plain text; --special-tokens reads them as"
     assert note in run(generate, f"{ask} marked")[2]
     assert run(generate, f"{ask} marked --special-tokens") == run(generate, f"{ask} plain")
 

