@@ -20,7 +20,7 @@ The text goes to standard output, the figures to standard error. For the method 
 
 import argparse
 import sys
-from contextlib import nullcontext
+from itertools import chain, islice
 from pathlib import Path
 from typing import Iterator
 
@@ -30,9 +30,9 @@ from tqdm import tqdm
 
 from lococo import METHODS, AdaptedLlama, Settings
 from model import KVCache, Llama, load_base
-from support.command_line import TINY, Parser, at_least, output_file, prepare
-from support.command_line import read_prompt, run_program
-from support.files import UserError, created
+from support.command_line import TINY, Parser, at_least, new_file, prepare
+from support.command_line import prompt_tokens, read_prompt, run_program
+from support.files import UserError
 from support.programs.adapter import load_adapter, shared_copy
 from support.programs.memory_page import make_page, what_to_show
 from support.programs.saved_memory import load_memory, save_memory
@@ -47,16 +47,9 @@ def as_text(
     tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]
 ) -> Iterator[str]:
     """Text of tokens as they come. The prompt's end is decoded, too, because tokenizers drop
-    a leading space. Text that ends inside a character (U+FFFD) waits; it is dropped if nothing
-    follows."""
-    ids = [i for i in prompt[-8:] if i not in tokenizer.prefix]
-    shown = len(tokenizer.decode(ids))
-    for token in tokens:
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):
-            yield text[shown:]
-            shown = len(text)
+    a leading space. A part of a letter waits; it is dropped if nothing follows."""
+    end = [i for i in prompt[-1:] if i not in tokenizer.prefix]
+    yield from islice(tokenizer.texts(chain(end, tokens)), len(end), None)
 
 
 # --- Decoding ---------------------------------------------------------------------------
@@ -108,6 +101,8 @@ def parse() -> argparse.Namespace:
     parser = Parser(__doc__, mem="512; on a page that of the adapter")
     add = parser.add_argument_group("text").add_argument
     add("--prompt", required=True, metavar="FILE", help="a text file; - for standard input")
+    add("--special-tokens", action="store_true",
+        help="read <|im_start|> and the like in it, as a chat template writes them, as tokens")
     add("--max-new-tokens", type=at_least(1), default=200, metavar="N",
         help="tokens to write (default: 200)")
     add("--temperature", type=at_least(0, float), default=0.8, metavar="NUMBER",
@@ -119,7 +114,7 @@ def parse() -> argparse.Namespace:
         help="a method without training, instead of an adapter (default for other models: "
              "full); several, also beside an adapter, with --show-memory page.html")
     add = parser.add_argument_group("output").add_argument
-    add("--save-memory", type=output_file, metavar="FILE",
+    add("--save-memory", type=new_file, metavar="FILE",
         help="write the memory there, and end")
     add("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
     add("--show-memory", nargs="+", metavar="WHAT",
@@ -219,16 +214,12 @@ def continue_text(
     cache = memory_of_layer(adapted, *flags.head) if flags.head else adapted.cache()
     if flags.load_memory:
         load_memory(flags.load_memory, cache, adapted)
-        # The question continues a text, so it has no BOS. Sentencepiece still puts a blank
-        # first.
-        ids = ids[len(tokenizer.prefix) :]
     most = 0 if flags.save_memory or flags.head else flags.max_new_tokens
     warn_if_too_long(settings, cache.seen + len(ids) + most)
 
-    with created(flags.save_memory) if flags.save_memory else nullcontext():
-        logits = read(adapted, ids, cache)
-        if flags.save_memory:
-            save_memory(flags.save_memory, cache, adapted)
+    logits = read(adapted, ids, cache)
+    if flags.save_memory:
+        save_memory(flags.save_memory, cache, adapted)
     if flags.head:
         print(*describe_slots(cache, *flags.head, ids, tokenizer), sep="\n")
     if most:
@@ -242,10 +233,7 @@ def main() -> None:
     machine = prepare(flags.device, flags.dtype, flags.seed)
     text = read_prompt(flags.prompt)
     base, tokenizer = load_base(flags.model, machine.dtype, machine.device)
-    ids = tokenizer.encode(text)
-    if len(ids) == len(tokenizer.prefix):
-        nothing = "the tokenizer has no token for its text; write more"
-        raise UserError(f"--prompt {flags.prompt}: {nothing}")
+    ids = prompt_tokens(flags, text, tokenizer)
     models = chosen_models(flags, base)
     with machine.precision():
         if flags.page:

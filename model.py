@@ -33,10 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from support.files import FOREIGN, UserError, read_json
+from support.files import FOREIGN, UserError, read_given
 from support.tokenizer import Tokenizer
-from support.weights import blamed_on, checked, config_file
-from support.weights import hugging_face_fields, hugging_face_weights, meta_fields, meta_shards
+from support.weights import blamed_on, checked, config_file, hugging_face_fields
+from support.weights import hugging_face_weights, meta_fields, meta_shards, weight_files
 
 
 @dataclass(frozen=True)
@@ -457,13 +457,14 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
     or Hugging Face's. Raises UserError if a file is missing, damaged or of another model."""
     file = config_file(path)  # Meta's params.json, or Hugging Face's config.json
     config = read_config(file)
+    files = weight_files(file, config.n_layers)
     with torch.device("meta"):  # shapes without numbers
         model = Llama(config)
 
     if file.name == "params.json":
-        stored, name_in_file = meta_weights(path), str
+        stored, name_in_file = meta_weights(files), str
     else:
-        stored, name_in_file = hugging_face_weights(path, config.tied), hugging_face_name
+        stored, name_in_file = hugging_face_weights(files, config.tied), hugging_face_name
     expected = {name_in_file(name): p.shape for name, p in model.state_dict().items()}
     state = {}
     with blamed_on(file, ValueError):
@@ -484,16 +485,16 @@ def read_config(file: Path) -> LlamaConfig:
         if file.name == "params.json":
             values = meta_fields(file)
         else:
-            values = hugging_face_fields(read_json(file))
+            values = hugging_face_fields(read_given(file))
         if "llama3_rope" in values:
             values["llama3_rope"] = Llama3Rope(**values["llama3_rope"])
         return LlamaConfig(**values)
 
 
-def meta_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
+def meta_weights(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     """The name of each of Meta's weights, and its tensor. Meta cuts a model for several GPUs:
     each file has some rows or some columns of a matrix, and all of a norm."""
-    for name, parts in meta_shards(path):
+    for name, parts in meta_shards(files):
         kind = name.removesuffix(".weight").split(".")[-1]  # "wq" of the name above
         if "norm" in kind:
             yield name, parts[0]
@@ -517,6 +518,5 @@ def load_base(
     """The model of a directory, and its tokenizer. Raises UserError."""
     model = load_llama(path, dtype, device)
     tokenizer = Tokenizer(path)
-    if max(tokenizer.vocab_size - 1, *tokenizer.prefix) >= model.config.vocab_size:
-        raise UserError(f"{tokenizer.file}: it has more tokens than the model ({path})")
+    tokenizer.fit(model.config.vocab_size)
     return model, tokenizer

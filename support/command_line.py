@@ -6,11 +6,12 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, NoReturn
+from typing import Callable, Iterable, NoReturn
 
 import torch
 
 from support.files import FOREIGN, UTF8, UserError, is_out_of_memory, is_stream, read_json
+from support.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent.parent  # the project's folder
 TINY = HERE / "tiny"  # the embedded model and its adapter
@@ -55,6 +56,15 @@ def output_file(text: str) -> Path:
     return file
 
 
+def new_file(text: str) -> Path:
+    """An argparse type: an output file that is not there."""
+    file = output_file(text)
+    if file.exists():
+        there = "there is such a file already; name another one, or remove it"
+        raise argparse.ArgumentTypeError(f"{text}: {there}")
+    return file
+
+
 def budgets_file(text: str) -> list[int]:
     """An argparse type: a file of tools/budgets.py. Returns the slots of each layer."""
     file = named_path(text)
@@ -87,6 +97,31 @@ def read_prompt(name: str) -> str:
     if not text:
         raise UserError(f"--prompt {name}: there is no text in it")
     return text
+
+
+def prompt_tokens(flags: argparse.Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
+    """The ids of --prompt, which has this text. Behind --load-memory it continues a text, and
+    has no BOS. Raises UserError."""
+    encode = tokenizer.continued if flags.load_memory else tokenizer.encode
+    ids = encode(text, flags.special_tokens)
+    new = [i for i in ids if i not in tokenizer.prefix]
+    if not new:
+        nothing = "the tokenizer has no token for its text; write more"
+        raise UserError(f"--prompt {flags.prompt}: {nothing}")
+    if max(new) >= tokenizer.vocab_size:
+        name = tokenizer.tokens.name(max(new))
+        raise UserError(f"--special-tokens: the model has no row for {name}; leave it out")
+    if not flags.special_tokens:
+        remedy = "; --special-tokens reads them as tokens"
+        note_special(f"--prompt {flags.prompt}", tokenizer.special_in(text), remedy)
+    return ids
+
+
+def note_special(where: str, names: Iterable[str], remedy: str = "") -> None:
+    """Say that a text has these names of special tokens, if there are any."""
+    listed = ", ".join(sorted(names))
+    if listed:
+        print(f"note: {where} has {listed}, read as plain text{remedy}", file=sys.stderr)
 
 
 def resume_command(run: Path) -> str:

@@ -1,15 +1,16 @@
 """Files: the error that a user sees, weights of any kind, and files that the programs write."""
 
+import fcntl
 import hashlib
 import json
 import os
 import pickle
 import re
-import signal
 import sys
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from tempfile import TemporaryDirectory
+from typing import Any, Callable
 from uuid import uuid4
 
 import torch
@@ -49,11 +50,16 @@ def read_text(file: Path, encoding: str = UTF8) -> str:
     return file.read_bytes().decode(encoding)
 
 
-def read_json(file: Path) -> Any:
+def read_json(file: Path, object_hook: Callable[[dict], dict] | None = None) -> Any:
     try:
-        return json.loads(read_text(file))
+        return json.loads(read_text(file), object_hook=object_hook)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read as JSON ({why(file, error)})") from None
+
+
+def read_given(file: Path) -> Any:
+    """A configuration of another program. A key that is null is as one that is not given."""
+    return read_json(file, lambda keys: {k: v for k, v in keys.items() if v is not None})
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -100,35 +106,72 @@ def checksum(tensors: dict[str, Tensor], about: str) -> str:
     return digest.hexdigest()
 
 
-def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
+def write_file(file: Path, tensors: dict[str, Tensor], new: bool = False, **about) -> None:
     """A safetensors file with a JSON object and a checksum. One key of metadata: the order of
-    several would differ between runs."""
+    several would differ between runs. `new` as in `write_whole`."""
     tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
     text = json.dumps(about)
     metadata = {"content": json.dumps([text, checksum(tensors, text)])}
-    write_whole(file, lambda beside: save_file(tensors, beside, metadata))
+    write_whole(file, lambda beside: save_file(tensors, beside, metadata), new)
+
+
+def descriptor(file: Path) -> int | None:
+    """The number of what this process writes to, if that is the file: 1 of /dev/stdout."""
+    for number in range(1, 256):
+        with suppress(OSError):  # nothing has this number, or there is no such file
+            may_write = fcntl.fcntl(number, fcntl.F_GETFL) & (os.O_WRONLY | os.O_RDWR)
+            if may_write and os.path.samestat(os.stat(file), os.fstat(number)):
+                return number
+    return None
 
 
 def is_stream(file: Path) -> bool:
-    """Whether what is written there is gone at once, as in /dev/stdout, which may be a pipe."""
-    return file.is_fifo() or file.is_char_device()
+    """Whether a file is written to and never replaced: it is no regular one, as a pipe or a
+    device, or this process writes to it already, as where its output goes into a file."""
+    return file.exists() and (not file.is_file() or descriptor(file) is not None)
 
 
-def write_whole(file: Path, save: Callable[[Path], None]) -> None:
-    """Write a file by save(path): under a name that no other process has, synced, then renamed."""
-    if is_stream(file):  # there is nothing to keep whole
-        return save(file)
+def write_into(file: Path, save: Callable[[Path], None]) -> None:
+    """Write what save(path) writes into a stream, behind what has been written there."""
+    sys.stdout.flush()
+    with TemporaryDirectory() as folder:
+        save(Path(folder, "content"))
+        content = Path(folder, "content").read_bytes()
+    number = descriptor(file)  # by its name a file would be written from its start
+    with open(file if number is None else os.dup(number), "wb") as stream:
+        stream.write(content)
+
+
+def write_whole(file: Path, save: Callable[[Path], None], new: bool = False) -> None:
+    """Write a file by save(path): under a name that no other process has, synced, then renamed.
+    `new`: a file of this name, which another process may have made meanwhile, is kept."""
+    if is_stream(file):
+        return write_into(file, save)
     whole = file.resolve()  # a link stays one
     beside = whole.with_name(f"{whole.name}.{uuid4().hex[:8]}.part")
     try:
         save(beside)
         with open(beside, "rb") as written:
             os.fsync(written.fileno())
-        os.replace(beside, whole)
+        if new:
+            claim(whole, beside)
+        else:
+            os.replace(beside, whole)
     except CANNOT_WRITE as error:
         raise UserError(f"{file}: cannot be written ({error}); nothing is changed") from None
     finally:
         beside.unlink(missing_ok=True)  # after an error or Ctrl-C; else it has its name by now
+
+
+def claim(whole: Path, beside: Path) -> None:
+    """Give a file its name if that is free. If not, it stays under another one: UserError."""
+    try:
+        os.link(beside, whole)
+    except OSError as error:
+        kept = beside.with_suffix("")
+        os.replace(beside, kept)
+        sentence = f"cannot be made ({error.strerror}); its content is in {kept}"
+        raise UserError(f"{whole}: {sentence}") from None
 
 
 def write_text(file: Path, text: str) -> None:
@@ -144,30 +187,6 @@ def as_json(content: Any, indent: int | None = None) -> str:
     """JSON has no infinity and no NaN: these become null."""
     plain = json.loads(json.dumps(content), parse_constant=lambda word: None)
     return json.dumps(plain, indent=indent)
-
-
-@contextmanager
-def created(file: Path) -> Iterator[None]:
-    """Take a file's name, so that no other process takes it while its content is made; give it back
-    if that fails or is stopped. Raises UserError."""
-    usual = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        take(file)
-        try:
-            yield
-        except BaseException:
-            file.unlink(missing_ok=True)
-            raise
-    finally:
-        signal.signal(signal.SIGTERM, usual or signal.SIG_DFL)
-
-
-def take(file: Path) -> None:
-    """Make an empty file. Raises UserError if there is one of this name."""
-    try:
-        file.open("x").close()
-    except FileExistsError:
-        raise UserError(f"{file}: there is such a file already; name another one") from None
 
 
 def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:

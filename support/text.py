@@ -9,15 +9,16 @@ import re
 import sys
 import sysconfig
 import zlib
+from itertools import islice
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from support.command_line import counted
+from support.command_line import counted, note_special
 from support.files import FOREIGN, UTF8, UserError, checksum
 from support.files import read_file, read_text, write_file
 from support.tokenizer import Tokenizer
@@ -122,6 +123,17 @@ def read_documents(file: Path) -> Iterator[tuple[str, str]]:
         yield file.name, read_text(file, "utf-8" if library() in file.parents else UTF8)
 
 
+def documents_of(files: Iterable[Path]) -> Iterator[tuple[Path, str, str]]:
+    """(file, name, text) of all documents in the files."""
+    for file in files:
+        try:
+            for name, text in read_documents(file):
+                yield file, name, text
+        except UnicodeDecodeError:
+            if library() not in file.parents:  # the library has some on purpose
+                tqdm.write(f"left out, as it is not in UTF-8: {file}", file=sys.stderr)
+
+
 # --- Documents into tokens --------------------------------------------------------------
 
 # Where tokens are stored; it is safe to delete.
@@ -139,15 +151,13 @@ def part_of(name: str) -> str:
 
 def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
     """Token ids of all documents, one after the other, of each of PARTS."""
-    streams = {part: [np.empty(0, np.int32)] for part in PARTS}
-    for file in tqdm(files, "tokenizing", leave=False, disable=None):
-        try:
-            for name, text in read_documents(file):
-                ids = np.array(tokenizer.encode(text), np.int32)
-                streams[part_of(name)].append(ids)
-        except UnicodeDecodeError:
-            if library() not in file.parents:  # the library has some on purpose
-                tqdm.write(f"left out, as it is not in UTF-8: {file}", file=sys.stderr)
+    streams, special = {part: [np.empty(0, np.int32)] for part in PARTS}, set()
+    bar = tqdm(files, "tokenizing", leave=False, disable=None)
+    for file, name, text in documents_of(bar):
+        streams[part_of(name)].append(np.array(tokenizer.encode(text), np.int32))
+        if library() not in file.parents:
+            special.update(tokenizer.special_in(text))
+    note_special("a text", special)
     return {part: torch.from_numpy(np.concatenate(ids)) for part, ids in streams.items()}
 
 
@@ -206,22 +216,47 @@ def sequence(ids: np.ndarray, L: int, seed: int, i: int) -> Tensor:
     return torch.from_numpy(ids[place * L : (place + 1) * L].astype(np.int64))
 
 
-def long_documents(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
-    """The first L tokens of the first documents that have so many, (<= most, L)."""
+def beginnings(ids: np.ndarray, bos: int, L: int) -> Iterator[np.ndarray]:
+    """The first L tokens of each document that has so many."""
     starts = np.flatnonzero(ids == bos)
     lengths = np.diff(starts, append=len(ids))
-    rows = [ids[start : start + L] for start in starts[lengths >= L][:most]]
+    for start in starts[lengths >= L]:
+        yield ids[start : start + L]
+
+
+def long_documents(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
+    """The first L tokens of the first documents that have so many, (<= most, L)."""
+    rows = [*islice(beginnings(ids, bos, L), most)]
     return torch.from_numpy(np.array(rows, np.int64).reshape(len(rows), L))
 
 
-def pieces(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
+def fingerprint(row: np.ndarray) -> bytes:
+    return hashlib.sha256(row.astype(np.int32)).digest()
+
+
+def copies(held_out: np.ndarray, ids: np.ndarray, bos: int, L: int) -> set[bytes]:
+    """The beginnings of L tokens that documents of both have. A copy can have another name,
+    or be a row of another file, so that the contents are compared."""
+    scored = set(map(fingerprint, beginnings(held_out, bos, L)))
+    return scored.intersection(map(fingerprint, beginnings(ids, bos, L)))
+
+
+def note_of_copies(both: set[bytes]) -> str:
+    held_out = counted(len(both), "held-out text")
+    return f"note: {held_out} left out of the scores, as a copy trains under another name"
+
+
+def pieces(
+    ids: np.ndarray, bos: int, L: int, most: int, without: set[bytes] = frozenset()
+) -> Tensor:
     """Documents cut into pieces of L tokens, of which the first is BOS. At most `most` of
-    them, spread evenly over all, (<= most, L)."""
+    them, spread evenly over all, (<= most, L), but for documents that begin as in
+    `without`."""
     starts = np.flatnonzero(ids == bos)
-    ends = np.append(starts[1:], len(ids))
     begins = []  # of the text of each piece, which has L - 1 tokens
-    for start, end in zip(starts, ends):
-        begins += range(start + 1, end - L + 2, L - 1)
+    for start, end in zip(starts, np.append(starts[1:], len(ids))):
+        if fingerprint(ids[start : start + L]) not in without:
+            begins += range(start + 1, end - L + 2, L - 1)
     most = min(most, len(begins))
     chosen = [begins[i * len(begins) // most] for i in range(most)]
     rows = [[bos, *ids[begin : begin + L - 1]] for begin in chosen]
@@ -253,7 +288,10 @@ def read_texts(
     else:
         ids, scored, parts = split_by_name(data, tokenizer)
     most = max(1, score_tokens // L) if score_tokens else 0
-    documents = pieces(scored, tokenizer.bos, L, most)
+    both = copies(scored, ids, tokenizer.bos, L)
+    if held_out and both:
+        refuse_copy(held_out, both, L, tokenizer)
+    documents = pieces(scored, tokenizer.bos, L, most, without=both)
     summary = f"text: {size_of(ids, tokenizer)} to train on, "
     summary += f"{size_of(scored, tokenizer)} held out; {len(documents)} to score"
     if most and not len(documents):
@@ -262,6 +300,8 @@ def read_texts(
             remedy = "give longer ones, a smaller --seq, or --score-tokens 0"
             raise UserError(f"--held-out {' '.join(held_out)}: {reason}; {remedy}")
         summary += f", as {reason}; name others by --held-out"
+    if both:
+        summary += f"\n{note_of_copies(both)}"
     return Texts(ids, parts, documents, summary)
 
 
@@ -269,16 +309,23 @@ def split_by_flag(
     data: list[str], held_out: list[str], tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Tokens to train on, tokens to score, and the parts of `data` that train: all."""
-    both = [[Path(name) for name in names] for names in (data, held_out)]
-    trained, scored = ({file.resolve() for file in find_files(paths)} for paths in both)
-    for file in sorted(trained & scored):
-        sentence = "it is among the texts that train (--data, or Python's library)"
-        remedy = "take it out of one of them"
-        raise UserError(f"--held-out {os.path.relpath(file)}: {sentence}; {remedy}")
     ids, scored = (
-        np.concatenate([*token_streams(paths, tokenizer).values()]) for paths in both
+        np.concatenate([*token_streams([*map(Path, names)], tokenizer).values()])
+        for names in (data, held_out)
     )
     return ids, scored, [*PARTS]
+
+
+def refuse_copy(
+    held_out: list[str], both: set[bytes], L: int, tokenizer: Tokenizer
+) -> None:
+    """Raises UserError that names a text of --held-out which trains, too."""
+    for file, name, text in documents_of(find_files([*map(Path, held_out)])):
+        if fingerprint(np.array(tokenizer.encode(text)[:L])) in both:
+            place = os.path.relpath(file.with_name(name))
+            sentence = "the same text is also among those that train"
+            remedy = "(--data, or Python's library); take it out of one of them"
+            raise UserError(f"--held-out {place}: {sentence} {remedy}")
 
 
 def split_by_name(

@@ -1,10 +1,15 @@
 """Tokenizers: text to token ids and back, by the files of a model's directory."""
 
+import re
+from codecs import getincrementaldecoder
+from itertools import groupby
 from pathlib import Path
+from typing import Callable, Iterable, Iterator
 
 from sentencepiece import SentencePieceProcessor
 
-from support.files import FOREIGN, UserError, read_json, read_text, refuse_missing_model, why
+from support.files import FOREIGN, UserError, read_given, read_json, read_text
+from support.files import refuse_missing_model, why
 
 
 class Tokenizer:
@@ -12,44 +17,112 @@ class Tokenizer:
 
     sentencepiece reads `tokenizer.model` (Llama 2 and its relatives). Where there is none,
     the package tokenizers reads `tokenizer.json` (Llama 3, SmolLM2). What looks like a
-    special token in a text, such as "<s>", is plain text.
+    special token in a text, such as "<s>", is plain text if `encode` is not told otherwise.
     """
 
     def __init__(self, path: Path):
         """`path`: the model's directory; Meta keeps tokenizer.model in its parent."""
         self.file = tokenizer_file(path)
-        reader = JsonTokens if self.file.suffix == ".json" else SentencePieceTokens
-        # Ids that begin a text, where these are not the BOS alone.
-        prefix = path / "prefix.json"
         try:
-            self.tokens = reader(self.file)
+            if self.file.suffix == ".json":
+                self.tokens = JsonTokens(self.file)
+            else:
+                self.tokens = SentencePieceTokens(self.file, added_tokens(path))
             self.vocab_size = self.tokens.vocab_size
-            self.prefix = read_json(prefix) if prefix.is_file() else [self.tokens.bos]
-            refuse_prefix(self.prefix)
+            # Each of these ids ends a text: the tokenizer's own, and those named beside it.
+            self.ends = self.tokens.ends | {*named_ids(path, "eos", self.tokens.id_of)}
+            self.prefix = self.begin(path)
         except ValueError as error:
             reason = why(self.file, error)
             sentence = f"{self.file.name} is not a readable tokenizer ({reason})"
             raise UserError(f"{path}: {sentence}") from None
         self.bos = self.prefix[0]  # begins each text
-        self.ends = self.tokens.ends  # ids, each of which ends a text
         self.letter = self.tokens.encode("x")[-1:]  # what `piece` puts in front of a token
 
-    def encode(self, text: str) -> list[int]:
+    def begin(self, path: Path) -> list[int]:
+        """The ids that begin a text: those of prefix.json, or else the BOS alone. Where no
+        file names a BOS, the smallest id that ends a text begins the next one."""
+        if (path / "prefix.json").is_file():
+            prefix = read_json(path / "prefix.json")
+            refuse_prefix(prefix)
+            return prefix
+        named = named_ids(path, "bos", self.tokens.id_of)
+        begins = [*self.tokens.begins, *named, *sorted(self.ends)]
+        if not begins:
+            raise ValueError("no file names a token that begins or ends a text")
+        return begins[:1]
+
+    def fit(self, rows: int) -> None:
+        """Leave out what a model of so many rows has not, such as a [PAD] that was added to
+        the tokenizer alone. Raises UserError if a text may have it."""
+        largest = max(self.tokens.largest, *self.prefix)
+        if largest >= rows:
+            token = f"{self.tokens.name(largest)} has id {largest}"
+            more = f"it has more tokens than the model: {token}, the model has {rows:,} rows"
+            remedy = "remove it from the tokenizer, or resize the model's embeddings"
+            raise UserError(f"{self.file}: {more}; {remedy}")
+        self.vocab_size = min(self.vocab_size, rows)
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
         """The ids of a whole text: the prefix (usually the BOS alone), then those of the
-        text."""
+        text. `special`: what looks like a special token is one. A text that begins with the
+        prefix itself, as those of a chat template do, has it once."""
+        ids = self.continued(text, special)
+        begun = special and ids[: len(self.prefix)] == self.prefix
+        return ids if begun else self.prefix + ids
+
+    def continued(self, text: str, special: bool = False) -> list[int]:
+        """The ids of a text that continues another one: without the prefix."""
         # Half of a surrogate pair, which tokenizers refuse, becomes a question mark.
-        return self.prefix + self.tokens.encode(text.encode("utf-8", "replace").decode())
+        return self.tokens.encode(text.encode("utf-8", "replace").decode(), special)
+
+    def special_in(self, text: str) -> list[str]:
+        """The special tokens whose names are in a text."""
+        return [name for name in self.tokens.special if name in text]
 
     def decode(self, ids: list[int]) -> str:
         return self.tokens.decode(ids)
+
+    def added(self, i: int, before: list[int]) -> str:
+        """The text that token i adds to that of others. A part of a letter gives U+FFFD."""
+        return self.decode([*before, i]).removeprefix(self.decode(before))
+
+    def texts(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text that each of the ids adds to those before. Of the tokens of one letter the
+        last one has the letter, and the others have no text."""
+        letters, before = getincrementaldecoder("utf-8")("replace"), []
+        for i in ids:
+            added = self.added(i, before)
+            inside = "\ufffd" in added
+            part = bytes_of(self.tokens.name(i), added) if inside else added.encode()
+            yield letters.decode(part)
+            # The letter, as a tokenizer drops the blank in front of a text.
+            before = self.letter if inside else [*self.letter, i]
 
     def piece(self, i: int) -> str:
         """The text that token i adds, with its leading blank if it has one. A part of a
         character gives U+FFFD, and a token without text gives its name."""
         if i >= self.vocab_size:
             return f"<{i}>"
-        added = self.decode([*self.letter, i]).removeprefix(self.decode(self.letter))
-        return added or self.tokens.name(i)
+        return self.added(i, self.letter) or self.tokens.name(i)
+
+
+# Byte-level BPE writes each byte as one letter: those that can be printed as themselves, and
+# the others as the letters from number 256 on.
+PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTED]
+BYTES = {chr(byte): byte for byte in PRINTED}
+BYTES |= {chr(256 + n): byte for n, byte in enumerate(OTHERS)}
+
+
+def bytes_of(name: str, text: str) -> bytes:
+    """The bytes of a token whose text has U+FFFD, as it is a part of a letter, by its name:
+    as "<0xE1>", or of byte-level BPE. U+FFFD can also be what is meant."""
+    if re.fullmatch("<0x[0-9A-F]{2}>", name):
+        return bytes.fromhex(name[3:5])
+    if BYTES.keys() >= {*name}:
+        return bytes(BYTES[letter] for letter in name)
+    return text.encode()
 
 
 def refuse_prefix(prefix: list[int]) -> None:
@@ -71,30 +144,100 @@ def tokenizer_file(path: Path) -> Path:
     raise UserError(f"{path}: there is no tokenizer.model and no tokenizer.json in it")
 
 
-class SentencePieceTokens:
-    """A tokenizer.model. Raises ValueError if it cannot be used."""
+# --- What the files beside a tokenizer say ----------------------------------------------
 
-    def __init__(self, file: Path):
+
+def from_files(folder: Path, names: list[str], values: Callable[[dict], list]) -> list:
+    """The values that are found in those of the files that are there. Raises ValueError."""
+    found = []
+    for name in names:
+        if (folder / name).is_file():
+            try:
+                found += values(read_given(folder / name))
+            except FOREIGN as error:
+                raise ValueError(f"{name} is of another form ({error!r})") from None
+    return found
+
+
+def named_ids(folder: Path, role: str, id_of: Callable[[str], int | None]) -> list[int]:
+    """The ids of role "bos" or "eos" that files name, by the token's name or by its id."""
+
+    def ids_in(content: dict) -> list[int]:
+        token = content.get(f"{role}_token")  # "<s>", or {"content": "<s>", ...}
+        named = token["content"] if isinstance(token, dict) else token
+        ids = content.get(f"{role}_token_id", [])  # 1, or [1, 2]
+        found = ids if isinstance(ids, list) else [ids]
+        found = [id_of(named), *found] if named else found
+        return [i for i in found if i is not None and i >= 0]  # -1: there is none
+
+    names = ["tokenizer_config.json", "special_tokens_map.json"]
+    return from_files(folder, names + ["config.json", "generation_config.json"], ids_in)
+
+
+def added_tokens(folder: Path) -> dict[str, int]:
+    """The ids of the tokens that files add to a tokenizer.model, by their names."""
+
+    def added(content: dict) -> list[tuple[str, int]]:
+        return [(name, int(i)) for name, i in content.items()]
+
+    def configured(content: dict) -> list[tuple[str, int]]:
+        tokens = content.get("added_tokens_decoder", {})
+        return [(token["content"], int(i)) for i, token in tokens.items()]
+
+    older = from_files(folder, ["added_tokens.json"], added)
+    return dict(older + from_files(folder, ["tokenizer_config.json"], configured))
+
+
+# --- The two kinds ----------------------------------------------------------------------
+
+
+class SentencePieceTokens:
+    """A tokenizer.model, and the tokens that other files add to it. Raises ValueError if it
+    cannot be used."""
+
+    def __init__(self, file: Path, added: dict[str, int]):
         try:
             self.sp = SentencePieceProcessor(model_file=str(file))
         except (RuntimeError, OSError) as error:
             raise ValueError(error) from None
-        self.vocab_size = self.sp.vocab_size()
-        self.ends = {self.sp.eos_id()} - {-1}  # -1: there is none
-        begins = [self.sp.bos_id()] if self.sp.bos_id() >= 0 else sorted(self.ends)
-        if not begins:
-            raise ValueError("it names no token that begins or ends a text")
-        self.bos = begins[0]
-        self.encode = self.sp.encode
-        self.decode = self.sp.decode
-        self.name = self.sp.id_to_piece
+        size = self.sp.vocab_size()
+        self.names = {i: name for name, i in added.items() if i >= size}
+        self.vocab_size = 1 + max(self.names, default=size - 1)
+        self.largest = size - 1  # the largest id that a plain text can have
+        self.begins = {self.sp.bos_id()} - {-1}  # -1: there is none
+        self.ends = {self.sp.eos_id()} - {-1}
+        control = {self.sp.id_to_piece(i): i for i in range(size) if self.sp.is_control(i)}
+        self.special = control | added
+
+    def name(self, i: int) -> str:
+        own = i <= self.largest
+        return self.sp.id_to_piece(i) if own else self.names.get(i, f"<{i}>")
+
+    def id_of(self, name: str) -> int | None:
+        if name in self.special:
+            return self.special[name]
+        i = self.sp.piece_to_id(name)  # that of <unk> if there is none
+        return i if self.sp.id_to_piece(i) == name else None
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        if not special or not self.special:
+            return self.sp.encode(text)
+        longest_first = sorted(self.special, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+        ids = []
+        for part in parts:
+            ids += [self.special[part]] if part in self.special else self.sp.encode(part)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text = ""
+        for own, run in groupby(ids, lambda i: i <= self.largest):
+            text += self.sp.decode([*run]) if own else "".join(map(self.name, run))
+        return text
 
 
 class JsonTokens:
-    """A tokenizer.json. Which tokens begin and end a text is taken from the files beside
-    it: by name (tokenizer_config.json) or by id (config.json, generation_config.json).
-    Where they name none that begins a text, the one with the smallest id that ends a text
-    does. Raises ValueError if it cannot be used."""
+    """A tokenizer.json. Raises ValueError if it cannot be used."""
 
     def __init__(self, file: Path):
         try:
@@ -111,35 +254,22 @@ class JsonTokens:
             if type(error) is not Exception:
                 raise
             raise ValueError(error) from None
-        self.tokenizer.encode_special_tokens = True  # as plain text
         self.tokenizer.no_truncation()  # a file may ask for texts of one length
         self.tokenizer.no_padding()
-        self.vocab_size = 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values())
-        self.name = self.tokenizer.id_to_token
-        self.ends = set(self.special_ids(file.parent, "eos"))
-        begins = self.special_ids(file.parent, "bos") or sorted(self.ends)
-        if not begins:
-            raise ValueError("no file beside it names a token that begins or ends a text")
-        self.bos = begins[0]
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in added.items() if token.special}
+        every = self.tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(every.values())
+        # The largest id that a plain text can have.
+        self.largest = max(i for name, i in every.items() if name not in self.special)
+        self.begins, self.ends = set(), set()  # other files name them
+        self.id_of = self.tokenizer.token_to_id
 
-    def special_ids(self, folder: Path, role: str) -> list[int]:
-        """The ids of role "bos" or "eos" that the files name, the tokenizer's own first."""
-        found = []
-        for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
-            file = folder / name
-            content = read_json(file) if file.is_file() else {}
-            try:
-                token = content.get(f"{role}_token")  # "<s>", or {"content": "<s>", ...}
-                if token:
-                    text = token["content"] if isinstance(token, dict) else token
-                    found.append(self.tokenizer.token_to_id(text))
-                ids = content.get(f"{role}_token_id")  # 1, or [1, 2]
-            except FOREIGN as error:
-                raise ValueError(f"{name} is of another form ({error!r})") from None
-            found += ids if isinstance(ids, list) else [ids]
-        return [i for i in dict.fromkeys(found) if i is not None]
+    def name(self, i: int) -> str:
+        return self.tokenizer.id_to_token(i) or f"<{i}>"
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        self.tokenizer.encode_special_tokens = not special  # True: as plain text
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:

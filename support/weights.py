@@ -6,6 +6,7 @@ cannot be a plain Llama-2 is refused.
 """
 
 import math
+import re
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterable, Iterator
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from support.files import FOREIGN, WHICH_MODELS, UserError
-from support.files import read_json, read_tensors, refuse_missing_model
+from support.files import read_given, read_json, read_tensors, refuse_missing_model
 
 
 @contextmanager
@@ -34,9 +35,12 @@ def blamed_on(file: Path, *errors: type[Exception]) -> Iterator[None]:
 def config_file(path: Path) -> Path:
     """The configuration of a model: params.json or config.json. Raises UserError."""
     refuse_missing_model(path)
-    for file in (path / "params.json", path / "config.json"):
-        if file.is_file():
-            return file
+    meta, hugging_face = path / "params.json", path / "config.json"
+    # Other programs have a params.json, too. Meta's lies beside its weights.
+    if hugging_face.is_file() and not meta_files(path):
+        return hugging_face
+    if meta.is_file():
+        return meta
     none = "there is no model in it, as it has no config.json and no params.json"
     raise UserError(f"{path}: {none}; {WHICH_MODELS}")
 
@@ -44,14 +48,14 @@ def config_file(path: Path) -> Path:
 def meta_fields(file: Path) -> dict:
     """The fields of a LlamaConfig from a params.json and the first shard beside it. What is
     wrong in the file raises one of FOREIGN."""
-    params = read_json(file)
+    params = read_given(file)
     # Llama 3.1 and later scale positions by factors that are not in this file.
     if params.get("use_scaled_rope"):
         raise ValueError("use_scaled_rope is not implemented; take Hugging Face's layout")
     shard = read_tensors(file.parent / "consolidated.00.pth")
-    shards = len(list(file.parent.glob("consolidated.*.pth")))
+    shards = len(meta_files(file.parent))
     fields = {key: params[key] for key in ("dim", "n_layers", "n_heads", "norm_eps")}
-    fields["n_kv_heads"] = params.get("n_kv_heads") or params["n_heads"]
+    fields["n_kv_heads"] = params.get("n_kv_heads", params["n_heads"])
     fields["ffn_dim"] = shards * len(shard["layers.0.feed_forward.w1.weight"])
     fields["vocab_size"] = len(shard["tok_embeddings.weight"])  # params.json may have -1
     # Meta's files do not name the context. Llama 2 has 4,096 tokens. Llama 1 has 2,048, and
@@ -69,7 +73,7 @@ def refuse_contradiction(params: dict, shard: dict[str, Tensor], fields: dict) -
         raise ValueError(f"{sizes} in the weights")
     if "multiple_of" in params:  # Meta's rule for the feed-forward size
         size = int(8 * params["dim"] / 3)
-        size = int(size * (params.get("ffn_dim_multiplier") or 1))
+        size = int(size * params.get("ffn_dim_multiplier", 1))
         size = math.ceil(size / params["multiple_of"]) * params["multiple_of"]
         if size != fields["ffn_dim"]:
             rule = f"multiple_of and ffn_dim_multiplier give {size}"
@@ -109,15 +113,15 @@ ROTATED = "lococo_rotated_share"  # LlamaConfig.turned; tools/chatglm3.py writes
 
 
 def hugging_face_fields(content: dict) -> dict:
-    """The fields of a LlamaConfig from the content of a config.json. What is wrong in it
-    raises one of FOREIGN. `llama3_rope`, if it is there, is a dict of its own fields."""
+    """The fields of a LlamaConfig from a config.json as `read_given` returns it. What is wrong
+    in it raises one of FOREIGN. `llama3_rope`, if it is there, is a dict of its own fields."""
     for key, value in PLAIN.items():
         if content.get(key, value) != value:
             raise ValueError(f"{key} {content[key]} is not implemented")
     fields = {ours: content[theirs] for ours, theirs in NAMES.items()}
-    fields["n_kv_heads"] = content.get("num_key_value_heads") or fields["n_heads"]
-    fields["tied"] = content.get("tie_word_embeddings") or False
-    fields["qkv_bias"] = content.get("qkv_bias") or False
+    fields["n_kv_heads"] = content.get("num_key_value_heads", fields["n_heads"])
+    fields["tied"] = content.get("tie_word_embeddings", False)
+    fields["qkv_bias"] = content.get("qkv_bias", False)
     fields["turned"] = content.get(ROTATED, 1.0)
     return fields | position_fields(content)
 
@@ -139,11 +143,38 @@ def position_fields(content: dict) -> dict:
 
 # --- Tensors ----------------------------------------------------------------------------
 
+# Types of numbers in weights. Others are those of quantized weights.
+READ = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-def meta_shards(path: Path) -> Iterator[tuple[str, list[Tensor]]]:
+
+def weight_files(file: Path, n_layers: int) -> list[Path]:
+    """The weight files beside a configuration. Raises UserError if they have another number
+    of layers than it says."""
+    is_meta = file.name == "params.json"
+    files = meta_files(file.parent) if is_meta else hugging_face_files(file.parent)
+    refuse_other_depth(file, files, n_layers)
+    return files
+
+
+def refuse_other_depth(file: Path, files: list[Path], n_layers: int) -> None:
+    """Raises UserError if the names in weight files are not those of so many layers. This is
+    asked before a model is built, as a configuration may say a million."""
+    names = " ".join(name for each in files for name in read_tensors(each))
+    stored = len({*re.findall(r"\blayers\.(\d+)\.", names)})
+    with blamed_on(file, ValueError):
+        if stored != n_layers:
+            missing = "is a file of weights missing?"
+            raise ValueError(f"{n_layers:,} layers, but {stored:,} in the weights; {missing}")
+
+
+def meta_files(path: Path) -> list[Path]:
+    return sorted(path.glob("consolidated.*.pth"))
+
+
+def meta_shards(files: list[Path]) -> Iterator[tuple[str, list[Tensor]]]:
     """The name of each weight in Meta's files, and the part of it that each file has. Raises
     ValueError if the parts cannot be joined."""
-    shards = [read_tensors(file) for file in sorted(path.glob("consolidated.*.pth"))]
+    shards = [read_tensors(file) for file in files]
     names = {name for shard in shards for name in shard}
     for name in sorted(names - {"rope.freqs"}):  # no weight: `model.rope` computes it
         parts = [shard[name] for shard in shards if name in shard]
@@ -152,10 +183,10 @@ def meta_shards(path: Path) -> Iterator[tuple[str, list[Tensor]]]:
         yield name, parts
 
 
-def hugging_face_weights(path: Path, tied: bool) -> Iterator[tuple[str, Tensor]]:
+def hugging_face_weights(files: list[Path], tied: bool) -> Iterator[tuple[str, Tensor]]:
     """The name of each weight in Hugging Face's files, and its tensor. `tied`: the output
     matrix is that of the embeddings, so that one in a file is left out."""
-    for file in weight_files(path):
+    for file in files:
         for name, tensor in read_tensors(file).items():
             stored_twice = tied and name == "lm_head.weight"
             # inv_freq is no weight: `model.rope` computes it in float32.
@@ -163,7 +194,7 @@ def hugging_face_weights(path: Path, tied: bool) -> Iterator[tuple[str, Tensor]]
                 yield name, tensor
 
 
-def weight_files(path: Path) -> list[Path]:
+def hugging_face_files(path: Path) -> list[Path]:
     """The weight files of a directory: those that its index names, or all if it has no
     index."""
     for name, ending in (("model", ".safetensors"), ("pytorch_model", ".bin")):
@@ -202,7 +233,10 @@ def checked(
         if tensor.shape != shape:
             shapes = f"{tuple(tensor.shape)}, and the configuration says {tuple(shape)}"
             raise ValueError(f"the shape of {name} is {shapes}")
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
+        if tensor.dtype not in READ:
+            types = ", ".join(f"{dtype}".removeprefix("torch.") for dtype in READ)
+            raise ValueError(f"{name} has numbers of type {tensor.dtype}; take {types}")
+        if not tensor.isfinite().all():
             raise ValueError(f"{name}, {tensor.dtype}, has no finite numbers")
         yield name, tensor
     if left:

@@ -3,13 +3,14 @@
 import json
 import math
 import os
+from functools import partial
+from pathlib import Path
 
-import pytest
 import torch
 from conftest import refusal, same
 from safetensors.torch import save_file
 
-from support.files import created, read_file, read_json, write_file, write_json
+from support.files import read_file, read_json, write_file, write_json, write_whole
 
 TENSORS = {
     "a.b": torch.randn(3, 5), "steps": torch.tensor(7.0), "none": torch.empty(0, 3),
@@ -66,8 +67,27 @@ def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
     os.close(end)
 
 
-def test_a_name_is_taken_once(tmp_path):
-    with pytest.raises(ZeroDivisionError), created(tmp_path / "file"):
-        refusal(lambda f: created(f).__enter__(), tmp_path / "file", "there is such a file")
-        raise ZeroDivisionError
-    assert not (tmp_path / "file").exists()
+def test_what_is_printed_into_a_file_stays_there(tmp_path):
+    """As of --json /dev/stdout > out, by the descriptor's name and by the file's own."""
+    with open(tmp_path / "out", "w") as out:
+        print("a table", file=out, flush=True)
+        write_json(tmp_path / "out", [1])
+        write_json(Path(f"/dev/fd/{out.fileno()}"), [2])
+        print("the end", file=out)
+    assert (tmp_path / "out").read_text() == "a table\n[\n 1\n]\n[\n 2\n]\nthe end\n"
+
+
+def test_a_new_file_has_its_name_when_it_is_whole(tmp_path):
+    """Nothing is there before. Of two processes the later one keeps its work elsewhere."""
+    file = tmp_path / "file"
+
+    def save(path, text, other=None):
+        assert not file.exists()
+        path.write_text(text)
+        if other:
+            write_whole(file, partial(save, text=other), new=True)
+
+    refusal(write_whole, file, "cannot be made (File exists)", args=(partial(
+        save, text="later", other="first"), True))
+    assert file.read_text() == "first"
+    assert sorted(f.read_text() for f in tmp_path.iterdir()) == ["first", "later"]

@@ -200,6 +200,16 @@ def test_a_memory_is_saved_and_asked_again(run, tokenizer):
     assert code == 0 and expected.endswith(question + out), err
 
 
+def test_a_prompt_with_special_tokens(run):
+    """They are plain text, which is said, or tokens; the BOS is not there twice."""
+    for name, text in (("plain", "def f"), ("marked", "<s>def f")):
+        Path(name).write_text(text)
+    ask = f"{SINKS} --temperature 0 --max-new-tokens 3 --prompt"
+    note = "note: --prompt marked has <s>, read as plain text; --special-tokens reads them as"
+    assert note in run(generate, f"{ask} marked")[2]
+    assert run(generate, f"{ask} marked --special-tokens") == run(generate, f"{ask} plain")
+
+
 @pytest.mark.parametrize("temperature, expected", [
     (0, [0, 1, 0, 0]), (1, [0.04, 0.64, 0.16, 0.16]),
     (2, [1 / 9, 4 / 9, 2 / 9, 2 / 9])])  # roots: 0.2, 0.8, 0.4, 0.4; the sum is 1.8  # fmt: skip

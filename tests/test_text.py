@@ -3,8 +3,10 @@ run trains on and scores. support/facts.py: the facts that are told in texts; ho
 are recalled is in test_programs.py."""
 
 import gzip
+import json
 import re
 import zlib
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,7 +91,8 @@ def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch):
     assert texts([one], tokenizer) == texts([one], tokenizer) == ["a text"] and len(calls) == 1
     one.write_text("another")
     assert texts([one], tokenizer) == ["another"] and len(calls) == 2
-    other = SimpleNamespace(encode=lambda text: [1, 69999], file=one, prefix=[1])
+    other = SimpleNamespace(
+        encode=lambda text: [1, 69999], special_in=lambda text: [], file=one, prefix=[1])
     assert max(ids.max(initial=0) for ids in token_streams([one], other).values()) == 69999
     for file in Path("cache").iterdir():
         file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -139,6 +142,11 @@ def test_a_tenth_of_a_runs_texts_is_scored(tokenizer):
     assert np.array_equal(texts.ids, streams["training"]) and texts.parts == ["training"]
     held_out = pieces(streams["held-out"], tokenizer.bos, 96, 2)
     assert torch.equal(texts.documents, held_out) and len(held_out) == 2
+    name = next(f"{n}.txt" for n in count() if part_of(f"{n}.txt") == "training")
+    (FOLDER / name).write_text(tokenizer.decode(held_out[0].tolist()))  # trains now, too
+    fewer = read_texts(["text"], [], 96, 250, tokenizer)
+    assert held_out[0].tolist() not in fewer.documents.tolist()
+    assert "note: 1 held-out text left out of the scores, as a copy trains" in fewer.summary
     nothing = read_texts(["text"], [], 9999, 1, tokenizer).summary
     assert "no document that is held out has --seq 9999 tokens; name others by" in nothing
 
@@ -159,7 +167,8 @@ def test_texts_of_one_part_all_train(tokenizer):
 
 
 def test_texts_that_are_held_out_by_name(tokenizer):
-    """All of the others train. A text cannot be in both, and must be long enough."""
+    """All of the others train. A text cannot be in both, under any name, and must be long
+    enough."""
     files = [*files_of("held-out"), *files_of("training")]
     texts = read_texts(files[3:], files[:3], 96, 9999, tokenizer)
     scored = []
@@ -170,8 +179,12 @@ def test_texts_that_are_held_out_by_name(tokenizer):
     assert (texts.ids == tokenizer.bos).sum() == len(files) - 3
     assert texts.parts == ["held-out", "training"]
     Path("link").symlink_to(FOLDER / "1.py")
-    with pytest.raises(UserError, match="--held-out text/1.py: it is among the texts that tr"):
-        read_texts(["text"], ["link"], 96, 999, tokenizer)
+    rows = [json.dumps({"text": text}) for text in ("short", (FOLDER / "1.py").read_text())]
+    Path("rows.jsonl").write_text("\n".join(rows))
+    for name, place in (("link", "link"), ("rows.jsonl", "rows.jsonl:2")):
+        sentence = f"--held-out {place}: the same text is also among those that train"
+        with pytest.raises(UserError, match=sentence):
+            read_texts(["text"], [name], 96, 0, tokenizer)
     sentence = "--held-out link: no document that is held out has --seq 9999 tokens; give"
     with pytest.raises(UserError, match=sentence):
         read_texts(["text/2.py"], ["link"], 9999, 999, tokenizer)

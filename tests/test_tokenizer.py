@@ -6,14 +6,18 @@ tokenizers`). .ci/run installs it, and without it they are skipped."""
 import json
 import shutil
 import sys
+from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import refusal
 from sentencepiece import SentencePieceTrainer
 
-from support.command_line import TINY
+from generate import as_text
+from support.command_line import TINY, prompt_tokens
 from support.facts import fact_tokens
+from support.files import UserError
 from support.tokenizer import Tokenizer
 
 
@@ -57,6 +61,45 @@ def test_a_text_comes_back(request, kind, text):
     assert tokenizer.decode(ids[1:]) == text
 
 
+@pytest.fixture
+def llama_2(tmp_path):
+    """A tokenizer.json of Llama 2's form: letters, and a token for each byte."""
+    package = pytest.importorskip("tokenizers")
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), *"▁abcdefgh"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    bpe = package.models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer, normal, decoders = package.Tokenizer(bpe), package.normalizers, package.decoders
+    tokenizer.normalizer = normal.Sequence([normal.Prepend("▁"), normal.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1, 0)])  # fmt: skip
+    tokenizer.add_special_tokens(words[:3])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, "tokenizer_config", bos_token="<s>", eos_token="</s>")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.model", "folder", "llama_2"])
+def test_tokens_one_by_one_have_the_text(request, kind, monkeypatch):
+    """As all of them at once, from the first or behind a prompt, in time that is linear: what is
+    decoded for a token has a few ids. Random Unicode of one to four bytes a letter, U+FFFD too."""
+    tokenizer = Tokenizer(TINY if kind == "tokenizer.model" else request.getfixturevalue(kind))
+    whole, decoded = tokenizer.decode, []
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or whole(ids))
+    rng = np.random.default_rng(0)
+    letters = [*" \n\tabc<0xE1>", *map(chr, range(0xC0, 0x100)), *map(chr, range(0x1200, 0x1240)),
+               *"\ufffd\ufffd\u0301\u200d\U0001f40d\U0010ffff\x00"]  # fmt: skip
+    for _ in range(200):
+        prompt, more = ("".join(rng.choice(letters, rng.integers(1, 40))) for _ in range(2))
+        ids = tokenizer.encode(prompt)
+        assert "".join(tokenizer.texts(ids[1:])) == prompt == whole(ids[1:])
+        new = tokenizer.continued(more)
+        expected = whole(ids[1:] + new).removeprefix(prompt)
+        assert "".join(as_text(iter(new), tokenizer, ids)) == expected
+        assert expected in (more, f" {more}")  # sentencepiece puts a blank in front
+    assert max(decoded) < 5
+
+
 # --- tokenizer.model --------------------------------------------------------------------
 
 
@@ -77,10 +120,31 @@ def test_a_tokenizer_without_a_token_that_begins_a_text(tmp_path, bos, eos, begi
         input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=24,
         model_type="bpe", bos_id=bos, eos_id=eos, minloglevel=2)  # fmt: skip
     if begins is None:
-        refusal(Tokenizer, tmp_path, "no token that begins or ends a text")
+        refusal(Tokenizer, tmp_path, "names a token that begins or ends a text")
     else:
         found = Tokenizer(tmp_path)
         assert (found.bos, found.prefix, found.ends) == (begins, [begins], {eos})
+
+
+def test_what_files_beside_it_add(tmp_path, tokenizer):
+    """More ends, by name and by id, and tokens of their own. Read as tokens only if asked for."""
+    shutil.copy(tokenizer.file, tmp_path)
+    write(tmp_path, "added_tokens", **{"<end>": 2048, "[PAD]": 2051})
+    write(tmp_path, "tokenizer_config", eos_token={"content": "<end>"}, bos_token=None,
+          added_tokens_decoder={"2049": {"content": "<user>"}})  # fmt: skip
+    write(tmp_path, "config", bos_token_id=1, eos_token_id=[2, 7])
+    write(tmp_path, "generation_config", eos_token_id=9)
+    found = Tokenizer(tmp_path)
+    assert (found.bos, found.ends, found.vocab_size) == (1, {2, 7, 9, 2048}, 2052)
+    ab, text = tokenizer.continued("a b"), "<user>a b<end>"
+    assert found.encode(text) == tokenizer.encode(text)
+    assert found.encode(text, special=True) == [1, 2049, *ab, 2048]
+    assert found.encode(f"<s>{text}", special=True) == [1, 2049, *ab, 2048]  # begins once
+    assert found.special_in(text) == ["<end>", "<user>"]
+    assert found.decode([*ab, 2049, *ab]) == "a b<user>a b"
+    assert [*found.texts([*ab, 2049])][-1] == found.piece(2049) == "<user>"
+    found.fit(2050)  # no text has [PAD]
+    assert found.vocab_size == 2050
 
 
 @pytest.mark.parametrize("file, content, sentence", [
@@ -105,6 +169,23 @@ def test_ids_by_hand(folder):
         "hell", "o", " aaa", "<begin>", "<end>", "<298>"]  # fmt: skip
     assert tokenizer.vocab_size == 298
     assert len(fact_tokens(tokenizer).words) == 12
+
+
+def test_a_token_without_a_row(folder):
+    """No text has a special one, but for --special-tokens. Any other is named."""
+    tokens = pytest.importorskip("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokens.add_special_tokens(["[PAD]"])
+    tokens.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(folder)
+    tokenizer.fit(298)
+    assert tokenizer.vocab_size == 298 and 298 not in tokenizer.encode("[PAD]")
+    flags = Namespace(prompt="p", special_tokens=True, load_memory=None)
+    with pytest.raises(UserError, match="no row for \\[PAD\\]; leave it out"):
+        prompt_tokens(flags, "a [PAD]", tokenizer)
+    tokens.add_tokens(["word"])
+    tokens.save(str(folder / "tokenizer.json"))
+    with pytest.raises(UserError, match="more tokens than the model: word has id 299, the model has 298"):
+        Tokenizer(folder).fit(298)
 
 
 def test_a_text_is_read_whole_whatever_length_its_file_asks_for(folder):

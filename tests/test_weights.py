@@ -74,11 +74,17 @@ def load(path, model, **expected) -> Llama:
 # --- What is loaded ---------------------------------------------------------------------
 
 UNNAMED = {"context": 4096}  # Meta's configuration does not say it
+# As Hugging Face writes what is not given.
+NULLS = dict.fromkeys([
+    "attention_bias", "mlp_bias", "sliding_window", "partial_rotary_factor", "rope_theta",
+    "rope_scaling", "tie_word_embeddings", "qkv_bias"])  # fmt: skip
 
 
 @pytest.mark.parametrize("files, changes, expected", [
     (META[:1], {}, UNNAMED),
     (META, {"vocab_size": -1, "ffn_dim_multiplier": 1.1}, UNNAMED),  # as for 70B
+    (META[:1], dict.fromkeys(["rope_theta", "max_seq_len", "ffn_dim_multiplier"]), UNNAMED),
+    ([HF], NULLS | {"rope_parameters": {"rope_type": None, "rope_theta": None}}, {}),
     (META[:2], {"rope_theta": 1e6, "max_seq_len": 64}, {"rope_theta": 1e6}),
     ([HF], {"rope_theta": 10000, "hidden_size": 32.0}, {}),  # the same numbers
     (SHARDS, {"rope_theta": 5e5}, {"rope_theta": 5e5}),
@@ -104,6 +110,7 @@ def test_what_an_index_does_not_name_is_not_loaded(tmp_path, model):
     write_model(tmp_path, model, SHARDS)
     save_file({Q_PROJ: torch.ones(32, 32)}, tmp_path / "model-3.safetensors")
     refusal(load_llama, tmp_path, f"{Q_PROJ} is in two files")
+    (tmp_path / "params.json").write_text("{}")  # of another program
     names = {f"tensor {n}": file for n, file in enumerate(SHARDS)}
     (tmp_path / f"{HF}.index.json").write_text(json.dumps({"weight_map": names}))
     load(tmp_path, model)
@@ -120,6 +127,8 @@ def test_what_an_index_does_not_name_is_not_loaded(tmp_path, model):
     ({"rope_scaling": {"type": "yarn"}}, "rope_type yarn is not implemented"),
     ({"hidden_size": 32.5}, "dim 32.5 is not of type int"),
     ({"num_hidden_layers": 0}, "n_layers 0 is not positive"),
+    ({"num_hidden_layers": 3}, "3 layers, but 2 in the weights"),  # a million would take hours
+    ({"intermediate_size": 2**60}, f"ffn_dim {2**60} is larger than 16,777,216"),
     ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads, 3 of keys and values, do not"),
 ])  # fmt: skip
 def test_a_config_json_that_is_no_llamas(tmp_path, model, changes, sentence):
@@ -150,6 +159,7 @@ def test_a_missing_file(tmp_path, model, files, lost, parts):
     (lambda s, q: s.pop(q), [Q_PROJ, "missing: "]),
     (lambda s, q: s.update(surplus=s.pop(q)), ["surplus is no weight"]),
     (lambda s, q: s.update({q: s[q].to(torch.int8)}), [Q_PROJ, "int8"]),
+    (lambda s, q: s.update({q: s[q].to(torch.float8_e5m2)}), [Q_PROJ, "float8_e5m2"]),
     (lambda s, q: s[q].__setitem__((0, 0), math.nan), [Q_PROJ, "no finite numbers"]),
     (lambda s, q: s.update({q: s[q][:, 1:].clone()}), [Q_PROJ, "(32, 31)", "(32, 32)"]),
 ])  # fmt: skip

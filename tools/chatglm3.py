@@ -21,10 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from model import Llama, LlamaConfig, hugging_face_name, neighbours_to_halves  # noqa: E402
 from support.command_line import run_program  # noqa: E402
 from support.files import (  # noqa: E402
-    FOREIGN, UserError, read_json, read_tensors, write_json, write_whole,
+    FOREIGN, UserError, read_given, read_tensors, write_json, write_whole,
 )  # fmt: skip
 from support.tokenizer import Tokenizer  # noqa: E402
-from support.weights import ROTATED, blamed_on, hugging_face_fields  # noqa: E402
+from support.weights import (  # noqa: E402
+    ROTATED, blamed_on, hugging_face_fields, refuse_other_depth,
+)  # fmt: skip
 
 NAMES = {  # theirs, without "transformer.": ours, the rows that it is cut into
     "embedding.word_embeddings": ["model.embed_tokens"],
@@ -54,17 +56,22 @@ def converted(c: dict) -> dict:
     return own | {key: c[name] for key, name in theirs.items()}
 
 
-def model_for(path: Path, out: Path) -> Llama:
+def model_for(path: Path, shards: list[Path], out: Path) -> Llama:
     """The model without numbers. Its config.json is in out/about.json until all is written, so that
     no program takes half a model for a whole one."""
+    file = path / "config.json"
     try:
-        config = converted(read_json(path / "config.json"))
+        content = converted(read_given(file))
     except FOREIGN as error:
-        raise UserError(f"{path}/config.json: not that of ChatGLM3 ({error!r})") from None
-    out.mkdir(parents=True)
-    write_json(out / "about.json", config)
-    with blamed_on(path / "config.json", *FOREIGN), torch.device("meta"):
-        return Llama(LlamaConfig(**hugging_face_fields(config)))
+        raise UserError(f"{file}: not that of ChatGLM3 ({error!r})") from None
+    with blamed_on(file, *FOREIGN):
+        config = LlamaConfig(**hugging_face_fields(content))
+    refuse_other_depth(file, shards, config.n_layers)
+    killed = (out / "about.json").exists()  # a conversion that did not end: this one begins again
+    out.mkdir(parents=True, exist_ok=killed)
+    write_json(out / "about.json", content)
+    with torch.device("meta"):
+        return Llama(config)
 
 
 def our_names(name: str) -> list[str]:
@@ -94,9 +101,10 @@ def convert_shard(shard: Path, left: dict[str, torch.Size], D: int) -> dict[str,
 
 
 def convert(path: Path, out: Path) -> None:
-    model = model_for(path, out)
+    shards = sorted(path.glob("pytorch_model-*.bin")) or sorted(path.glob("*.safetensors"))
+    model = model_for(path, shards, out)
     left = {hugging_face_name(name): p.shape for name, p in model.state_dict().items()}
-    for shard in sorted(path.glob("pytorch_model-*.bin")) or sorted(path.glob("*.safetensors")):
+    for shard in shards:
         tensors = convert_shard(shard, left, model.config.head_dim)
         write_whole(out / f"model-{shard.stem}.safetensors", partial(save_file, tensors))
     if left:

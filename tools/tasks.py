@@ -46,7 +46,7 @@ from lococo import AdaptedLlama, segment_losses  # noqa: E402
 from metrics import LONGBENCH, compare  # noqa: E402
 from model import KVCache, load_base  # noqa: E402
 from support.command_line import (  # noqa: E402
-    TINY, Machine, Parser, at_least, counted, prepare, run_program,
+    TINY, Machine, Parser, at_least, counted, note_special, prepare, run_program,
 )  # fmt: skip
 from support.facts import fact_tokens  # noqa: E402
 from support.files import DAMAGED, UserError, read_json  # noqa: E402
@@ -372,6 +372,8 @@ def score(flags: argparse.Namespace) -> None:
     model, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     for file, rows in files.items():
         refuse_without_tokens(file, rows, tokenizer)
+        prompts = (text for _, row in rows for text in np.atleast_1d(row["prompt"]).tolist())
+        note_special(f"{file}", {n for text in prompts for n in tokenizer.special_in(text)})
     models = models_to_score(flags, model, with_baselines=True)
     report = {}
     for file, rows in files.items():

@@ -12,8 +12,8 @@ from typing import Callable
 from torch import Tensor
 
 from lococo import KINDS, AdaptedLlama
-from support.command_line import output_file
-from support.files import UserError, created, write_whole
+from support.command_line import new_file
+from support.files import UserError, write_whole
 from support.tokenizer import Tokenizer
 from support.programs.tracing import TracedMemory, memory_of_page
 
@@ -36,28 +36,16 @@ def what_to_show(words: list[str]) -> tuple[tuple[int, int] | None, Path | None]
         remedy = "name a layer and a head, such as 1 0, or one file, such as page.html"
         raise UserError(f"--show-memory {' '.join(words)}: {remedy}")
     try:
-        return None, output_file(words[0])
+        return None, new_file(words[0])
     except argparse.ArgumentTypeError as error:
         raise UserError(f"--show-memory {error}") from None
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> tuple[list[str], dict[int, str]]:
-    """The text of each token; joined, they are the text that was read. A token that ends
-    inside a character has none: the token that completes the character has it. Also the names
-    of the tokens without text, such as <s>."""
+    """The text of each token; joined, they are the text that was read. Also the names of the
+    tokens without text, such as <s> and the first tokens of a letter that has several."""
     start = len(tokenizer.prefix)
-    texts = [""] * start
-    context, waiting = [], []  # tokens before, and those whose character is incomplete
-    for token in ids[start:]:
-        waiting.append(token)
-        before = tokenizer.decode(context)
-        text = tokenizer.decode(context + waiting)[len(before) :]
-        if text.endswith("\ufffd") and len(texts) + 1 < len(ids):
-            texts.append("")
-        else:
-            texts.append(text)
-            # The last ones suffice: a token's text depends only on its neighbours.
-            context, waiting = (context + waiting)[-8:], []
+    texts = [""] * start + [*tokenizer.texts(ids[start:])]
     names = {n: tokenizer.piece(ids[n]) for n, text in enumerate(texts) if not text}
     return texts, names
 
@@ -98,14 +86,15 @@ def page_record(name: str, memory: TracedMemory, following: str) -> dict:
 
 
 def write_page(
-    file: Path, tokens: list[str], names: dict[int, str], memories: list[dict]
-) -> None:
-    """The template with its data. In a script a `<` could end it or begin a comment, so each
-    one is written as an escape."""
+    file: Path, tokens: list[str], names: dict[int, str], memories: list[dict],
+    new: bool = False,
+) -> None:  # fmt: skip
+    """The template with its data; `new` as in `write_whole`. In a script a `<` could end it or
+    begin a comment, so each one is written as an escape."""
     data = {"tokens": tokens, "names": names, "memories": memories}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     page = TEMPLATE.read_text("utf-8").replace(PLACE, text.replace("<", "\\u003c"))
-    write_whole(file, lambda beside: beside.write_bytes(page.encode("utf-8")))
+    write_whole(file, lambda beside: beside.write_bytes(page.encode("utf-8")), new)
 
 
 def make_page(
@@ -117,8 +106,7 @@ def make_page(
     token that is predicted after it."""
     memories = {name: memory_of_page(adapted) for name, adapted in models.items()}
     records = []
-    with created(file):
-        for name, memory in memories.items():
-            following = read(name, memory)
-            records.append(page_record(name, memory, tokenizer.piece(following)))
-        write_page(file, *token_texts(ids, tokenizer), records)
+    for name, memory in memories.items():
+        following = read(name, memory)
+        records.append(page_record(name, memory, tokenizer.piece(following)))
+    write_page(file, *token_texts(ids, tokenizer), records, new=True)

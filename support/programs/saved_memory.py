@@ -14,14 +14,15 @@ def owner(adapted: AdaptedLlama) -> dict:
 
 
 def save_memory(file: Path, memory: Memory, adapted: AdaptedLlama) -> None:
-    """Write what each layer holds, and the number of tokens seen. Raises UserError."""
+    """Write what each layer holds, and the number of tokens seen, into a new file. Raises
+    UserError."""
     tensors = {}
     for layer in range(memory.config.n_layers):
         tensors[f"keys {layer}"] = memory.plain[layer].held  # as compressions read them
         tensors[f"values {layer}"] = memory.values[layer].held
         if memory.scoring:
             tensors[f"scores {layer}"] = memory.scores[layer]
-    write_file(file, tensors, seen=memory.seen, owner=owner(adapted))
+    write_file(file, tensors, new=True, seen=memory.seen, owner=owner(adapted))
 
 
 def load_memory(file: Path, memory: Memory, adapted: AdaptedLlama) -> None:

@@ -14,7 +14,7 @@ from support.programs.adapter import load_adapter, read_adapter, shared_copy
 from support.command_line import TINY, Parser, output_file
 from support.files import UserError
 from support.programs.settings import untrained, warn_if_too_long
-from support.text import PARTS, pieces, token_streams
+from support.text import PARTS, copies, note_of_copies, pieces, token_streams
 from support.tokenizer import Tokenizer
 
 # --- Flags ------------------------------------------------------------------------------
@@ -133,7 +133,12 @@ def documents_to_score(
     ids = np.concatenate([streams[part] for part in parts])
     documents = {}
     for L in flags.lengths:
-        documents[L] = pieces(ids, tokenizer.bos, L, flags.documents)
+        both = set()
+        if parts == ["held-out"]:
+            both = copies(ids, streams["training"], tokenizer.bos, L)
+        if both:
+            print(note_of_copies(both), file=sys.stderr)
+        documents[L] = pieces(ids, tokenizer.bos, L, flags.documents, without=both)
         if not len(documents[L]):
             raise UserError(f"--lengths {L}: {why_none(ids, parts, tokenizer.bos)}")
     listed = ", ".join(f"{len(rows)} of {L} tokens" for L, rows in documents.items())
