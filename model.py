@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from support.files import FOREIGN, UserError, read_given
+from support.files import FOREIGN, read_given, read_tensors
 from support.tokenizer import Tokenizer
 from support.weights import blamed_on, checked, config_file, hugging_face_fields
 from support.weights import hugging_face_weights, meta_fields, meta_shards, weight_files
@@ -452,10 +452,12 @@ def hugging_face_name(name: str) -> str:
     return ".".join(HUGGING_FACE_NAMES.get(part, part) for part in name.split("."))
 
 
-def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Llama:
+def load_llama(
+    path: Path | str, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Llama:
     """The model of a directory, with its weights in `dtype`. The directory has Meta's layout
     or Hugging Face's. Raises UserError if a file is missing, damaged or of another model."""
-    file = config_file(path)  # Meta's params.json, or Hugging Face's config.json
+    file = config_file(Path(path))  # Meta's params.json, or Hugging Face's config.json
     config = read_config(file)
     files = weight_files(file, config.n_layers)
     with torch.device("meta"):  # shapes without numbers
@@ -464,7 +466,8 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
     if file.name == "params.json":
         stored, name_in_file = meta_weights(files), str
     else:
-        stored, name_in_file = hugging_face_weights(files, config.tied), hugging_face_name
+        stored = hugging_face_weights(map(read_tensors, files), config.tied)
+        name_in_file = hugging_face_name
     expected = {name_in_file(name): p.shape for name, p in model.state_dict().items()}
     state = {}
     with blamed_on(file, ValueError):
@@ -479,16 +482,32 @@ def load_llama(path: Path, dtype: torch.dtype = torch.float32, device: str = "cp
     return model
 
 
+def from_transformers(config: dict, state: dict[str, Tensor]) -> Llama:
+    """A Llama that the package transformers has in memory, m: `m.config.to_dict()` and
+    `m.state_dict()`. The weights are shared, and not copied. Raises ValueError if it is no
+    plain Llama-2."""
+    given = {key: value for key, value in config.items() if value is not None}
+    with torch.device("meta"):
+        model = Llama(config_of(hugging_face_fields(given)))
+    expected = {hugging_face_name(name): p.shape for name, p in model.state_dict().items()}
+    stored = dict(checked(hugging_face_weights([state], model.config.tied), expected))
+    ours = {name: stored[hugging_face_name(name)] for name in model.state_dict()}
+    model.load_state_dict(ours, assign=True)
+    return model
+
+
 def read_config(file: Path) -> LlamaConfig:
     """What a params.json or a config.json says of the model. Raises UserError."""
     with blamed_on(file, *FOREIGN):
         if file.name == "params.json":
-            values = meta_fields(file)
-        else:
-            values = hugging_face_fields(read_given(file))
-        if "llama3_rope" in values:
-            values["llama3_rope"] = Llama3Rope(**values["llama3_rope"])
-        return LlamaConfig(**values)
+            return config_of(meta_fields(file))
+        return config_of(hugging_face_fields(read_given(file)))
+
+
+def config_of(values: dict) -> LlamaConfig:
+    if "llama3_rope" in values:
+        values["llama3_rope"] = Llama3Rope(**values["llama3_rope"])
+    return LlamaConfig(**values)
 
 
 def meta_weights(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -513,10 +532,10 @@ def neighbours_to_halves(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def load_base(
-    path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    path: Path | str, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[Llama, Tokenizer]:
     """The model of a directory, and its tokenizer. Raises UserError."""
     model = load_llama(path, dtype, device)
-    tokenizer = Tokenizer(path)
+    tokenizer = Tokenizer(Path(path))
     tokenizer.fit(model.config.vocab_size)
     return model, tokenizer

@@ -183,11 +183,13 @@ def meta_shards(files: list[Path]) -> Iterator[tuple[str, list[Tensor]]]:
         yield name, parts
 
 
-def hugging_face_weights(files: list[Path], tied: bool) -> Iterator[tuple[str, Tensor]]:
+def hugging_face_weights(
+    parts: Iterable[dict[str, Tensor]], tied: bool
+) -> Iterator[tuple[str, Tensor]]:
     """The name of each weight in Hugging Face's files, and its tensor. `tied`: the output
     matrix is that of the embeddings, so that one in a file is left out."""
-    for file in files:
-        for name, tensor in read_tensors(file).items():
+    for part in parts:
+        for name, tensor in part.items():
             stored_twice = tied and name == "lm_head.weight"
             # inv_freq is no weight: `model.rope` computes it in float32.
             if not stored_twice and not name.endswith("inv_freq"):

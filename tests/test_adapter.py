@@ -40,6 +40,16 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     assert same(half.trained(), adapted.trained())
 
 
+def test_without_lora_other_weights_of_the_same_shapes_are_taken(model, tmp_path, capsys):
+    """Such as those before a quantization. A note says so."""
+    base = copy.deepcopy(model)
+    base.layers[1].feed_forward.w2.weight.data *= 1.1
+    adapted = AdaptedLlama(model, settings("selection", 8, 8, 64, lora_rank=0))
+    write_adapter(tmp_path, adapted, ["training"])
+    assert same(load_adapter(tmp_path, base).trained(), adapted.trained())
+    assert "trained on other weights of the same shapes" in capsys.readouterr().err
+
+
 def test_a_run_that_has_not_ended_has_no_adapter(model, tmp_path):
     write_file(tmp_path / "state.safetensors", {})
     sentence = "this run has not ended; to go on: python train.py --resume"

@@ -1,5 +1,6 @@
 """The file of an adapter: what train.py has trained, and which base it belongs to."""
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -68,10 +69,11 @@ def check_names(run: Path, method: str, compressor: str) -> None:
         raise UserError(f"{run}: its compressor {compressor!r} is unknown; {known}")
 
 
-def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
+def load_adapter(run: Path | str, model: Llama) -> AdaptedLlama:
     """Put the adapter of a run directory of train.py onto its base model, for reading and
-    not for training. Raises UserError."""
-    settings, tensors, base, _ = read_adapter(run)
+    not for training. Without LoRA the base may have other weights of the same shapes, such as
+    those before a quantization. Raises UserError."""
+    settings, tensors, base, _ = read_adapter(Path(run))
     remedy = "give --model as in its training; an adapter of another version must be trained again"
     other = f"{run}: its adapter is for another base; {remedy}"
     if settings.budgets and len(settings.budgets) != model.config.n_layers:
@@ -81,8 +83,12 @@ def load_adapter(run: Path, model: Llama) -> AdaptedLlama:
     # The shapes are compared, too, as a tensor of another shape could be broadcast.
     stored = {name: t.shape for name, t in tensors.items()}
     needed = {name: p.shape for name, p in trained.items()}
-    if stored != needed or identity(adapted)["base"] != base:
+    same = identity(adapted)["base"] == base
+    if stored != needed or (settings.lora_rank and not same):
         raise UserError(other)
+    if not same:
+        note = "its adapter was trained on other weights of the same shapes"
+        print(f"note: {run}: {note}; it is used all the same", file=sys.stderr)
     for name, p in trained.items():
         p.data = tensors[name].to(p.device, copy=True)
     adapted.round_embeddings()
