@@ -17,7 +17,7 @@ from lococo import KINDS, AdaptedLlama, Settings
 from model import load_llama
 from support.programs.adapter import write_adapter
 from support.command_line import HERE, TINY
-from support.programs.memory_page import token_texts, write_page
+from support.memory_page import token_texts, write_page
 from support.programs.settings import settings_for
 from support.programs.tracing import TracedMemory
 

@@ -1,11 +1,7 @@
-"""The page of `generate.py --show-memory page.html`: what memories hold while a text is read.
-
-memory_page.html, beside this file, is the page itself: HTML, CSS and JavaScript without data.
-This module reads the text with each memory, makes the data, and fills them in.
-"""
+"""`generate.py --show-memory page.html`: what memories hold while a text is read, as the data
+of the page."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Callable
 
@@ -13,12 +9,11 @@ from torch import Tensor
 
 from lococo import KINDS, AdaptedLlama
 from support.command_line import new_file
-from support.files import UserError, write_whole
+from support.files import UserError
+from support.memory_page import token_texts, write_page
 from support.tokenizer import Tokenizer
 from support.programs.tracing import TracedMemory, memory_of_page
 
-TEMPLATE = Path(__file__).with_name("memory_page.html")
-PLACE = "THE_DATA_OF_THE_PAGE"  # stands once in the template
 LEAST = 0.01  # smaller shares are left out
 TITLES = {  # of methods, as README.md calls them
     "streaming": "window (streaming)",
@@ -39,15 +34,6 @@ def what_to_show(words: list[str]) -> tuple[tuple[int, int] | None, Path | None]
         return None, new_file(words[0])
     except argparse.ArgumentTypeError as error:
         raise UserError(f"--show-memory {error}") from None
-
-
-def token_texts(ids: list[int], tokenizer: Tokenizer) -> tuple[list[str], dict[int, str]]:
-    """The text of each token; joined, they are the text that was read. Also the names of the
-    tokens without text, such as <s> and the first tokens of a letter that has several."""
-    start = len(tokenizer.prefix)
-    texts = [""] * start + [*tokenizer.texts(ids[start:])]
-    names = {n: tokenizer.piece(ids[n]) for n, text in enumerate(texts) if not text}
-    return texts, names
 
 
 def slot_record(shares: list[float], tokens: list[int]) -> int | list[int]:
@@ -83,18 +69,6 @@ def page_record(name: str, memory: TracedMemory, following: str) -> dict:
         "read": memory.seen_at,
         "held": held,
     }
-
-
-def write_page(
-    file: Path, tokens: list[str], names: dict[int, str], memories: list[dict],
-    new: bool = False,
-) -> None:  # fmt: skip
-    """The template with its data; `new` as in `write_whole`. In a script a `<` could end it or
-    begin a comment, so each one is written as an escape."""
-    data = {"tokens": tokens, "names": names, "memories": memories}
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    page = TEMPLATE.read_text("utf-8").replace(PLACE, text.replace("<", "\\u003c"))
-    write_whole(file, lambda beside: beside.write_bytes(page.encode("utf-8")), new)
 
 
 def make_page(
