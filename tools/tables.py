@@ -130,11 +130,10 @@ class Table:
     by_position: bool = False  # if it also shows where in a document the loss is
 
 
-FROZEN = Table(
-    ("full", "window", "h2o", "h2o text", "official h2o", "lococo", "lococo+h2o",
-     "official code", "h2o 5/8 forget", "h2o 5/8 forget budgets", "ours soft", "ours",
-     "ours budgets"), 64, 1024, "test", "--recipe inference")  # fmt: skip
-SHORT = ("full", "window", "h2o", "official code", "ours", "ours budgets")
+PAPERS = ("full", "window", "h2o", "h2o text", "official h2o", "lococo", "lococo+h2o",
+          "official code", "h2o 5/8 forget", "h2o 5/8 forget budgets")  # fmt: skip
+OURS = ("ours", "ours budgets")
+FROZEN = Table(PAPERS, 64, 1024, "test", "--recipe inference")
 ABLATIONS = (
     "full", "h2o", "h2o text", "h2o 5/8 forget", "ours", "ours untrained", "ours soft",
     "ours, one filter", "ours, top-k", "ours, at once", "ours, unattended",
@@ -144,15 +143,15 @@ ABLATIONS = (
 TUNED = ("full", "window", "h2o", "h2o 5/8 forget", "ours")
 LORA = "--recipe inference --lora-rank 8 --lr 3e-4 --bptt 4"
 LONG = Table(
-    (*FROZEN.rows[:-3], "ours, one filter", "ours", "ours budgets"), 512, 8192, "long",
+    (*PAPERS, "ours, one filter", *OURS), 512, 8192, "long",
     "--recipe inference", steps=30, documents=16, segment=512, by_position=True,
 )  # fmt: skip
 FACTS = ("window", "h2o", "official code", "lococo", "lococo+h2o", "ours", "ours soft",
          "ours, one filter", "ours, at once", "ours, unattended")  # fmt: skip
 TABLES = {
     "frozen": FROZEN,
-    "frozen in short": replace(FROZEN, rows=SHORT),
-    "frozen, 2,048 tokens": replace(FROZEN, mem=128, seq=2048),
+    "frozen, ours": replace(FROZEN, rows=("full", "window", "h2o", *OURS)),
+    "frozen, 2,048 tokens": replace(FROZEN, rows=PAPERS + OURS, mem=128, seq=2048),
     "ablations": replace(
         FROZEN, rows=ABLATIONS, part="choosing", steps=40, against=("ours",)
     ),
