@@ -2,13 +2,12 @@
 
     pip install matplotlib                    # only the programs that draw need it
     python tools/pictures.py result           # assets/result.png, from docs/results.jsonl
-    python tools/pictures.py recall memory    # from the embedded adapter
+    python tools/pictures.py needle           # assets/needle.png, from docs/needle.json
+    python tools/pictures.py memory           # from the embedded adapter
 
 result: the loss of each memory above that of full attention, on a frozen SmolLM2.
-recall, left: the share of facts recalled, by how long ago they were told. Right: where
-the word of the fact in assets/prompt.txt is, compression after compression.
-needle: which facts each memory finds again, from docs/needle.json.
-memory: what three memories have of this text at the end, as Chromium shows it.
+needle: which facts each memory finds again, by their depth in texts of several lengths.
+memory: what three memories have of assets/prompt.txt at the end, as Chromium shows it.
 """
 
 import argparse
@@ -20,24 +19,13 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from matplotlib import pyplot
 from PIL import Image
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tables  # noqa: E402
-from eval_ppl import ranges, token_losses  # noqa: E402
-from generate import prefill  # noqa: E402
-from lococo import AdaptedLlama  # noqa: E402
-from model import load_base  # noqa: E402
-from support.programs.adapter import load_adapter  # noqa: E402
-from support.command_line import HERE, TINY, prepare, run_program  # noqa: E402
-from support.facts import tell_all  # noqa: E402
-from support.files import UserError, read_json, read_text, write_whole  # noqa: E402
-from support.programs.settings import untrained  # noqa: E402
-from support.text import long_documents, token_streams  # noqa: E402
-from support.programs.tracing import TracedMemory  # noqa: E402
+from support.command_line import HERE, TINY, run_program  # noqa: E402
+from support.files import UserError, read_json, write_whole  # noqa: E402
 
 
 def write_picture(file: Path, figure: pyplot.Figure) -> None:
@@ -87,85 +75,6 @@ def draw_result(dtype: str, file: Path) -> None:
     axes.set_xlabel("nats per token above full attention (less is better)")
     axes.set_title("SmolLM2-135M, frozen: 64 slots, 1,024 tokens", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    write_picture(file, figure)
-
-
-# --- Recall -----------------------------------------------------------------------------
-
-
-class Following(TracedMemory):
-    """Remembers for each layer, after each compression, how much of token `word` is in
-    each slot of its heads, (G, M)."""
-
-    def __init__(self, *args, word: int, layers: range):
-        super().__init__(*args, layers=layers)
-        self.word = word
-        self.path = {layer: [] for layer in layers}
-
-    def follow(self, layer: int, matrix: Tensor) -> None:
-        super().follow(layer, matrix)
-        self.path[layer].append(self.shares[layer][:, :, self.word].clone())
-
-
-def path_of(adapted: AdaptedLlama, ids: list[int], word: int) -> tuple[Tensor, int, int]:
-    """In the layer and head that hold most of token `word` at the end: how much of it is
-    in each slot after each compression, (compressions, M)."""
-    layers = range(adapted.model.config.n_layers)
-    memory = adapted.cache(partial(Following, word=word, layers=layers))
-    prefill(adapted.model, torch.tensor([ids]), memory, adapted.settings.segment)
-    paths = {}
-    for layer, path in memory.path.items():
-        for head, slots in enumerate(torch.stack(path, dim=1)):  # (compressions, M)
-            paths[layer, head] = slots
-    best = max(paths, key=lambda key: paths[key][-1].max())
-    return paths[best], *best
-
-
-def recall_by_distance(run: Path) -> tuple[list[str], dict[str, list[float]]]:
-    """The distances, and the recall of the full cache, a window, H2O and a run."""
-    machine = prepare("cpu", "float32")
-    model, tokenizer = load_base(TINY, machine.dtype, machine.device)
-    documents = long_documents(
-        token_streams([], tokenizer)["held-out"], tokenizer.bos, 2048, 64
-    )
-    told, ago = tell_all(documents, "held-out", tokenizer)
-    s = load_adapter(run, load_base(TINY)[0]).settings
-    masks = ranges("", ago, s.capacity)
-    made = {"full cache, untuned": untrained(model, "full", s.mem, 512)}
-    for name, method in (("window", "streaming"), ("H2O", "h2o")):
-        adapted = untrained(model, method, s.mem, s.segment, positions="slots")
-        made[f"{name}, {s.mem} slots, untuned"] = adapted
-    made[f"ours, {s.mem} slots"] = load_adapter(run, load_base(TINY)[0])
-    lines = {}
-    for name, adapted in made.items():
-        _, hits, _ = token_losses(adapted, told, machine, 8)
-        lines[name] = [hits[mask].double().mean().item() for mask in masks.values()]
-    return list(masks), lines
-
-
-def draw_recall(run: Path, file: Path) -> None:
-    model, tokenizer = load_base(TINY)
-    adapted = load_adapter(run, model)
-    ids = tokenizer.encode(read_text(HERE / "assets" / "prompt.txt"))
-    word = ids.index(tokenizer.encode("x\n@")[-1]) + 4  # of the first fact
-    path, layer, head = path_of(adapted, ids, word)
-    kinds, lines = recall_by_distance(run)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4), layout="constrained")
-    for (name, values), marker in zip(lines.items(), "osv^"):
-        left.plot(kinds, values, marker=marker, label=name)
-    left.set_ylim(-0.03, 1.03)
-    left.set_xlabel("tokens since the fact was last told")
-    left.set_ylabel("share recalled exactly")
-    left.legend(fontsize=9, loc=(0.45, 0.2))
-    compressions, slots = path.shape
-    place = (0.5, compressions + 0.5, slots - 0.5, -0.5)  # compressions count from 1
-    picture = right.imshow(path.T, cmap="Blues", vmin=0, vmax=1, aspect="auto",
-                           interpolation="nearest", extent=place)  # fmt: skip
-    right.set_xlabel("compression")
-    right.set_ylabel("slot")
-    title = f"ours: share of the fact's word, layer {layer}, head {head}"
-    right.set_title(title, loc="left", fontsize=10)
-    figure.colorbar(picture, ax=right)
     write_picture(file, figure)
 
 
@@ -220,7 +129,7 @@ def draw_memory(run: Path, file: Path) -> None:
 
 # --- The program ------------------------------------------------------------------------
 
-DRAWN = ("result", "recall", "needle", "memory")
+DRAWN = ("result", "needle", "memory")
 
 
 def main() -> None:
@@ -239,8 +148,6 @@ def main() -> None:
         file = flags.out / f"{name}.png"
         if name == "result":
             draw_result(flags.dtype, file)
-        elif name == "recall":
-            draw_recall(flags.adapter, file)
         elif name == "needle":
             draw_needle(flags.figures, file)
         else:
