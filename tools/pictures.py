@@ -81,6 +81,10 @@ def draw_result(dtype: str, file: Path) -> None:
 # --- Needles ----------------------------------------------------------------------------
 
 
+# Of methods without training, and of the embedded adapter.
+NAMES = {"full": "full cache", "streaming": "window", "h2o": "H2O", "tiny": "ours"}
+
+
 def draw_needle(figures: Path, file: Path) -> None:
     """From the file of tools/needle.py: a panel for each memory, with a row for each length
     and a column for each depth."""
@@ -90,13 +94,14 @@ def draw_needle(figures: Path, file: Path) -> None:
     )
     for axes, (name, shares) in zip(places, found.items()):
         grid = list(shares.values())
-        picture = axes.imshow(grid, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-        axes.set_title(name, fontsize=9)
+        picture = axes.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        method = name.removeprefix("base, ").split()[0]
+        axes.set_title(NAMES.get(method, name))
         axes.set_xticks([0, len(grid[0]) - 1], ["first", "last"])
         axes.set_yticks(range(len(shares)), [f"{int(L):,}" for L in shares])
         axes.set_xlabel("where the fact is")
     places[0].set_ylabel("tokens of the text")
-    panels.colorbar(picture, ax=places, label="found")
+    panels.colorbar(picture, ax=places, label="share found")
     write_picture(file, panels)
 
 
