@@ -7,12 +7,12 @@
 
 Perplexity is exp(nats / tokens) over all tokens of a piece after the first. Texts are cut
 into pieces of each length, and what is too short for a length is left out: compare within
-a column. Cache bytes are those that attention reads; with positions of slots
-a memory holds half as many again. The paper's tasks are scored by tools/tasks.py. For the
-method read `token_losses`.
+a column. The paper's tasks are scored by tools/tasks.py. For the method read
+`token_losses`.
 """
 
 import argparse
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,7 +128,7 @@ def score_all(
 
 def standard_error(values: Tensor) -> float:
     """Of the mean of values (N,); NaN if there is only one."""
-    return values.std().item() / len(values) ** 0.5
+    return values.std().item() / len(values) ** 0.5 if len(values) > 1 else math.nan
 
 
 def print_differences(losses: dict[str, Tensor], first: str | None) -> dict[str, dict]:
@@ -137,7 +137,7 @@ def print_differences(losses: dict[str, Tensor], first: str | None) -> dict[str,
     difference is paired. Returns the rows."""
     by_piece = {name: nats.double().mean(dim=1) for name, nats in losses.items()}
     number, length = losses[first or next(iter(losses))].shape
-    title = f"nats per token, {number} pieces of {length + 1:,}"
+    title = f"nats per token, {counted(number, 'piece')} of {length + 1:,}"
     print(f"\n{title:{NAME}}    mean   error", f"  above {first}  error" if first else "")
     rows = {}
     for name, nats in by_piece.items():

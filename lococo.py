@@ -112,7 +112,7 @@ class Compressor(nn.Module):
     parameters train at the rate of the convolutions.
     """
 
-    reads_scores = False  # True: the memory counts attention, and `weights` gets it
+    reads_scores = False  # True: the memory counts attention, also without heavy slots
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
         super().__init__()
@@ -287,6 +287,12 @@ class Memory(KVCache):
         if self.by_slot:
             return [keys.size for keys in self.keys]
         return super().first_positions()
+
+    @property
+    def nbytes(self) -> int:
+        """By slot also of the keys without a rotation."""
+        plain = [keys.held.nbytes for keys in self.plain if self.by_slot and keys.size]
+        return super().nbytes + sum(plain)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.by_slot:

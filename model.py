@@ -1,4 +1,4 @@
-"""Llama-2 in plain PyTorch: the model, official weights and the tokenizer.
+"""Llama-2 in plain PyTorch: the model, its cache, and how official weights are loaded.
 
 Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288). LoCoCo plugs in at one
 place, the cache: the model tells `cache.enter` how many tokens come, and each block hands
@@ -242,22 +242,15 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values that attention reads. Their buffers may take as much
-        again. By slot a Memory also has its keys without a rotation, which take half as
-        much again."""
+        """Bytes of the entries that are held. Their buffers may take as much again."""
         held = [entries.held for entries in self.keys + self.values if entries.size]
         return sum(entries.nbytes for entries in held)
 
     @property
-    def compressed(self) -> bool:
-        """Whether a layer holds fewer entries than tokens have entered."""
-        return any(keys.size < self.seen for keys in self.keys)
-
-    @property
     def full_nbytes(self) -> int:
-        """Bytes that would be held if every token that has entered were kept."""
-        held = sum(keys.size for keys in self.keys)
-        return self.nbytes // held * len(self.keys) * self.seen
+        """Bytes of the keys and values of every token that has entered."""
+        one = sum(values.held[:, :, :1].nbytes for values in self.values if values.size)
+        return 2 * one * self.seen
 
     def copy(self) -> "KVCache":
         """A cache with the same entries. What enters one does not change the other."""

@@ -19,7 +19,7 @@ from support.programs.adapter import write_adapter
 from support.command_line import HERE, TINY
 from support.memory_page import token_texts, write_page
 from support.programs.settings import settings_for
-from support.programs.tracing import TracedMemory
+from support.programs.tracing import TracedMemory, memory_of_layer
 
 BROWSER = shutil.which("chromium")
 TEXTS = ["</script><!-- <script> ]]> &amp; THE_DATA_OF_THE_PAGE\n",
@@ -181,3 +181,12 @@ def test_a_browser_says_what_becomes_of_a_token(own_folders):
                   "a full cache would have 7 entries, 700 bytes",
                   "gone in layer 0, head 0, since compression 1; layer 0, head 1 still has it"):
         assert words in shown
+
+
+@torch.no_grad()
+def test_slots_are_traced_in_bfloat16(model):
+    """H2O merges nothing, so that its mixing matrix has the dtype of the keys."""
+    adapted = AdaptedLlama(model.bfloat16(), settings_for("h2o", 8, 8, 64, lora_rank=0))
+    cache = memory_of_layer(adapted, 0, 0)
+    prefill(adapted.model, torch.arange(3, 40)[None], cache, 8)
+    assert torch.equal(cache.shares[0].sum(dim=2), torch.ones(2, 8))

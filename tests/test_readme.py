@@ -221,6 +221,11 @@ def losses_of(modules: dict[str, ModuleType]) -> torch.Tensor:
 # --- Python -----------------------------------------------------------------------------
 
 
+def test_the_program_that_made_tiny_starts():
+    line = [sys.executable, str(HERE / "tiny" / "pretrain.py"), "--help"]
+    assert subprocess.run(line, capture_output=True).returncode == 0
+
+
 def test_the_example_in_python_runs(own_folders):
     """From another folder, and on tiny/."""
     Path("book.txt").write_text("def f(x):\n    return x + 1\n" * 40)

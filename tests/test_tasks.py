@@ -127,7 +127,9 @@ def test_the_table_of_choices(run, tokenizer):
     assert head == ["compressed", "cache, MB", "acc", "acc_norm"]
     a, b = (len(tokenizer.encode(prompt)) - 1 for prompt in prompts)
     entry = 2 * 4 * 2 * 64 * 4 / 2e6  # half a key and a value in 4 layers of 2 heads of 64 floats
-    whole, small = (f"{(n + a) * entry:.3f} ±{(n - a) * entry:.3f}" for n in (b, 16 + b % 16))
+    whole = f"{(b + a) * entry:.3f} ±{(b - a) * entry:.3f}"
+    # By slot keys are held twice, rotated and not.
+    small = f"{(16 + b % 16 + a) * 1.5 * entry:.3f} ±{(16 + b % 16 - a) * 1.5 * entry:.3f}"
     half = "0.500 ±0.500"
     assert full == ["base, full", "0.000 ±0.000", whole, half, half]
     names = ["base, streaming M=16", "base, h2o M=16 positions=slots", "mine"]

@@ -112,11 +112,11 @@ def test_the_memory_of_training_does_not_grow_with_the_sequence(monkeypatch, cap
 def test_needles_are_planted_at_their_depths():
     """Two lines, due at a quarter and three quarters of 12 tokens, behind a break (here 0)."""
     tokens = torch.tensor([5, 0, 5, 5, 0, 5, 5, 5, 5, 0, 5, 5])
-    text = needle.plant(tokens, [[7, 0], [8, 0]], frozenset([0]))
-    assert text.tolist() == [5, 0, 5, 5, 0, 7, 0, 5, 5, 5, 5, 0]  # 8 would pass the end
+    text, told = needle.plant(tokens, [[7, 0], [8, 0]], frozenset([0]))
+    assert text.tolist() == [5, 0, 5, 5, 0, 7, 0, 5, 5, 5, 5, 0] and told == 1  # 8 is too late
     tokens = torch.tensor([5, 0, 0, 5, 5, 5, 5, 0, 5, 5, 5, 5])
-    text = needle.plant(tokens, [[7, 0], [8, 0]], frozenset([0]))
-    assert text.tolist() == [5, 0, 0, 7, 0, 5, 5, 5, 5, 0, 8, 0]
+    text, told = needle.plant(tokens, [[7, 0], [8, 0]], frozenset([0]))
+    assert told == 2 and text.tolist() == [5, 0, 0, 7, 0, 5, 5, 5, 5, 0, 8, 0]
 
 
 def test_a_window_finds_what_it_holds_and_ours_finds_all(run):

@@ -5,7 +5,7 @@
 A plain language model of this size makes little use of distant context, and without that no memory
 can be told from another. So its start contains a recall head (`init`), and five of eight sequences
 that it reads ask for one: facts, repeated passages, repeated random tokens (`recall_mixture`).
-Held-out and choosing documents and names of facts (support/text.py, PARTS) are never seen.
+Held-out documents and names of facts (support/text.py, PARTS) are never seen.
 
 Writes Hugging Face's layout. A new base needs a new adapter, as one belongs to its base:
 `python train.py --model runs/tiny --recipe embedded --steps 1200`.
@@ -32,11 +32,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import token_losses  # noqa: E402
-from lococo import AdaptedLlama, settings_for  # noqa: E402
 from model import Llama, LlamaConfig, hugging_face_name, rope, rotate  # noqa: E402
 from support.command_line import Machine, at_least, run_program  # noqa: E402
 from support.facts import tell  # noqa: E402
 from support.files import write_text, write_whole  # noqa: E402
+from support.programs.settings import untrained  # noqa: E402
 from support.text import (  # noqa: E402
     PARTS, find_files, long_documents, sequence, token_streams,
 )  # fmt: skip
@@ -221,8 +221,8 @@ def figures(model: Llama, documents: Tensor) -> dict[str, float]:
     machine = Machine("cpu", torch.float32)
 
     def perplexity(method: str, mem: int, segment: int) -> float:
-        settings = settings_for(method, mem, segment, CONFIG.context, lora_rank=0)
-        losses, _, _ = token_losses(AdaptedLlama(model, settings), documents, machine, 16)
+        adapted = untrained(model, method, mem, segment)
+        losses, _, _ = token_losses(adapted, documents, machine, 16)
         return math.exp(losses.double().mean())
 
     narrow = perplexity("streaming", 63, 1)  # and the token itself

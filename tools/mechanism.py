@@ -4,6 +4,7 @@
     python tools/mechanism.py
 """
 
+import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,8 @@ def draw_compression(axes, kinds: list[str], parts: dict, title: str, below: str
 
 
 def main() -> None:
+    plain = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=plain).parse_args()
     figure, panels = pyplot.subplots(1, 2, figsize=(12, 4), layout="constrained")
     figure.get_layout_engine().set(wspace=0.06)
     mixed = "a merged slot: a weighted\nmean of many entries"

@@ -10,6 +10,7 @@ question is asked from a copy of the memory. A fact is found if its word is the 
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Iterator
@@ -36,18 +37,22 @@ from support.tokenizer import Tokenizer  # noqa: E402
 DEPTHS = 9
 
 
-def plant(tokens: Tensor, lines: list[list[int]], breaks: frozenset[int]) -> Tensor:
-    """Write the lines into a text (L,), at the first line break after their depth. The text
-    is cut behind its last line break within L tokens, so that a question may follow."""
+def plant(
+    tokens: Tensor, lines: list[list[int]], breaks: frozenset[int]
+) -> tuple[Tensor, int]:
+    """Write the lines into a text (L,), each at the first line break after its depth. The text
+    is cut behind its last line break within L tokens, so that a question may follow. Returns
+    it, and how many of the lines are in it: where line breaks are rare, the last are not."""
     L = len(tokens)
-    told, due = [], list(lines)
+    told, ends = [], []
     for token in tokens.tolist():
         told.append(token)
-        depth = (len(lines) - len(due) + 0.5) / len(lines)
-        if token in breaks and due and len(told) >= depth * L:
-            told += due.pop(0)
-    end = max((n for n, token in enumerate(told[:L]) if token in breaks), default=L - 1)
-    return torch.tensor(told[: end + 1])
+        depth = (len(ends) + 0.5) / len(lines)
+        if token in breaks and len(ends) < len(lines) and len(told) >= depth * L:
+            told += lines[len(ends)]
+            ends.append(len(told))
+    cut = 1 + max((n for n, token in enumerate(told[:L]) if token in breaks), default=L - 1)
+    return torch.tensor(told[:cut]), sum(end <= cut for end in ends)
 
 
 @torch.no_grad()
@@ -74,13 +79,14 @@ def panel(
     asked = len(before) + 2 + len(between)
     shares = {}
     for L, rows in documents.items():
-        hits = []
+        hits, missing = [], [math.nan] * DEPTHS  # what is not told counts for nothing
         for i, row in enumerate(rows):
             rng = np.random.default_rng((0, i))
             lines = [*choose_facts(DEPTHS, "held-out", rng, tokenizer, form).values()]
-            hits.append([*found(adapted, plant(row, lines, breaks), lines, asked)])
+            text, told = plant(row, lines, breaks)
+            hits.append([*found(adapted, text, lines[:told], asked)] + missing[told:])
             bar.update(L)
-        shares[L] = np.mean(hits, axis=0).tolist()
+        shares[L] = np.nanmean(hits, axis=0).tolist()
     return shares
 
 
@@ -118,7 +124,8 @@ def main() -> None:
             for L, shares in figures[name].items():
                 print(f"{L:>8,} tokens ", *(f"{share:5.2f}" for share in shares), flush=True)
     if flags.json:
-        write_json(flags.json, {"texts of each length": flags.documents, "found": figures})
+        numbers = {L: len(rows) for L, rows in documents.items()}
+        write_json(flags.json, {"texts": numbers, "found": figures})
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from support.command_line import HERE, TINY, at_least, prepare  # noqa: E402
 from support.command_line import run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
 from support.files import UserError, as_json, checksum  # noqa: E402
-from support.files import read_json, write_text  # noqa: E402
+from support.files import write_text  # noqa: E402
 from support.programs.settings import untrained  # noqa: E402
 from support.text import long_documents, read_rows, token_streams  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
@@ -549,7 +549,7 @@ def main() -> None:
     for page in PAGES if options.write else ():
         write_text(page, with_tables(page.read_text("utf-8"), tables))
     for name, table in tables.items():
-        if not options.tables or name.startswith(tuple(f"{n}, " for n in options.tables)):
+        if not options.tables or name.rsplit(", ", 2)[0] in options.tables:
             print(f"\n{name}\n\n{table}", end="")
 
 

@@ -339,7 +339,7 @@ def score_rows(
         score_row = score_choices if "choices" in row else score_answer
         with machine.precision():
             metrics, cache = score_row(adapted, row, tokenizer, machine.device)
-        values = {"compressed": cache.compressed, "cache, MB": cache.nbytes / 1e6} | metrics
+        values = {"compressed": any(keys.size < cache.seen for keys in cache.keys), "cache, MB": cache.nbytes / 1e6} | metrics
         for column, value in values.items():
             columns.setdefault(column, []).append(float(value))
         if cache.seen > trained:

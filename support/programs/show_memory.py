@@ -64,7 +64,7 @@ def page_record(name: str, memory: TracedMemory, following: str) -> dict:
         "segment": memory.settings.segment,
         "layers": memory.config.n_layers,
         "heads": memory.config.n_kv_heads,
-        "entry_bytes": memory.nbytes // memory.size,  # of one entry in all layers
+        "entry_bytes": memory.full_nbytes // memory.seen,  # of one entry in all layers
         "next": following,
         "read": memory.seen_at,
         "held": held,

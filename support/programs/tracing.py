@@ -55,7 +55,7 @@ class TracedMemory(Memory):
         for layer, *part in zip(layers, order.chunk(len(layers)), w.chunk(len(layers))):
             if layer in self.shares:
                 matrix = mixing_matrix(self.layer_settings[layer], *part)
-                self.follow(layer, matrix[0].cpu())
+                self.follow(layer, matrix[0].float().cpu())
         return order, w
 
     def follow(self, layer: int, matrix: Tensor) -> None:
@@ -65,7 +65,8 @@ class TracedMemory(Memory):
         # whole token.
         in_slots = before.shape[1]
         old, new = matrix.tensor_split([in_slots], dim=2)
-        shares = torch.cat((old @ before, new), dim=2)
+        with torch.autocast("cpu", enabled=False):
+            shares = torch.cat((old @ before, new), dim=2)
         self.shares[layer] = shares
         self.largest[layer].append(shares.topk(min(3, shares.shape[2])))
 
