@@ -142,7 +142,7 @@ def print_differences(losses: dict[str, Tensor], first: str | None) -> dict[str,
     rows = {}
     for name, nats in by_piece.items():
         row = {"mean": nats.mean().item(), "error": standard_error(nats)}
-        line = f"{name:{NAME}} {row['mean']:>7.4f} {row['error']:>7.4f}"
+        line = f"{name.removeprefix('base, '):{NAME}} {row['mean']:>7.4f} {row['error']:>7.4f}"
         if first:
             above = nats - by_piece[first]
             row |= {"above first": above.mean().item(), "error of above": standard_error(above)}
