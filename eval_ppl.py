@@ -13,7 +13,6 @@ a column. The paper's tasks are scored by tools/tasks.py. For the method read
 
 import argparse
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,13 +21,11 @@ from tqdm import tqdm
 
 from lococo import AdaptedLlama, segment_losses
 from model import load_base
-from support.command_line import Machine, Parser, at_least, counted, named_path, prepare
-from support.command_line import run_program
-from support.facts import FORMS, fact_tokens, tell_all
+from support.command_line import Machine, Parser, at_least, counted, prepare, run_program
+from support.facts import fact_tokens, tell_all
 from support.files import write_json
-from support.programs.scoring import add_shared_flags, documents_to_score, models_to_score
+from support.programs.scoring import add_runs_and_texts, documents_to_score, models_to_score
 from support.programs.scoring import note_limits, parse_models, parts_to_score
-from support.text import PARTS
 
 # --- Perplexity -------------------------------------------------------------------------
 
@@ -177,16 +174,9 @@ def print_means(
 
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN",
-                        help="run directories of train.py (default for tiny/: its own)")
-    add = add_shared_flags(parser).add_argument
+    add = add_runs_and_texts(parser).add_argument
     add("--lengths", type=at_least(2), nargs="+", default=[2048, 4096, 8192], metavar="L",
         help="tokens of a piece of text (default: 2048 4096 8192)")
-    add("--data", type=named_path, nargs="+", default=[], metavar="PATH",
-        help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
-    add("--part", choices=(*PARTS, "all"),
-        help="which of the texts, by the checksum of their names (default: held-out, which "
-             "train.py has not seen; all of --data if no RUN has held out a part of its texts)")
     add("--documents", type=at_least(1), default=64, metavar="N",
         help="pieces of each length at most, spread evenly over the texts (default: 64)")
     add("--micro-batch", type=at_least(1), default=4, metavar="N",
@@ -195,8 +185,6 @@ def parse() -> argparse.Namespace:
         help="also where the loss is, at the last length")
     add("--recall", action="store_true",
         help="also what is remembered; without --method a window and H2O stand beside each RUN")
-    add("--fact-form", choices=FORMS, default="line",
-        help="of --recall: lines `@ name name = word` (default), or sentences as RULER's needles")
     return parse_models(parser)
 
 

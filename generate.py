@@ -34,9 +34,9 @@ from support.command_line import TINY, Parser, at_least, new_file, prepare
 from support.command_line import prompt_tokens, read_prompt, run_program
 from support.files import UserError
 from support.programs.adapter import load_adapter, shared_copy
-from support.programs.show_memory import make_page, what_to_show
 from support.programs.saved_memory import load_memory, save_memory
 from support.programs.settings import untrained, warn_if_too_long
+from support.programs.show_memory import make_page, what_to_show
 from support.programs.tracing import SUGGESTED, check_slots, describe_slots, memory_of_layer
 from support.tokenizer import Tokenizer
 

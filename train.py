@@ -356,7 +356,8 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
 
     model = given.get("model", str(TINY))
     if "recipe" not in given and model != str(TINY):
-        name_a_recipe(Path(model), recipes, WHAT_FOR)
+        machine = prepare(given.get("device"), given.get("dtype"))
+        name_a_recipe(Path(model), machine, recipes, WHAT_FOR)
     recipe = named[given.get("recipe", "embedded")]
     if given.get("method", recipe.get("method")) != recipe.get("method"):
         recipe = {key: value for key, value in recipe.items() if key not in OF_THE_METHOD}

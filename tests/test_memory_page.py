@@ -118,10 +118,12 @@ def test_three_memories_on_one_page(run, run_folder):
         [0, 6, 4, 6], [4, 0, 0, 12], [0, 8, 0, 8]]  # fmt: skip
     tokens, nbytes = len(data["tokens"]), 2 * 4 * 2 * 64 * 4  # of an entry
     for memory in memories:
-        held = 16 + tokens - memory["read"][-1]
-        assert f"{held * nbytes:,} bytes; the full cache would hold {tokens * nbytes:,}\n" in err
-        assert (memory["entry_bytes"], memory["segment"]) == (nbytes, 16)
+        held = (16 + tokens - memory["read"][-1]) * memory["entry_bytes"]
+        assert f"{held:,} bytes; the full cache would hold {tokens * nbytes:,}\n" in err
+        assert (memory["full_entry_bytes"], memory["segment"]) == (nbytes, 16)
         assert memory["read"][:2] == [32, 48]
+    # Ours and the window stand by slot, and have their keys twice: rotated and not.
+    assert [2 * memory["entry_bytes"] // nbytes for memory in memories] == [3, 3, 2]
 
     for flags, memory in (("--method h2o --mem 16", memories[2]), (ours, memories[0])):
         words = f"--prompt prompt.txt {flags} --temperature 0 --max-new-tokens 1"
@@ -155,7 +157,8 @@ def page_by_hand() -> None:
     second = [0, 1, [3, 50, 2, 50], 4]
     last = [0, 1, [3, 50, 1, 50], 6]
     memory = {"name": "by hand", "counts": dict.fromkeys(KINDS, 1), "segment": 2, "layers": 1}
-    memory |= {"heads": 2, "entry_bytes": 100, "next": "i", "read": [5, 7]}
+    memory |= {"entry_bytes": 100, "full_entry_bytes": 100}
+    memory |= {"heads": 2, "next": "i", "read": [5, 7]}
     memory["held"] = [[[first, second]], [[first, last]]]
     write_page(Path("page.html"), [*"abcdefgh"], {}, [memory])
 

@@ -5,7 +5,7 @@
     python tools/pictures.py needle --figures needle.json
 
 Nine facts with other names are told in each text, each once, at nine depths: the first one
-after a 18th of the text, the last one a 18th before its end. A text is read once, and each
+after an 18th of the text, the last one an 18th before its end. A text is read once, and each
 question is asked from a copy of the memory. A fact is found if its word is the first guess.
 """
 
@@ -24,14 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import prefill  # noqa: E402
 from lococo import AdaptedLlama  # noqa: E402
 from model import load_base  # noqa: E402
-from support.command_line import Parser, at_least, named_path, prepare  # noqa: E402
-from support.command_line import run_program  # noqa: E402
-from support.facts import FORMS, choose_facts, fact_tokens  # noqa: E402
-from support.files import write_json  # noqa: E402
-from support.programs.scoring import add_shared_flags, documents_to_score  # noqa: E402
+from support.command_line import Parser, at_least, prepare, run_program  # noqa: E402
+from support.facts import choose_facts, fact_tokens  # noqa: E402
+from support.files import UserError, write_json  # noqa: E402
+from support.programs.scoring import add_runs_and_texts, documents_to_score  # noqa: E402
 from support.programs.scoring import models_to_score, note_limits, parse_models  # noqa: E402
 from support.programs.scoring import parts_to_score  # noqa: E402
-from support.text import PARTS  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
 
 DEPTHS = 9
@@ -84,6 +82,9 @@ def panel(
             rng = np.random.default_rng((0, i))
             lines = [*choose_facts(DEPTHS, "held-out", rng, tokenizer, form).values()]
             text, told = plant(row, lines, breaks)
+            if not told:
+                none = "it has no line break behind which a fact could be told"
+                raise UserError(f"a text of {L:,} tokens: {none}; take other --data")
             hits.append([*found(adapted, text, lines[:told], asked)] + missing[told:])
             bar.update(L)
         shares[L] = np.nanmean(hits, axis=0).tolist()
@@ -92,18 +93,11 @@ def panel(
 
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN",
-                        help="run directories of train.py (default for tiny/: its own)")
-    add = add_shared_flags(parser).add_argument
+    add = add_runs_and_texts(parser).add_argument
     add("--lengths", type=at_least(256), nargs="+", default=[1024, 2048, 4096, 8192],
         metavar="L", help="tokens of a text (default: 1024 2048 4096 8192)")
-    add("--data", type=named_path, nargs="+", default=[], metavar="PATH",
-        help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
-    add("--part", choices=(*PARTS, "all"), help="as that of eval_ppl.py")
     add("--documents", type=at_least(1), default=8, metavar="N",
         help="texts of each length (default: 8)")
-    add("--fact-form", choices=FORMS, default="line",
-        help="lines `@ name name = word` (default), or sentences as RULER's needles")
     return parse_models(parser)
 
 

@@ -22,7 +22,6 @@ import json
 import platform
 import subprocess
 import sys
-import time
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import date
@@ -36,7 +35,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
-from eval_ppl import perplexity, ranges, token_losses  # noqa: E402
+from eval_ppl import perplexity, ranges, standard_error, token_losses  # noqa: E402
 from lococo import AdaptedLlama, Settings  # noqa: E402
 from model import load_base  # noqa: E402
 from support.programs.adapter import identity, load_adapter  # noqa: E402
@@ -288,16 +287,12 @@ def recalled(adapted: AdaptedLlama, documents: Tensor, options: Options) -> dict
 def make_cell(
     name: dict, number: int, table: Table, options: Options, documents: Tensor
 ) -> dict:
-    begun = time.time()
     row = ROWS[name["row"].removesuffix(table.ending)]
     adapted = model_of(name, number, row, options)
-    figures = {"seconds of training": round(time.time() - begun)}
     at_once = max(1, 8192 // table.seq)
     losses, _, held = token_losses(adapted, documents, prepare("cpu", options.dtype), at_once)
     means = losses.double().mean(dim=1)
-    figures["trained parameters"] = sum(p.numel() for p in adapted.trained().values())
-    figures["cache bytes"] = held
-    figures |= {"nats": means.mean().item(), "perplexity": perplexity(losses)}
+    figures = {"cache bytes": held, "nats": means.mean().item(), "perplexity": perplexity(losses)}
     figures["by document"] = [round(nats, 5) for nats in means.tolist()]
     if table.by_position:
         position = torch.arange(1, table.seq).expand(len(losses), -1)
@@ -394,10 +389,13 @@ def lines_of(table: Table, cells: list[dict]) -> Lines:
              and cell["row"] in names and not cell.get("extra")]  # fmt: skip
     for key in ("base", "scored"):  # those of the newest; some of the first do not say
         found = [cell for cell in found if cell.get(key) in (None, found[-1].get(key))]
+    # A row's flags may have changed since a cell was made.
+    flags = {(cell["row"], cell["steps"]): cell.get("flags") for cell in found}
     rows = {}
     for cell in found:
-        row = names[cell["row"]]
-        rows.setdefault((row, cell["steps"]), {})[cell["seed"]] = cell
+        row, steps = names[cell["row"]], cell["steps"]
+        if cell.get("flags") == flags[cell["row"], steps]:
+            rows.setdefault((row, steps), {})[cell["seed"]] = cell
     lines = {}
     for row, steps in sorted(rows, key=lambda key: (table.rows.index(key[0]), key[1])):
         by_seed = dict(sorted(rows[row, steps].items()))
@@ -435,7 +433,7 @@ def difference(line: Line, other: Line | None) -> str:
     if not above:
         return ""
     values = np.mean(above, axis=0)
-    return f"{values.mean():+.4f} ± {values.std(ddof=1) / len(values) ** 0.5:.4f}"
+    return f"{values.mean():+.4f} ± {standard_error(torch.from_numpy(values)):.4f}"
 
 
 def gap_closed(line: Line, h2o: Line | None, full: Line | None) -> str:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lococo import COMMON_SCALE, COMPRESSORS, PENALTY, Compressor, Selection
+from lococo import COMPRESSORS, PENALTY, Compressor, Selection
 
 
 class Softmax(Compressor):

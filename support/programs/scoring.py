@@ -3,15 +3,16 @@
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lococo import METHODS, AdaptedLlama, Settings
 from model import Llama
 from support.programs.adapter import load_adapter, read_adapter, shared_copy
-from support.command_line import TINY, Parser, output_file
+from support.command_line import TINY, Parser, named_path, output_file
+from support.facts import FORMS
 from support.files import UserError
 from support.programs.settings import untrained, warn_if_too_long
 from support.text import PARTS, copies, note_of_copies, pieces, token_streams
@@ -30,6 +31,23 @@ def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
         "--json", type=output_file, metavar="FILE",
         help="write the tables there, too; null is infinite, or of no tokens",
     )  # fmt: skip
+    return group
+
+
+def add_runs_and_texts(parser: Parser) -> argparse._ArgumentGroup:
+    """Add the flags that eval_ppl.py and tools/needle.py share: those above, and what is
+    scored. Returns the group that others may join."""
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN",
+                        help="run directories of train.py (default for tiny/: its own)")
+    group = add_shared_flags(parser)
+    add = group.add_argument
+    add("--data", type=named_path, nargs="+", default=[], metavar="PATH",
+        help='texts: files, folders, .jsonl of {"text": ...} (default: Python\'s own library)')
+    add("--part", choices=(*PARTS, "all"),
+        help="which of the texts, by the checksum of their names (default: held-out, which "
+             "train.py has not seen; all of --data if no RUN has held out a part of its texts)")
+    add("--fact-form", choices=FORMS, default="line",
+        help="of facts: lines `@ name name = word` (default), or sentences as RULER's needles")
     return group
 
 

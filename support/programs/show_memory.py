@@ -64,7 +64,9 @@ def page_record(name: str, memory: TracedMemory, following: str) -> dict:
         "segment": memory.settings.segment,
         "layers": memory.config.n_layers,
         "heads": memory.config.n_kv_heads,
-        "entry_bytes": memory.full_nbytes // memory.seen,  # of one entry in all layers
+        # Of one entry in all layers, here and in a full cache.
+        "entry_bytes": memory.nbytes // memory.size,
+        "full_entry_bytes": memory.full_nbytes // memory.seen,
         "next": following,
         "read": memory.seen_at,
         "held": held,

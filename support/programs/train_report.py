@@ -11,16 +11,17 @@ import torch
 
 from lococo import Settings
 from model import load_base
-from support.command_line import TINY, Machine, counted, prepare
+from support.command_line import TINY, Machine, counted
 from support.files import UserError
 from support.text import Texts
 from support.programs.train_flags import described
 
 
-def name_a_recipe(model: Path, recipes: dict[str, Any], what_for: dict[str, str]) -> NoReturn:
+def name_a_recipe(
+    model: Path, machine: Machine, recipes: dict[str, Any], what_for: dict[str, str]
+) -> NoReturn:
     """Raises UserError, which says what each recipe is for and about how long it takes with
     this base on this machine. `recipes` has a TrainConfig for each name."""
-    machine = prepare(None, None)
     base, _ = load_base(model, machine.dtype, machine.device)
     tokens = torch.zeros((1, 256), dtype=torch.int64, device=machine.device)
     seconds = []
