@@ -13,6 +13,7 @@ a column. The paper's tasks are scored by tools/tasks.py. For the method read
 
 import argparse
 import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -146,8 +147,6 @@ def print_differences(losses: dict[str, Tensor], first: str | None) -> dict[str,
             line += f" {row['above first']:>+{len(first) + 8}.4f} {row['error of above']:>6.4f}"
         print(line)
         rows[name] = row
-    if number < ENOUGH:
-        print(f"{counted(number, 'piece')}: too few to tell memories apart; give longer texts")
     return rows
 
 
@@ -203,6 +202,9 @@ def main() -> None:
         names = parts[0] if len(parts) == 1 else "held-out"
         told, told_ago = tell_all(last, names, tokenizer, flags.fact_form)
     note_limits(models, [*documents])
+    if len(last) < ENOUGH:
+        few = f"{counted(len(last), 'piece')} of {L:,} tokens: too few to tell memories apart"
+        print(f"note: {few}; give longer texts", file=sys.stderr)
     scores = score_all(models, documents, told, machine, flags.micro_batch)
 
     numbers = {L: len(rows) for L, rows in documents.items()}
