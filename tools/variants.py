@@ -47,6 +47,18 @@ class OneFilter(Selection):
         return super().relevance(entries, from_slot, scores).expand(-1, self.slots, -1)
 
 
+class Shared16(Selection):
+    """16 filters, which the slots take in turn."""
+
+    def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
+        super().__init__(head_dim, 16, kernel, start)
+        self.slots = slots
+
+    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
+        turns = torch.arange(self.slots, device=entries.device) % 16
+        return super().relevance(entries, from_slot, scores)[:, turns]
+
+
 class TopK(OneFilter):
     """A learnt score with top-k: the slots take the entries with the highest scores, one
     each, although some of them may be copies of others."""
@@ -64,4 +76,5 @@ COMPRESSORS["softmax"] = Softmax
 COMPRESSORS["at-once"] = AtOnce
 COMPRESSORS["unattended"] = Unattended
 COMPRESSORS["one-filter"] = OneFilter
+COMPRESSORS["shared-16"] = Shared16
 COMPRESSORS["top-k"] = TopK
