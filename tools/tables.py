@@ -253,6 +253,8 @@ def train_cell(name: dict, number: int, options: Options) -> Path:
     texts = texts_to_train_on(name["part"], options)
     if texts:
         line += ["--data", *map(str, texts)]
+    if name["part"].startswith("long"):  # else a tenth of the texts, a book, does not train
+        line += ["--held-out", *(str(options.prose / text) for text in SCORED["long"])]
     if (out / "state.safetensors").is_file():
         line = ["--resume", str(out)]
     if not (out / "adapter.safetensors").is_file():
