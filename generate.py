@@ -35,7 +35,8 @@ from support.command_line import prompt_tokens, read_prompt, run_program
 from support.files import UserError
 from support.programs.adapter import load_adapter, shared_copy
 from support.programs.saved_memory import load_memory, save_memory
-from support.programs.settings import untrained, warn_if_too_long
+from support.programs.settings import refuse_sizes, untrained, warn_if_too_long
+from support.programs.settings import within_context
 from support.programs.show_memory import make_page, what_to_show
 from support.programs.tracing import SUGGESTED, check_slots, describe_slots, memory_of_layer
 from support.tokenizer import Tokenizer
@@ -98,7 +99,7 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 
 def parse() -> argparse.Namespace:
     """The flags. Of --show-memory, `head` has the layer and the head, or `page` the file."""
-    parser = Parser(__doc__, mem="512; on a page that of the adapter")
+    parser = Parser(__doc__, mem="the adapter's, or 512")
     add = parser.add_argument_group("text").add_argument
     add("--prompt", required=True, metavar="FILE", help="a text file; - for standard input")
     add("--special-tokens", action="store_true",
@@ -137,22 +138,23 @@ def parse() -> argparse.Namespace:
 
 def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedLlama]:
     """The adapter and the methods that the flags name, on one base. Beside an adapter the
-    methods have its M and T, if --mem is not given. Raises UserError if slots are to be
-    shown or saved and there are none."""
+    methods have its M and T. Raises UserError if slots are to be shown or saved and there
+    are none."""
     run, mem, segment = flags.adapter, flags.mem or 512, flags.segment
     if not run and not flags.method and flags.model.resolve() == TINY:
         run = TINY
     models = {}
     if run:
-        adapted = load_adapter(run, shared_copy(model))
+        adapted = load_adapter(run, shared_copy(model), **flags.sizes)
         settings = adapted.settings
         models[f"{settings.method}, adapter {run.resolve().name}"] = adapted
-        if not flags.mem and settings.mem:
-            mem, segment = settings.mem, segment or settings.segment
+        if settings.mem:
+            mem, segment = settings.mem, settings.segment
     for method in flags.method:
         models[method] = untrained(model, method, mem, segment or mem, **flags.changes)
     no_choice = not models
     if no_choice:
+        refuse_sizes(flags)
         models["full"] = untrained(model, "full", 512, 512)
     if flags.show_memory or flags.save_memory or flags.load_memory:
         for adapted in models.values():
@@ -196,7 +198,7 @@ def show_page(
 
     def read_and_predict(name: str, cache: KVCache) -> int:
         settings = models[name].settings
-        warn_if_too_long(settings, len(ids))
+        warn_if_too_long(models[name], len(ids))
         logits = read(models[name], ids, cache)
         print(name, file=sys.stderr)
         print_figures(cache, settings)
@@ -210,12 +212,15 @@ def continue_text(
     flags: argparse.Namespace, adapted: AdaptedLlama, ids: list[int], tokenizer: Tokenizer
 ) -> None:
     """Read the text, and continue it; or save the memory, or print what slots hold."""
-    settings = adapted.settings
-    cache = memory_of_layer(adapted, *flags.head) if flags.head else adapted.cache()
-    if flags.load_memory:
-        load_memory(flags.load_memory, cache, adapted)
     most = 0 if flags.save_memory or flags.head else flags.max_new_tokens
-    warn_if_too_long(settings, cache.seen + len(ids) + most)
+    if flags.load_memory:
+        cache = load_memory(flags.load_memory, adapted, same_positions=flags.positions)
+    else:
+        if not flags.positions:
+            adapted.settings = within_context(adapted, len(ids) + most)
+        cache = memory_of_layer(adapted, *flags.head) if flags.head else adapted.cache()
+    settings = adapted.settings
+    warn_if_too_long(adapted, cache.seen + len(ids) + most)
 
     logits = read(adapted, ids, cache)
     if flags.save_memory:

@@ -497,9 +497,10 @@ class Selection(Compressor):
     """Slots that learn which entries to keep. They choose in order: each prefers the most
     relevant entry that no earlier slot has taken, nor a copy of it.
 
-    The relevance of an entry has three parts: a filter that all slots share, a filter of
-    each slot, and the logarithm of the attention that the entry has received. Entries that
-    stand in a slot already are judged by other filters, which learn to keep them.
+    The relevance of an entry has three parts: a filter that all slots share, one of 16 other
+    filters, and the logarithm of the attention that the entry has received. Entries that
+    stand in a slot already are judged by other filters, which learn to keep them. The slots
+    take the 16 in turn, so that what was trained serves any number of slots.
 
     While it trains, a slot is a mixture: its row of w is a softmax of the relevance, so that
     gradients flow. In use the relevance is 16 times as sharp, and a slot holds nearly one
@@ -509,16 +510,19 @@ class Selection(Compressor):
     reads_scores = True
     sharpness = 16  # in use; 1 while it trains
 
-    def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
-        super().__init__(head_dim, slots, kernel, start)
-        # For new entries: `conv` has a filter for each slot, in which the neighbours of an
-        # entry start at zero, and all slots share `common`.
+    def __init__(
+        self, head_dim: int, slots: int, kernel: int, start: float = 1.0, filters: int = 16
+    ):
+        super().__init__(head_dim, filters, kernel, start)
+        self.slots = slots
+        # For new entries: the filters of `conv`, in which the neighbours of an entry start at
+        # zero, and `common`, which all slots share.
         neighbours = torch.arange(kernel) != kernel // 2
         with torch.no_grad():
             self.conv.weight[:, :, neighbours] = 0
         self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
         # For entries from slots: one tap, as neighbours in slots are none in the text.
-        self.slot_filters = nn.Parameter(start * torch.randn(slots, 2 * head_dim, 1))
+        self.slot_filters = nn.Parameter(start * torch.randn(filters, 2 * head_dim, 1))
         self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
         self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts
 
@@ -530,8 +534,9 @@ class Selection(Compressor):
         old = F.conv1d(entries, slot_filters)
         received = (scores + 1e-4).log()  # entries below 0.0001 are alike
         received = received - received.mean(dim=-1, keepdim=True)
-        by_filters = torch.where(from_slot[:, None], old, new)
-        return by_filters + TRUST_SCALE * self.trust * received[:, None]
+        by_filters = torch.where(from_slot[:, None], old, new)  # (N, filters, R)
+        in_turn = torch.arange(self.slots, device=entries.device) % len(filters)
+        return by_filters[:, in_turn] + TRUST_SCALE * self.trust * received[:, None]
 
     def normalise(self, relevance: Tensor, entries: Tensor) -> Tensor:
         """This takes the place of the ReLU and of (7): w (N, slots, R); each row sums to 1."""
@@ -579,15 +584,20 @@ COMPRESSORS = {"paper": Compressor, "selection": Selection}
 
 
 def in_layer(settings: Settings, layer: int) -> Settings:
-    """The settings of one layer. It has all sinks; the rest of its budget is divided among
-    the kinds as it is at M, and what rounding leaves over goes to the largest of them.
+    """The settings of one layer.
 
     Layers differ in how much of a long text they read, so that equal budgets waste slots
     (PyramidKV, arXiv 2406.02069). tools/budgets.py measures which layers need more.
     """
     if not settings.budgets:
         return settings
-    M, sinks = settings.budgets[layer], settings.sinks
+    return with_slots(settings, settings.budgets[layer])
+
+
+def with_slots(settings: Settings, M: int) -> Settings:
+    """The same memory with M slots in each layer. It has all sinks; the rest is divided among
+    the kinds as it was, and what rounding leaves over goes to the largest of them."""
+    sinks = settings.sinks
     whole = max(1, settings.mem - sinks)
     divided = ("heavy", "merged", "recent")
     counts = {kind: (M - sinks) * getattr(settings, kind) // whole for kind in divided}

@@ -17,6 +17,7 @@ HERE = Path(__file__).resolve().parent.parent  # the project's folder
 TINY = HERE / "tiny"  # the embedded model and its adapter
 HUGE = 2**31 - 1  # the largest number that a flag takes
 POSITIONS = ("text", "slots")  # see lococo.interpolation
+SIZES = ("mem", "segment", "budgets", "positions")  # what a trained adapter can change
 
 
 def at_least(least: float, kind: type = int, most: float = HUGE) -> Callable[[str], float]:
@@ -174,13 +175,15 @@ class Parser(argparse.ArgumentParser):
 
     def parse_methods(self) -> argparse.Namespace:
         """Parse the command line of a program that has a list of --method. `changes` has what
-        the user says about all of these methods, apart from M and T."""
+        the user says about all of these methods, apart from M and T, and `sizes` what holds
+        for adapters, too."""
         flags = self.parse_args()
         flags.method = list(dict.fromkeys(flags.method))
         flags.changes = method_flags(vars(flags))
-        given = [flags.mem, flags.segment, *flags.changes.values()]
-        if any(value is not None for value in given) and not flags.method:
-            self.error("--mem and the like go with --method; a trained adapter has its own")
+        flags.sizes = {name: vars(flags)[name] for name in SIZES}
+        for name in flags.changes.keys() - SIZES:
+            if flags.changes[name] is not None and not flags.method:
+                self.error(f"--{name}: it goes with --method; a trained adapter has its own")
         return flags
 
     def error(self, message: str):

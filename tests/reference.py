@@ -116,7 +116,7 @@ def selection_by_loop(compressor, slots, k, v, from_slot, scores):
             own, common = compressor.conv.weight, compressor.common
             if from_slot[j]:
                 own, common = compressor.slot_filters, compressor.slot_common
-            logits[j] = filtered(entries, own, i, j) + 3 * filtered(entries, common, 0, j)
+            logits[j] = filtered(entries, own, i % len(own), j) + 3 * filtered(entries, common, 0, j)
             logits[j] += 2 * compressor.trust.item() * (received[j] - received.mean())
             logits[j] -= 1000 * taken[j]
         w[i] = (sharpness * logits).softmax(dim=0)

@@ -10,7 +10,7 @@ from conftest import refusal, same, settings
 from generate import prefill
 from lococo import AdaptedLlama
 from support.programs.adapter import identity, load_adapter, write_adapter
-from support.files import write_file
+from support.files import UserError, write_file
 
 LORA_A = "model.layers.0.attention.wq.lora_a"
 
@@ -48,6 +48,21 @@ def test_without_lora_other_weights_of_the_same_shapes_are_taken(model, tmp_path
     write_adapter(tmp_path, adapted, ["training"])
     assert same(load_adapter(tmp_path, base).trained(), adapted.trained())
     assert "trained on other weights of the same shapes" in capsys.readouterr().err
+
+
+def test_an_adapter_is_used_with_more_slots(model, tmp_path):
+    """Ours has as many filters for any number of slots; the paper's has one for each."""
+    base, tokens = copy.deepcopy(model), torch.arange(60)[None]
+    adapted = AdaptedLlama(model, settings("selection", 16, 8, 64, lora_rank=0)).eval()
+    write_adapter(tmp_path, adapted, ["training"])
+    loaded = load_adapter(tmp_path, base, mem=24, segment=12)
+    cache = loaded.cache()
+    prefill(loaded.model, tokens, cache, 12)
+    assert loaded.settings == settings("selection", 24, 12, 64, lora_rank=0)
+    assert cache.keys[0].size == 36 and same(loaded.trained(), adapted.trained())
+    write_adapter(tmp_path, AdaptedLlama(model, settings("lococo", 8, lora_rank=0)), [])
+    with pytest.raises(UserError, match="a filter for each of 8 slots; leave --mem"):
+        load_adapter(tmp_path, base, mem=24)
 
 
 def test_a_run_that_has_not_ended_has_no_adapter(model, tmp_path):

@@ -13,7 +13,7 @@ from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
 from lococo import check_rows, in_layer, interpolation, merge, segment_losses, taken
 from model import KVCache, Llama, rope, rotate
 from support.files import UserError
-from support.programs.settings import untrained
+from support.programs.settings import resized, untrained
 
 TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -82,6 +82,15 @@ def test_rows_that_do_not_sum_to_1_are_refused(model, monkeypatch, dim):
     monkeypatch.setattr(Compressor, "weights", wrong)
     with pytest.raises(UserError, match="Compressor.weights: the rows of w sum to .* instead of 1"):
         AdaptedLlama(model, settings("lococo"))
+
+
+def test_slots_take_filters_in_turn(in_float64):
+    compressor, slots = Selection(4, 5, 3, filters=2), 5
+    k, v = torch.randn(2, 9, 4)
+    from_slot, scores = torch.rand(9) < 0.5, torch.rand(9)
+    entries = torch.cat((k, v), dim=1).T[None]
+    w = compressor.weights(entries, from_slot[None], scores[None])[0]
+    assert torch.allclose(w, by_loop(compressor, slots, k, v, from_slot, scores))
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -254,7 +263,7 @@ def test_later_tokens_leave_earlier_logits_as_they_are(model, method):
     assert not torch.allclose(before[:, 27:], after[:, 27:])
 
 
-# --- Budgets of layers ------------------------------------------------------------------
+# --- Budgets of layers, and other sizes than those of training --------------------------
 
 
 def test_a_budget_has_the_kinds_of_slots_in_proportion():
@@ -268,6 +277,25 @@ def test_a_budget_has_the_kinds_of_slots_in_proportion():
     s = settings("lococo+sinks", 16, heavy=4, budgets=[8, 24])  # every layer has all sinks
     counts = [[getattr(in_layer(s, n), kind) for kind in KINDS] for n in range(2)]
     assert counts == [[4, 1, 3, 0], [4, 6, 14, 0]]
+
+
+def test_what_was_trained_with_m_slots_is_used_with_others():
+    trained = settings("selection", 64, segment=32)
+    assert resized(trained, mem=512) == settings("selection", 512, segment=32)
+    changes = dict(mem=128, segment=64, budgets=[1, 3], positions="slots")
+    assert resized(trained, **changes) == settings("selection", **changes)
+    assert resized(settings("selection", 128, budgets=[2, 6]), mem=64).budgets == [32, 96]
+    assert resized(settings("full")) == settings("full")
+
+
+@pytest.mark.parametrize("trained, changes, words", [
+    (("full", 8), dict(mem=8), "full keeps everything"),
+    (("lococo+sinks", 8), dict(mem=4), "4 slots of a layer are too few for lococo"),
+    (("selection", 8), dict(budgets=[1, 30]), "0 slots of a layer are too few for selection"),
+])  # fmt: skip
+def test_sizes_that_do_not_suit_a_trained_memory(trained, changes, words):
+    with pytest.raises(UserError, match=words):
+        resized(settings(*trained), **changes)
 
 
 def test_budgets_are_scaled_to_m():

@@ -23,7 +23,7 @@ from support.command_line import TINY, at_least, run_program
 from support.facts import tell
 from support.files import UserError
 from support.programs.saved_memory import load_memory, save_memory
-from support.programs.settings import settings_for, warn_if_too_long
+from support.programs.settings import settings_for, untrained, warn_if_too_long
 from support.text import PARTS, pieces, token_streams
 
 SINKS = "--method h2o --mem 16 --sinks 4"
@@ -151,8 +151,10 @@ def test_which_part_of_the_texts_is_scored(run, words, scored):
     ("streaming", 1024, {}, 9999, "take a smaller --mem or --segment"),  # M + T = 2048
     ("full", 16, {}, 1025, "--method h2o --mem 512 --positions slots keeps them small"),
 ])  # fmt: skip
-def test_a_warning_if_positions_pass_the_context(capsys, method, mem, changes, tokens, remedy):
-    warn_if_too_long(settings_for(method, mem, mem, 1024, **changes | {"lora_rank": 0}), tokens)
+def test_a_warning_if_positions_pass_the_context(
+    capsys, method, mem, changes, tokens, remedy
+):  # fmt: skip
+    warn_if_too_long(untrained(load_llama(TINY), method, mem, mem, **changes), tokens)
     err = capsys.readouterr().err
     assert err.startswith(f"warning: {method}: positions may reach ") == bool(remedy)
     assert err.endswith(f"and the memory is for 1,024; {remedy}\n" if remedy else "")
@@ -178,15 +180,15 @@ def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, d
     """In the middle of a segment. One of another method or dtype is refused."""
     model.to(dtype)
     adapted = AdaptedLlama(model, settings(method, positions=positions)).eval()
-    tokens, whole, loaded = torch.randint(0, 64, (1, 60)), adapted.cache(), adapted.cache()
+    tokens, whole = torch.randint(0, 64, (1, 60)), adapted.cache()
     prefill(model, tokens[:, :27], whole, 6)
     save_memory(tmp_path / "memory", whole, adapted)
-    load_memory(tmp_path / "memory", loaded, adapted)
+    loaded = load_memory(tmp_path / "memory", adapted, same_positions=True)
     assert torch.equal(*(prefill(model, tokens[:, 27:], memory, 6) for memory in (whole, loaded)))
     assert loaded.seen == whole.seen == 60
     other = AdaptedLlama(model, settings("h2o", mem=10))
     with pytest.raises(UserError, match="saved with another model, adapter, --dtype"):
-        load_memory(tmp_path / "memory", other.cache(), other)
+        load_memory(tmp_path / "memory", other, same_positions=True)
 
 
 def test_a_memory_is_saved_and_asked_again(run, tokenizer):
@@ -200,6 +202,20 @@ def test_a_memory_is_saved_and_asked_again(run, tokenizer):
     ask = f"{SINKS} --prompt question --load-memory memory --temperature 0 --max-new-tokens 3"
     code, out, err = run(generate, ask)
     assert code == 0 and expected.endswith(question + out), err
+
+
+def test_a_text_beyond_the_context_is_read_by_slot(run):
+    """If nothing else is asked for. A question after it goes on so."""
+    ask = "--method h2o --mem 16 --temperature 0 --max-new-tokens 3 --prompt"
+    Path("book").write_text(Path("text/0.py").read_text() * 40)
+    note = "tokens pass the base's context of 1,024; keys are numbered by slot"
+    code, out, err = run(generate, f"{ask} book")
+    assert code == 0 and note in err and "warning" not in err
+    assert out == run(generate, f"{ask} book --positions slots")[1]
+    assert "--positions slots keeps them small" in run(generate, f"{ask} book --positions text")[2]
+    assert run(generate, f"{ask} book --save-memory read")[0] == 0
+    Path("question").write_text("return x")
+    assert run(generate, f"{ask} question --load-memory read")[0] == 0
 
 
 def test_a_prompt_with_special_tokens(run):
@@ -269,7 +285,7 @@ MISTAKES = [
     ]
 ] + [
     (generate, "", "required: --prompt"),
-    (generate, "--prompt text/0.py --mem 16", "--mem and the like go with --method"),
+    (generate, "--prompt text/0.py --heavy 16", "--heavy: it goes with --method"),
     (eval_ppl, f"{EVAL} --lengths 99999", "--lengths 99999"),
     (eval_ppl, f"{EVAL} -- nowhere", "nowhere: there is no adapter"),
     (eval_ppl, f"{EVAL} --json no/x", "no/x: there is no folder no; make it first"),

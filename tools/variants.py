@@ -37,26 +37,17 @@ class OneFilter(Selection):
     """All slots share a filter, which starts at zero. Their order alone is different."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
-        super().__init__(head_dim, 1, kernel, start)
-        self.slots = slots
+        super().__init__(head_dim, slots, kernel, start, filters=1)
         with torch.no_grad():
             self.conv.weight.zero_()
             self.slot_filters.zero_()
 
-    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
-        return super().relevance(entries, from_slot, scores).expand(-1, self.slots, -1)
 
-
-class Shared16(Selection):
-    """16 filters, which the slots take in turn."""
+class FilterOfEach(Selection):
+    """Each slot has a filter of its own."""
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
-        super().__init__(head_dim, 16, kernel, start)
-        self.slots = slots
-
-    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
-        turns = torch.arange(self.slots, device=entries.device) % 16
-        return super().relevance(entries, from_slot, scores)[:, turns]
+        super().__init__(head_dim, slots, kernel, start, filters=slots)
 
 
 class TopK(OneFilter):
@@ -76,5 +67,5 @@ COMPRESSORS["softmax"] = Softmax
 COMPRESSORS["at-once"] = AtOnce
 COMPRESSORS["unattended"] = Unattended
 COMPRESSORS["one-filter"] = OneFilter
-COMPRESSORS["shared-16"] = Shared16
+COMPRESSORS["filter-of-each"] = FilterOfEach
 COMPRESSORS["top-k"] = TopK

@@ -12,6 +12,7 @@ from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings
 from model import Llama
 from support.command_line import resume_command
 from support.files import UserError, checksum, read_file, write_file
+from support.programs.settings import resized
 
 
 class Adapter(NamedTuple):
@@ -69,21 +70,25 @@ def check_names(run: Path, method: str, compressor: str) -> None:
         raise UserError(f"{run}: its compressor {compressor!r} is unknown; {known}")
 
 
-def load_adapter(run: Path | str, model: Llama) -> AdaptedLlama:
+def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     """Put the adapter of a run directory of train.py onto its base model, for reading and
-    not for training. Without LoRA the base may have other weights of the same shapes, such as
-    those before a quantization. Raises UserError."""
+    not for training; `sizes` other than those of its training are as in `resized`. Without
+    LoRA the base may have other weights of the same shapes, such as those before a
+    quantization. Raises UserError."""
     settings, tensors, base, _ = read_adapter(Path(run))
     remedy = "give --model as in its training; an adapter of another version must be trained again"
     other = f"{run}: its adapter is for another base; {remedy}"
     if settings.budgets and len(settings.budgets) != model.config.n_layers:
         raise UserError(other)
-    adapted = AdaptedLlama(model, settings).eval()
+    adapted = AdaptedLlama(model, resized(settings, **sizes)).eval()
     trained = adapted.trained()
     # The shapes are compared, too, as a tensor of another shape could be broadcast.
     stored = {name: t.shape for name, t in tensors.items()}
     needed = {name: p.shape for name, p in trained.items()}
     same = identity(adapted)["base"] == base
+    if same and stored != needed and adapted.settings != settings:
+        filters = f"it has a filter for each of {settings.merged} slots"
+        raise UserError(f"{run}: {filters}; leave --mem and --budgets out")
     if stored != needed or (settings.lora_rank and not same):
         raise UserError(other)
     if not same:

@@ -1,5 +1,6 @@
 """The file of --save-memory: what a memory holds after a text, to go on from there."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from lococo import AdaptedLlama, Memory
@@ -25,15 +26,23 @@ def save_memory(file: Path, memory: Memory, adapted: AdaptedLlama) -> None:
     write_file(file, tensors, new=True, seen=memory.seen, owner=owner(adapted))
 
 
-def load_memory(file: Path, memory: Memory, adapted: AdaptedLlama) -> None:
-    """Read what `save_memory` has written into an empty memory. Raises UserError."""
+def load_memory(file: Path, adapted: AdaptedLlama, same_positions: bool) -> Memory:
+    """A memory that holds what `save_memory` has written. A text may have been read by slot
+    because of its length: without `same_positions` the model goes on as it was read. Raises
+    UserError."""
     tensors, about = read_file(file)
-    if about.get("owner") != owner(adapted):
+    saved = about.get("owner", {})
+    if not same_positions and "settings" in saved:
+        positions = saved["settings"]["positions"]
+        adapted.settings = replace(adapted.settings, positions=positions)
+    if saved != owner(adapted):
         other = "it was saved with another model, adapter, --dtype, --method or its flags"
         raise UserError(f"--load-memory {file}: {other}; give the same ones")
+    memory = adapted.cache()
     device = adapted.model.norm.weight.device
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     for layer in range(memory.config.n_layers):
         kept = [tensors.get(f"{what} {layer}") for what in ("keys", "values", "scores")]
         memory.hold(layer, *kept)
     memory.seen = about["seen"]
+    return memory

@@ -14,7 +14,7 @@ from support.programs.adapter import load_adapter, read_adapter, shared_copy
 from support.command_line import TINY, Parser, named_path, output_file
 from support.facts import FORMS
 from support.files import UserError
-from support.programs.settings import untrained, warn_if_too_long
+from support.programs.settings import refuse_sizes, untrained, warn_if_too_long
 from support.text import PARTS, copies, note_of_copies, pieces, token_streams
 from support.tokenizer import Tokenizer
 
@@ -99,7 +99,9 @@ def models_to_score(
     once, so that a wrong one is refused before anything is scored."""
     runs = {}
     for run in flags.runs:
-        runs[os.path.relpath(run)] = load_adapter(run, shared_copy(model))
+        runs[os.path.relpath(run)] = load_adapter(run, shared_copy(model), **flags.sizes)
+    if not runs and not flags.method:
+        refuse_sizes(flags)
     mem = flags.mem or 512
     models = [untrained(model, "full", mem, segment=512)]
     for method in flags.method:
@@ -115,7 +117,7 @@ def note_limits(models: dict[str, AdaptedLlama], lengths: list[int]) -> None:
     """Say where positions are too large, and where nothing is compressed."""
     for name, adapted in models.items():
         s = adapted.settings
-        warn_if_too_long(s, max(lengths))
+        warn_if_too_long(adapted, max(lengths))
         most = s.capacity - s.mem % s.segment  # of whole segments
         short = [str(L) for L in lengths if L - 1 <= most]
         if s.mem and short and not s.budgets:  # with budgets a layer may compress earlier

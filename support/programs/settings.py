@@ -1,9 +1,11 @@
 """From a method's name and some numbers to Settings, and to a model that needs no training."""
 
+import argparse
 import sys
 from dataclasses import replace
 
-from lococo import KINDS, METHODS, AdaptedLlama, Settings, in_layer
+from lococo import KINDS, METHODS, AdaptedLlama, Settings, in_layer, interpolation
+from lococo import with_slots
 from model import Llama
 from support.files import UserError
 
@@ -34,8 +36,29 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     settings = Settings(method, segment, length, **chosen | counts)
     if settings.budgets:
         settings = replace(settings, budgets=scaled(settings.budgets, settings.mem))
-        check_budgets(settings)
+        check_layers(settings)
     return settings
+
+
+def resized(
+    settings: Settings, mem: int | None = None, segment: int | None = None,
+    budgets: list[int] | None = None, positions: str | None = None,
+) -> Settings:  # fmt: skip
+    """A trained memory in another size. None leaves a number as it was in training, and
+    budgets are scaled to M slots on average. Raises UserError."""
+    if (mem or budgets) and not settings.mem:
+        raise UserError(f"--mem, --budgets: {settings.method} keeps everything")
+    if settings.lora_rank and positions not in (None, settings.positions):
+        raise UserError(f"--positions {positions}: with LoRA those of its training stay")
+    budgets = budgets or settings.budgets
+    changed = with_slots(settings, mem or settings.mem)
+    changed = replace(
+        changed, segment=segment or settings.segment, positions=positions or settings.positions,
+        budgets=scaled(budgets, changed.mem) if budgets else [],
+    )  # fmt: skip
+    if changed.mem:
+        check_layers(changed)
+    return changed
 
 
 def scaled(budgets: list[int], mem: int) -> list[int]:
@@ -59,17 +82,17 @@ def broken_rule(row: dict, counts: dict[str, int], mem: int) -> str | None:
     return None
 
 
-def check_budgets(settings: Settings) -> None:
-    """Raises UserError if the budgets do not suit the other settings."""
-    budgets = settings.budgets
+def check_layers(settings: Settings) -> None:
+    """Raises UserError if a layer has too few slots, or budgets do not suit the method."""
     if not settings.mem:
         raise UserError(f"budgets: {settings.method} keeps everything and has no slots")
-    layers = [in_layer(settings, layer) for layer in range(len(budgets))]
+    layers = [in_layer(settings, layer) for layer in range(len(settings.budgets) or 1)]
+    least = min(layer.mem for layer in layers)
     # At least 4, as for --mem. Each layer has all sinks, and room for something else.
-    too_few = min(budgets) < max(4, settings.sinks + 1) or settings.mem == settings.sinks
-    if too_few or (settings.merged and min(s.merged for s in layers) == 0):
-        few = f"{min(budgets)} slots of a layer are too few for {settings.method}"
-        raise UserError(f"budgets: {few}; take a larger --mem")
+    too_few = least < max(4, settings.sinks + 1) or settings.mem == settings.sinks
+    if too_few or (settings.merged and min(layer.merged for layer in layers) == 0):
+        few = f"{least} slots of a layer are too few for {settings.method}"
+        raise UserError(f"{few}; take a larger --mem")
 
 
 def untrained(model: Llama, method: str, mem: int, segment: int, **changes) -> AdaptedLlama:
@@ -84,15 +107,45 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **changes) -> A
     return AdaptedLlama(model, settings).eval()
 
 
-def warn_if_too_long(settings: Settings, tokens: int) -> None:
-    """Print a warning if positions pass those that a memory is for. Positions in the text
-    end at `tokens`, those in the cache at M + T."""
+def refuse_sizes(flags: argparse.Namespace) -> None:
+    """Raises UserError if flags have sizes of a memory and no memory is named."""
+    for name, value in flags.sizes.items():
+        if value is not None:
+            raise UserError(f"--{name}: it needs a memory; name one by --method, or an adapter")
+
+
+def reach_of(adapted: AdaptedLlama) -> int:
+    """The largest position that a base reads: that of its training with LoRA, or else of its
+    context."""
+    if adapted.settings.lora_rank:
+        return adapted.settings.length
+    config = adapted.model.config
+    return int(config.context * interpolation(config, adapted.settings))
+
+
+def within_context(adapted: AdaptedLlama, tokens: int) -> Settings:
+    """The settings: by slot, if so many tokens pass the base's context. With LoRA they stay
+    as they are, since the base was tuned to its positions."""
+    settings, reach = adapted.settings, reach_of(adapted)
+    if settings.positions == "slots" or settings.lora_rank or tokens <= reach:
+        return settings
+    if not settings.mem:
+        return settings
+    passed = f"{tokens:,} tokens pass the base's context of {reach:,}"
+    print(f"note: {passed}; keys are numbered by slot", file=sys.stderr)
+    return replace(settings, positions="slots")
+
+
+def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
+    """Print a warning if positions pass those that the base reads. Positions in the text end
+    at `tokens`, those in the cache at M + T."""
+    settings, reach = adapted.settings, reach_of(adapted)
     by_slot = settings.positions == "slots" and settings.mem
     largest = max(settings.budgets, default=settings.mem) + settings.segment
     positions = min(tokens, largest) if by_slot else tokens
-    if positions <= settings.length:
+    if positions <= reach:
         return
-    if settings.merged or settings.lora_rank:
+    if settings.lora_rank:
         remedy = "train with a larger --seq, or with --positions slots"
     elif by_slot:
         remedy = "take a smaller --mem or --segment"
@@ -100,5 +153,5 @@ def warn_if_too_long(settings: Settings, tokens: int) -> None:
         remedy = "--positions slots keeps them small"
     else:
         remedy = "--method h2o --mem 512 --positions slots keeps them small"
-    reached = f"positions may reach {positions:,}, and the memory is for {settings.length:,}"
+    reached = f"positions may reach {positions:,}, and the memory is for {reach:,}"
     print(f"warning: {settings.method}: {reached}; {remedy}", file=sys.stderr)
