@@ -20,6 +20,7 @@ The text goes to standard output, the figures to standard error. For the method 
 
 import argparse
 import sys
+import time
 from itertools import chain, islice
 from pathlib import Path
 from typing import Iterator
@@ -166,8 +167,8 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
     return models
 
 
-def print_figures(cache: KVCache, settings: Settings) -> None:
-    """How much is held, and what the full cache would hold."""
+def print_figures(cache: KVCache, settings: Settings, seconds: float) -> None:
+    """How much is held, what the full cache would hold, and how long it all took."""
     held = sum(keys.size for keys in cache.keys) // len(cache.keys)  # mean over the layers
     slots, most = "all entries", ""
     if settings.mem:
@@ -176,6 +177,7 @@ def print_figures(cache: KVCache, settings: Settings) -> None:
     full = f"the full cache would hold {cache.full_nbytes:,}"
     print(f"memory           {memory}", file=sys.stderr)
     print(f"key/value cache  {cache.nbytes:,} bytes; {full}", file=sys.stderr)
+    print(f"time             {seconds:.1f} s", file=sys.stderr)
 
 
 def print_text(new: Iterator[int], tokenizer: Tokenizer, ids: list[int]) -> None:
@@ -199,9 +201,10 @@ def show_page(
     def read_and_predict(name: str, cache: KVCache) -> int:
         settings = models[name].settings
         warn_if_too_long(models[name], len(ids))
+        begun = time.perf_counter()
         logits = read(models[name], ids, cache)
         print(name, file=sys.stderr)
-        print_figures(cache, settings)
+        print_figures(cache, settings, time.perf_counter() - begun)
         return sample(logits[0, : tokenizer.vocab_size], temperature=0)
 
     make_page(page, models, ids, tokenizer, read_and_predict)
@@ -222,6 +225,7 @@ def continue_text(
     settings = adapted.settings
     warn_if_too_long(adapted, cache.seen + len(ids) + most)
 
+    begun = time.perf_counter()
     logits = read(adapted, ids, cache)
     if flags.save_memory:
         save_memory(flags.save_memory, cache, adapted)
@@ -230,7 +234,7 @@ def continue_text(
     if most:
         new = decode(adapted.model, tokenizer, logits, cache, most, flags.temperature)
         print_text(new, tokenizer, ids)
-    print_figures(cache, settings)
+    print_figures(cache, settings, time.perf_counter() - begun)
 
 
 def main() -> None:

@@ -497,10 +497,10 @@ class Selection(Compressor):
     """Slots that learn which entries to keep. They choose in order: each prefers the most
     relevant entry that no earlier slot has taken, nor a copy of it.
 
-    The relevance of an entry has three parts: a filter that all slots share, one of 16 other
+    The relevance of an entry has three parts: a filter that all slots share, one of 24 other
     filters, and the logarithm of the attention that the entry has received. Entries that
     stand in a slot already are judged by other filters, which learn to keep them. The slots
-    take the 16 in turn, so that what was trained serves any number of slots.
+    take the 24 in turn, so that what was trained serves any number of slots.
 
     While it trains, a slot is a mixture: its row of w is a softmax of the relevance, so that
     gradients flow. In use the relevance is 16 times as sharp, and a slot holds nearly one
@@ -511,7 +511,7 @@ class Selection(Compressor):
     sharpness = 16  # in use; 1 while it trains
 
     def __init__(
-        self, head_dim: int, slots: int, kernel: int, start: float = 1.0, filters: int = 16
+        self, head_dim: int, slots: int, kernel: int, start: float = 1.0, filters: int = 24
     ):
         super().__init__(head_dim, filters, kernel, start)
         self.slots = slots
@@ -520,9 +520,11 @@ class Selection(Compressor):
         neighbours = torch.arange(kernel) != kernel // 2
         with torch.no_grad():
             self.conv.weight[:, :, neighbours] = 0
+            self.conv.weight[slots:] = 0  # no slot takes these now, nor trains them
         self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
         # For entries from slots: one tap, as neighbours in slots are none in the text.
         self.slot_filters = nn.Parameter(start * torch.randn(filters, 2 * head_dim, 1))
+        self.slot_filters.data[slots:] = 0
         self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
         self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts
 

@@ -101,7 +101,7 @@ ROWS = {
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
     "ours, one filter": Row("one filter for all slots", "--compressor one-filter"),
-    "ours, 16 filters": Row("16 filters, which slots take in turn", "--compressor shared-16"),
+    "ours, filter of each": Row("a filter for each slot", "--compressor filter-of-each"),
     "ours, top-k": Row("one filter, copies are taken, too (top-k)", "--compressor top-k"),
     "ours, at once": Row("all slots choose at once", "--compressor at-once"),
     "ours, unattended": Row("without the attention received", "--compressor unattended"),
@@ -143,7 +143,7 @@ ABLATIONS = (
 TUNED = ("full", "window", "h2o", "h2o 5/8 forget", "ours")
 LORA = "--recipe inference --lora-rank 8 --lr 3e-4 --bptt 4"
 LONG = Table(
-    (*PAPERS, "ours, one filter", "ours, 16 filters", *OURS), 512, 8192, "long",
+    (*PAPERS, "ours, one filter", "ours, filter of each", *OURS), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
 )  # fmt: skip
 FACTS = ("window", "h2o", "official code", "lococo", "lococo+h2o", "ours", "ours soft",
