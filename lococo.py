@@ -529,16 +529,15 @@ class Selection(Compressor):
         self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts
 
     def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
-        """How relevant each of R entries is for each slot: (N, slots, R)."""
+        """How relevant each of R entries is by each filter: (N, filters, R)."""
         filters = self.conv.weight + COMMON_SCALE * self.common
         slot_filters = self.slot_filters + COMMON_SCALE * self.slot_common
         new = F.conv1d(entries, filters, padding="same")
         old = F.conv1d(entries, slot_filters)
         received = (scores + 1e-4).log()  # entries below 0.0001 are alike
         received = received - received.mean(dim=-1, keepdim=True)
-        by_filters = torch.where(from_slot[:, None], old, new)  # (N, filters, R)
-        in_turn = torch.arange(self.slots, device=entries.device) % len(filters)
-        return by_filters[:, in_turn] + TRUST_SCALE * self.trust * received[:, None]
+        by_filters = torch.where(from_slot[:, None], old, new)
+        return by_filters + TRUST_SCALE * self.trust * received[:, None]
 
     def normalise(self, relevance: Tensor, entries: Tensor) -> Tensor:
         """This takes the place of the ReLU and of (7): w (N, slots, R); each row sums to 1."""
@@ -552,8 +551,10 @@ class Selection(Compressor):
     def weights_of_layers(compressors, entries, from_slot, scores) -> Tensor:
         """Slots choose one after the other, but in all layers at the same time."""
         layers = zip(compressors, entries, from_slot, scores)
-        relevance = [compressor.relevance(*layer) for compressor, *layer in layers]
-        return compressors[0].normalise(torch.cat(relevance), torch.cat(entries))
+        relevance = torch.cat([compressor.relevance(*layer) for compressor, *layer in layers])
+        slots = torch.arange(compressors[0].slots, device=relevance.device)
+        in_turn = relevance[:, slots % relevance.shape[1]]  # (N, slots, R)
+        return compressors[0].normalise(in_turn, torch.cat(entries))
 
 
 @torch.no_grad()
