@@ -174,8 +174,8 @@ def print_means(
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = add_runs_and_texts(parser).add_argument
-    add("--lengths", type=at_least(2), nargs="+", default=[2048, 4096, 8192], metavar="L",
-        help="tokens of a piece of text (default: 2048 4096 8192)")
+    add("--lengths", type=at_least(2), nargs="+", metavar="L",
+        help="tokens of a piece of text (default: 2048 4096 8192, if the texts are so long)")
     add("--documents", type=at_least(1), default=64, metavar="N",
         help="pieces of each length at most, spread evenly over the texts (default: 64)")
     add("--micro-batch", type=at_least(1), default=4, metavar="N",

@@ -146,6 +146,12 @@ def test_which_part_of_the_texts_is_scored(run, words, scored):
     assert "whole: it trained on all of its --data" in err
 
 
+def test_the_usual_lengths_that_no_text_has_are_left_out(run):
+    Path("own.txt").write_text("some words " * 1200)
+    code, out, err = run(eval_ppl, "--method streaming --mem 16 --data own.txt --documents 1")
+    assert code == 0 and "1 of 2048 tokens; cache" in out, err
+
+
 @pytest.mark.parametrize("method, mem, changes, tokens, remedy", [
     ("streaming", 128, {}, 9999, ""),  # positions end at M + T = 256
     ("streaming", 1024, {}, 9999, "take a smaller --mem or --segment"),  # M + T = 2048
@@ -288,6 +294,7 @@ MISTAKES = [
     (generate, "--prompt text/0.py --heavy 16", "--heavy: it goes with --method"),
     (eval_ppl, f"{EVAL} --lengths 99999", "--lengths 99999"),
     (eval_ppl, f"{EVAL} -- nowhere", "nowhere: there is no adapter"),
+    (eval_ppl, f"{EVAL} -- latin", "or texts by --data"),
     (eval_ppl, f"{EVAL} --json no/x", "no/x: there is no folder no; make it first"),
 ]  # fmt: skip
 

@@ -47,6 +47,8 @@ def read_adapter(run: Path) -> Adapter:
         inside = sorted(file.parent for file in run.glob("*/adapter.safetensors"))
         if inside:
             sentence = f"name one of the runs in it: {', '.join(map(str, inside))}"
+        if run.is_file():
+            sentence = "this is a file; name a folder that train.py has made, or texts by --data"
         if (run / "state.safetensors").exists():
             sentence = f"this run has not ended; to go on: {resume_command(run)}"
         raise UserError(f"{run}: {sentence}")

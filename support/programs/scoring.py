@@ -127,6 +127,8 @@ def note_limits(models: dict[str, AdaptedLlama], lengths: list[int]) -> None:
 
 # --- Texts ------------------------------------------------------------------------------
 
+USUAL_LENGTHS = (2048, 4096, 8192)  # tokens of a piece, if the texts are so long
+
 
 def parts_to_score(flags: argparse.Namespace) -> list[str]:
     """The part that --part names. Without --part: the part that train.py holds out, if a
@@ -148,18 +150,21 @@ def documents_to_score(
     flags: argparse.Namespace, parts: list[str], tokenizer: Tokenizer
 ) -> dict[int, Tensor]:
     """By length L pieces of the texts of these parts, (N, L), spread evenly over them.
-    Raises UserError if there are none of a length."""
+    Raises UserError if there are none of a length that was asked for, or none at all."""
     streams = token_streams(flags.data, tokenizer)
     ids = np.concatenate([streams[part] for part in parts])
     documents = {}
-    for L in flags.lengths:
+    lengths = flags.lengths or USUAL_LENGTHS
+    for L in lengths:
         both = set()
         if parts == ["held-out"]:
             both = copies(ids, streams["training"], tokenizer.bos, L)
         if both:
             print(note_of_copies(both), file=sys.stderr)
-        documents[L] = pieces(ids, tokenizer.bos, L, flags.documents, without=both)
-        if not len(documents[L]):
+        found = pieces(ids, tokenizer.bos, L, flags.documents, without=both)
+        if len(found):
+            documents[L] = found
+        elif flags.lengths or L == lengths[0]:
             raise UserError(f"--lengths {L}: {why_none(ids, parts, tokenizer.bos)}")
     listed = ", ".join(f"{len(rows)} of {L} tokens" for L, rows in documents.items())
     of = "all parts" if len(parts) == len(PARTS) else parts[0]
