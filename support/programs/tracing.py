@@ -72,7 +72,7 @@ class TracedMemory(Memory):
 
 
 # What to try where there is no adapter. By slot, so that a text of any length can be read.
-SUGGESTED = "--method h2o --mem 512 --positions slots, or --adapter RUN after train.py"
+SUGGESTED = "--method h2o --mem 512, or --adapter RUN after train.py"
 
 
 def check_slots(settings: Settings) -> None:
