@@ -36,8 +36,8 @@ from support.command_line import prompt_tokens, read_prompt, run_program
 from support.files import UserError
 from support.programs.adapter import load_adapter, shared_copy
 from support.programs.saved_memory import load_memory, save_memory
-from support.programs.settings import refuse_sizes, untrained, warn_if_too_long
-from support.programs.settings import within_context
+from support.programs.settings import method_sizes, refuse_sizes, untrained
+from support.programs.settings import warn_if_too_long, within_context
 from support.programs.show_memory import make_page, what_to_show
 from support.programs.tracing import SUGGESTED, check_slots, describe_slots, memory_of_layer
 from support.tokenizer import Tokenizer
@@ -100,7 +100,8 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 
 def parse() -> argparse.Namespace:
     """The flags. Of --show-memory, `head` has the layer and the head, or `page` the file."""
-    parser = Parser(__doc__, mem="the adapter's, or 512")
+    parser = Parser(__doc__, mem="the adapter's, or 512",
+                    segment="the adapter's, or as --mem")
     add = parser.add_argument_group("text").add_argument
     add("--prompt", required=True, metavar="FILE", help="a text file; - for standard input")
     add("--special-tokens", action="store_true",
@@ -141,18 +142,16 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
     """The adapter and the methods that the flags name, on one base. Beside an adapter the
     methods have its M and T. Raises UserError if slots are to be shown or saved and there
     are none."""
-    run, mem, segment = flags.adapter, flags.mem or 512, flags.segment
+    run = flags.adapter
     if not run and not flags.method and flags.model.resolve() == TINY:
         run = TINY
     models = {}
     if run:
         adapted = load_adapter(run, shared_copy(model), **flags.sizes)
-        settings = adapted.settings
-        models[f"{settings.method}, adapter {run.resolve().name}"] = adapted
-        if settings.mem:
-            mem, segment = settings.mem, settings.segment
+        models[f"{adapted.settings.method}, adapter {run.resolve().name}"] = adapted
+    mem, segment = method_sizes(flags, [*models.values()])
     for method in flags.method:
-        models[method] = untrained(model, method, mem, segment or mem, **flags.changes)
+        models[method] = untrained(model, method, mem, segment, **flags.changes)
     no_choice = not models
     if no_choice:
         refuse_sizes(flags)
@@ -168,7 +167,8 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
 
 
 def print_figures(cache: KVCache, settings: Settings, seconds: float) -> None:
-    """How much is held, what the full cache would hold, and how long it all took."""
+    """How much is held, what the full cache would hold, and how long reading and writing
+    took."""
     held = sum(keys.size for keys in cache.keys) // len(cache.keys)  # mean over the layers
     slots, most = "all entries", ""
     if settings.mem:
@@ -217,10 +217,8 @@ def continue_text(
     """Read the text, and continue it; or save the memory, or print what slots hold."""
     most = 0 if flags.save_memory or flags.head else flags.max_new_tokens
     if flags.load_memory:
-        cache = load_memory(flags.load_memory, adapted, same_positions=flags.positions)
+        cache = load_memory(flags.load_memory, adapted, flags.positions)
     else:
-        if not flags.positions:
-            adapted.settings = within_context(adapted, len(ids) + most)
         cache = memory_of_layer(adapted, *flags.head) if flags.head else adapted.cache()
     settings = adapted.settings
     warn_if_too_long(adapted, cache.seen + len(ids) + most)
@@ -244,6 +242,9 @@ def main() -> None:
     base, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     ids = prompt_tokens(flags, text, tokenizer)
     models = chosen_models(flags, base)
+    if not flags.positions and not flags.load_memory:
+        for adapted in models.values():
+            within_context(adapted, len(ids) + flags.max_new_tokens)
     with machine.precision():
         if flags.page:
             show_page(flags.page, models, ids, tokenizer)

@@ -513,19 +513,20 @@ class Selection(Compressor):
     def __init__(
         self, head_dim: int, slots: int, kernel: int, start: float = 1.0, filters: int = 24
     ):
-        super().__init__(head_dim, filters, kernel, start)
+        super().__init__(head_dim, filters, kernel, start)  # `conv` has them, not the slots
         self.slots = slots
         # For new entries: the filters of `conv`, in which the neighbours of an entry start at
         # zero, and `common`, which all slots share.
-        neighbours = torch.arange(kernel) != kernel // 2
-        with torch.no_grad():
-            self.conv.weight[:, :, neighbours] = 0
-            self.conv.weight[slots:] = 0  # no slot takes these now, nor trains them
         self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
         # For entries from slots: one tap, as neighbours in slots are none in the text.
         self.slot_filters = nn.Parameter(start * torch.randn(filters, 2 * head_dim, 1))
-        self.slot_filters.data[slots:] = 0
         self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
+        neighbours = torch.arange(kernel) != kernel // 2
+        with torch.no_grad():
+            self.conv.weight[:, :, neighbours] = 0
+            # Filters that no slot takes do not train: there `common` alone judges.
+            self.conv.weight[slots:] = 0
+            self.slot_filters[slots:] = 0
         self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts
 
     def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
@@ -553,8 +554,8 @@ class Selection(Compressor):
         layers = zip(compressors, entries, from_slot, scores)
         relevance = torch.cat([compressor.relevance(*layer) for compressor, *layer in layers])
         slots = torch.arange(compressors[0].slots, device=relevance.device)
-        in_turn = relevance[:, slots % relevance.shape[1]]  # (N, slots, R)
-        return compressors[0].normalise(in_turn, torch.cat(entries))
+        of_slots = relevance[:, slots % relevance.shape[1]]  # in turn, (N, slots, R)
+        return compressors[0].normalise(of_slots, torch.cat(entries))
 
 
 @torch.no_grad()
@@ -599,7 +600,7 @@ def in_layer(settings: Settings, layer: int) -> Settings:
 
 def with_slots(settings: Settings, M: int) -> Settings:
     """The same memory with M slots in each layer. It has all sinks; the rest is divided among
-    the kinds as it was, and what rounding leaves over goes to the largest of them."""
+    the kinds in the same proportions, and what rounding leaves over goes to the largest."""
     sinks = settings.sinks
     whole = max(1, settings.mem - sinks)
     divided = ("heavy", "merged", "recent")

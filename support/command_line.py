@@ -67,7 +67,10 @@ def new_file(text: str) -> Path:
 
 
 def budgets_file(text: str) -> list[int]:
-    """An argparse type: a file of tools/budgets.py. Returns the slots of each layer."""
+    """An argparse type: a file of tools/budgets.py. Returns the slots of each layer, or for
+    the word "equal" an empty list."""
+    if text == "equal":
+        return []
     file = named_path(text)
     if not file.is_file():
         raise argparse.ArgumentTypeError(f"{text}: there is no such file")
@@ -140,7 +143,8 @@ class Parser(argparse.ArgumentParser):
     """The flags of all programs. A mistake is one sentence. `mem` and `segment` say in --help
     what these flags are by default."""
 
-    def __init__(self, doc: str, mem: str = "512", segment: str = "as --mem"):
+    def __init__(self, doc: str, mem: str = "that of a run, or 512",
+                 segment: str = "that of a run, or as --mem"):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(description=doc, formatter_class=formatter)
         self.machine = self.add_argument_group("model and machine")
@@ -171,7 +175,7 @@ class Parser(argparse.ArgumentParser):
                  "0 to 1 (default: the method's, which is 1 for most)")
         add("--budgets", type=budgets_file, metavar="FILE",
             help="slots of each layer, scaled to M on average; tools/budgets.py writes it "
-                 "(default: M each)")
+                 "(default: those of an adapter, or M each, which is called equal)")
 
     def parse_methods(self) -> argparse.Namespace:
         """Parse the command line of a program that has a list of --method. `changes` has what

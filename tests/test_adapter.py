@@ -65,6 +65,15 @@ def test_an_adapter_is_used_with_more_slots(model, tmp_path):
         load_adapter(tmp_path, base, mem=24)
 
 
+def test_what_positions_were_divided_by_stays(model, tmp_path):
+    """A base that was tuned to divided positions would read others badly."""
+    base = copy.deepcopy(model)
+    long = settings("selection", 8, 8, 128, lora_rank=2)  # twice the context
+    write_adapter(tmp_path, AdaptedLlama(model, long), ["training"])
+    with pytest.raises(UserError, match="divided by 2 in training; leave out --positions"):
+        load_adapter(tmp_path, base, positions="slots")
+
+
 def test_a_run_that_has_not_ended_has_no_adapter(model, tmp_path):
     write_file(tmp_path / "state.safetensors", {})
     sentence = "this run has not ended; to go on: python train.py --resume"

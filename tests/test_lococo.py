@@ -285,7 +285,9 @@ def test_what_was_trained_with_m_slots_is_used_with_others():
     changes = dict(mem=128, segment=64, budgets=[1, 3], positions="slots")
     assert resized(trained, **changes) == settings("selection", **changes)
     assert resized(settings("selection", 128, budgets=[2, 6]), mem=64).budgets == [32, 96]
-    assert resized(settings("full")) == settings("full")
+    assert resized(settings("selection", 128, budgets=[2, 6]), budgets=[]).budgets == []
+    as_in_the_paper = settings("streaming", 8, sinks=8, recent=0)
+    assert resized(as_in_the_paper) == as_in_the_paper
 
 
 @pytest.mark.parametrize("trained, changes, words", [

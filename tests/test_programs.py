@@ -189,12 +189,12 @@ def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, d
     tokens, whole = torch.randint(0, 64, (1, 60)), adapted.cache()
     prefill(model, tokens[:, :27], whole, 6)
     save_memory(tmp_path / "memory", whole, adapted)
-    loaded = load_memory(tmp_path / "memory", adapted, same_positions=True)
+    loaded = load_memory(tmp_path / "memory", adapted)
     assert torch.equal(*(prefill(model, tokens[:, 27:], memory, 6) for memory in (whole, loaded)))
     assert loaded.seen == whole.seen == 60
     other = AdaptedLlama(model, settings("h2o", mem=10))
     with pytest.raises(UserError, match="saved with another model, adapter, --dtype"):
-        load_memory(tmp_path / "memory", other, same_positions=True)
+        load_memory(tmp_path / "memory", other)
 
 
 def test_a_memory_is_saved_and_asked_again(run, tokenizer):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings
+from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, interpolation
 from model import Llama
 from support.command_line import resume_command
 from support.files import UserError, checksum, read_file, write_file
@@ -82,13 +82,18 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     other = f"{run}: its adapter is for another base; {remedy}"
     if settings.budgets and len(settings.budgets) != model.config.n_layers:
         raise UserError(other)
-    adapted = AdaptedLlama(model, resized(settings, **sizes)).eval()
+    changed = resized(settings, **sizes)
+    divisors = [interpolation(model.config, s) for s in (settings, changed)]
+    if divisors[0] != divisors[1]:
+        divided = f"positions were divided by {divisors[0]:.3g} in training"
+        raise UserError(f"{run}: {divided}; leave out --positions, or take a smaller --mem")
+    adapted = AdaptedLlama(model, changed).eval()
     trained = adapted.trained()
     # The shapes are compared, too, as a tensor of another shape could be broadcast.
     stored = {name: t.shape for name, t in tensors.items()}
     needed = {name: p.shape for name, p in trained.items()}
     same = identity(adapted)["base"] == base
-    if same and stored != needed and adapted.settings != settings:
+    if same and stored != needed and (sizes.get("mem") or sizes.get("budgets")):
         filters = f"it has a filter for each of {settings.merged} slots"
         raise UserError(f"{run}: {filters}; leave --mem and --budgets out")
     if stored != needed or (settings.lora_rank and not same):

@@ -26,13 +26,13 @@ def save_memory(file: Path, memory: Memory, adapted: AdaptedLlama) -> None:
     write_file(file, tensors, new=True, seen=memory.seen, owner=owner(adapted))
 
 
-def load_memory(file: Path, adapted: AdaptedLlama, same_positions: bool) -> Memory:
+def load_memory(file: Path, adapted: AdaptedLlama, positions: str | None = None) -> Memory:
     """A memory that holds what `save_memory` has written. A text may have been read by slot
-    because of its length: without `same_positions` the model goes on as it was read. Raises
-    UserError."""
+    because of its length: if the user says nothing about `positions`, the model goes on as
+    the text was read. Raises UserError."""
     tensors, about = read_file(file)
     saved = about.get("owner", {})
-    if not same_positions and "settings" in saved:
+    if positions is None and "settings" in saved:
         positions = saved["settings"]["positions"]
         adapted.settings = replace(adapted.settings, positions=positions)
     if saved != owner(adapted):

@@ -14,7 +14,7 @@ from support.programs.adapter import load_adapter, read_adapter, shared_copy
 from support.command_line import TINY, Parser, named_path, output_file
 from support.facts import FORMS
 from support.files import UserError
-from support.programs.settings import refuse_sizes, untrained, warn_if_too_long
+from support.programs.settings import method_sizes, refuse_sizes, untrained, warn_if_too_long
 from support.text import PARTS, copies, note_of_copies, pieces, token_streams
 from support.tokenizer import Tokenizer
 
@@ -102,10 +102,10 @@ def models_to_score(
         runs[os.path.relpath(run)] = load_adapter(run, shared_copy(model), **flags.sizes)
     if not runs and not flags.method:
         refuse_sizes(flags)
-    mem = flags.mem or 512
-    models = [untrained(model, "full", mem, segment=512)]
+    models = [untrained(model, "full", 512, segment=512)]
+    mem, segment = method_sizes(flags, [*runs.values()])
     for method in flags.method:
-        models.append(untrained(model, method, mem, flags.segment or mem, **flags.changes))
+        models.append(untrained(model, method, mem, segment, **flags.changes))
     if with_baselines and not flags.method:
         for adapted in runs.values():
             if adapted.settings.mem:

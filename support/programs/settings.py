@@ -44,20 +44,20 @@ def resized(
     settings: Settings, mem: int | None = None, segment: int | None = None,
     budgets: list[int] | None = None, positions: str | None = None,
 ) -> Settings:  # fmt: skip
-    """A trained memory in another size. None leaves a number as it was in training, and
-    budgets are scaled to M slots on average. Raises UserError."""
-    if (mem or budgets) and not settings.mem:
-        raise UserError(f"--mem, --budgets: {settings.method} keeps everything")
-    if settings.lora_rank and positions not in (None, settings.positions):
-        raise UserError(f"--positions {positions}: with LoRA those of its training stay")
-    budgets = budgets or settings.budgets
-    changed = with_slots(settings, mem or settings.mem)
+    """A trained memory in another size. None leaves a number as it was in training. Budgets
+    are scaled to M slots on average, and an empty list means M in every layer. Raises
+    UserError."""
     changed = replace(
-        changed, segment=segment or settings.segment, positions=positions or settings.positions,
-        budgets=scaled(budgets, changed.mem) if budgets else [],
-    )  # fmt: skip
-    if changed.mem:
-        check_layers(changed)
+        settings, segment=segment or settings.segment, positions=positions or settings.positions
+    )
+    if mem is None and budgets is None:
+        return changed
+    if not settings.mem:
+        raise UserError(f"--mem, --budgets: {settings.method} keeps everything")
+    budgets = settings.budgets if budgets is None else budgets
+    changed = with_slots(changed, mem or settings.mem)
+    changed = replace(changed, budgets=scaled(budgets, changed.mem) if budgets else [])
+    check_layers(changed)
     return changed
 
 
@@ -107,6 +107,16 @@ def untrained(model: Llama, method: str, mem: int, segment: int, **changes) -> A
     return AdaptedLlama(model, settings).eval()
 
 
+def method_sizes(flags: argparse.Namespace, adapters: list[AdaptedLlama]) -> tuple[int, int]:
+    """M and T of methods without training: those of the first adapter beside them that has
+    slots, or else those of the flags."""
+    for adapted in adapters:
+        if adapted.settings.mem:
+            return adapted.settings.mem, adapted.settings.segment
+    mem = flags.mem or 512
+    return mem, flags.segment or mem
+
+
 def refuse_sizes(flags: argparse.Namespace) -> None:
     """Raises UserError if flags have sizes of a memory and no memory is named."""
     for name, value in flags.sizes.items():
@@ -115,25 +125,22 @@ def refuse_sizes(flags: argparse.Namespace) -> None:
 
 
 def reach_of(adapted: AdaptedLlama) -> int:
-    """The largest position that a base reads: that of its training with LoRA, or else of its
-    context."""
-    if adapted.settings.lora_rank:
-        return adapted.settings.length
+    """The largest position that a base reads: its context times what positions are divided
+    by."""
     config = adapted.model.config
-    return int(config.context * interpolation(config, adapted.settings))
+    return round(config.context * interpolation(config, adapted.settings))
 
 
-def within_context(adapted: AdaptedLlama, tokens: int) -> Settings:
-    """The settings: by slot, if so many tokens pass the base's context. With LoRA they stay
-    as they are, since the base was tuned to its positions."""
-    settings, reach = adapted.settings, reach_of(adapted)
-    if settings.positions == "slots" or settings.lora_rank or tokens <= reach:
-        return settings
-    if not settings.mem:
-        return settings
-    passed = f"{tokens:,} tokens pass the base's context of {reach:,}"
-    print(f"note: {passed}; keys are numbered by slot", file=sys.stderr)
-    return replace(settings, positions="slots")
+def within_context(adapted: AdaptedLlama, tokens: int) -> None:
+    """Number keys by slot, if so many tokens pass the base's context. A base that was tuned to
+    divided positions stays as it is."""
+    s, config, reach = adapted.settings, adapted.model.config, reach_of(adapted)
+    by_slot = replace(s, positions="slots")
+    same = interpolation(config, by_slot) == interpolation(config, s)
+    if s.mem and s.positions == "text" and same and tokens > reach:
+        adapted.settings = by_slot
+        passed = f"{tokens:,} tokens pass the base's context of {reach:,}"
+        print(f"note: {s.method}: {passed}; keys are numbered by slot", file=sys.stderr)
 
 
 def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
@@ -145,10 +152,10 @@ def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
     positions = min(tokens, largest) if by_slot else tokens
     if positions <= reach:
         return
-    if settings.lora_rank:
-        remedy = "train with a larger --seq, or with --positions slots"
-    elif by_slot:
+    if by_slot:
         remedy = "take a smaller --mem or --segment"
+    elif settings.lora_rank:
+        remedy = "train with a larger --seq, or with --positions slots"
     elif settings.mem:
         remedy = "--positions slots keeps them small"
     else:

@@ -71,7 +71,7 @@ class TracedMemory(Memory):
         self.largest[layer].append(shares.topk(min(3, shares.shape[2])))
 
 
-# What to try where there is no adapter. By slot, so that a text of any length can be read.
+# What to try where there is no adapter.
 SUGGESTED = "--method h2o --mem 512, or --adapter RUN after train.py"
 
 
