@@ -9,8 +9,9 @@ from conftest import refusal, same, settings
 
 from generate import prefill
 from lococo import AdaptedLlama
-from support.programs.adapter import identity, load_adapter, write_adapter
+from support.command_line import HERE
 from support.files import UserError, write_file
+from support.programs.adapter import identity, load_adapter, read_adapter, write_adapter
 
 LORA_A = "model.layers.0.attention.wq.lora_a"
 
@@ -72,6 +73,15 @@ def test_what_positions_were_divided_by_stays(model, tmp_path):
     write_adapter(tmp_path, AdaptedLlama(model, long), ["training"])
     with pytest.raises(UserError, match="divided by 2 in training; leave out --positions"):
         load_adapter(tmp_path, base, positions="slots")
+
+
+@pytest.mark.parametrize("folder", sorted((HERE / "adapters").glob("*/*/")), ids=str)
+def test_what_the_repository_has_can_be_read(folder):
+    """One adapter of ours in each folder, of at most 1 MB, whose page says how it is made."""
+    adapter = read_adapter(folder)
+    assert adapter.settings.compressor == "selection" and len(adapter.settings.budgets) == 30
+    assert (folder / "adapter.safetensors").stat().st_size <= 1e6
+    assert f"`{folder.name}/`" in (folder.parent / "README.md").read_text()
 
 
 def test_a_run_that_has_not_ended_has_no_adapter(model, tmp_path):

@@ -20,7 +20,7 @@ from support.facts import fact_tokens
 
 README = HERE / "README.md"
 DOCS = HERE / "docs"
-PAGES = [README, *sorted(DOCS.glob("*.md"))]
+PAGES = [README, *sorted(DOCS.glob("*.md")), *(HERE / "adapters").glob("*/README.md")]
 FIVE = ["model.py", "lococo.py", "generate.py", "eval_ppl.py", "train.py"]  # in reading order
 
 

@@ -39,7 +39,7 @@ from eval_ppl import perplexity, ranges, standard_error, token_losses  # noqa: E
 from lococo import AdaptedLlama, Settings  # noqa: E402
 from model import load_base  # noqa: E402
 from support.programs.adapter import identity, load_adapter  # noqa: E402
-from support.command_line import HERE, TINY, at_least, prepare  # noqa: E402
+from support.command_line import HERE, SIZES, TINY, at_least, prepare  # noqa: E402
 from support.command_line import run_program  # noqa: E402
 from support.facts import tell_all  # noqa: E402
 from support.files import UserError, as_json, checksum  # noqa: E402
@@ -74,8 +74,10 @@ class Row:
     flags: str  # of train.py, after those of the table
     trained: bool = True  # if there is something to train
     sharpness: int | None = None  # of our compressor, when it is scored; None: as in use
+    stored: bool = False  # if it is the adapter of the repository, in the sizes of the table
 
 
+STORED = HERE / "adapters" / "smollm2-135m" / "text"
 BUDGETS = "adapters/smollm2-135m/budgets.json"
 PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2"
 OURS_KEPT = "--method h2o --heavy {most} --forget 0.75"
@@ -98,6 +100,12 @@ ROWS = {
     "ours soft": Row("ours as mixtures: not sharpened in use", "", sharpness=1),
     "ours": Row("**ours**", ""),
     "ours budgets": Row("**ours with budgets of layers**", f"--budgets {BUDGETS}"),
+    "stored": Row("ours with budgets, the adapter of 512 slots and 8,192 tokens",
+                  f"--budgets {BUDGETS}", trained=False, stored=True),
+    "stored by slot": Row("ours with budgets, used by slot",
+                          f"--budgets {BUDGETS} --positions slots", trained=False, stored=True),
+    "stored, equal": Row("ours trained with budgets, used with equal slots", "",
+                         trained=False, stored=True),
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
     "ours, one filter": Row("one filter for all slots", "--compressor one-filter"),
@@ -133,6 +141,7 @@ class Table:
 PAPERS = ("full", "window", "h2o", "h2o text", "official h2o", "lococo", "lococo+h2o",
           "official code", "h2o 5/8 forget", "h2o 5/8 forget budgets")  # fmt: skip
 OURS = ("ours", "ours budgets")
+STORED_ROWS = ("stored", "stored by slot", "stored, equal")
 FROZEN = Table(PAPERS, 64, 1024, "test", "--recipe inference")
 ABLATIONS = (
     "full", "h2o", "h2o text", "h2o 5/8 forget", "ours", "ours untrained", "ours soft",
@@ -143,14 +152,14 @@ ABLATIONS = (
 TUNED = ("full", "window", "h2o", "h2o 5/8 forget", "ours")
 LORA = "--recipe inference --lora-rank 8 --lr 3e-4 --bptt 4"
 LONG = Table(
-    (*PAPERS, "ours, one filter", "ours, filter of each", *OURS), 512, 8192, "long",
+    (*PAPERS, "ours, one filter", "ours, filter of each", *OURS, *STORED_ROWS), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
 )  # fmt: skip
 FACTS = ("window", "h2o", "official code", "lococo", "lococo+h2o", "ours", "ours soft",
          "ours, one filter", "ours, at once", "ours, unattended")  # fmt: skip
 TABLES = {
     "frozen": FROZEN,
-    "frozen, ours": replace(FROZEN, rows=("full", "window", "h2o", *OURS)),
+    "frozen, ours": replace(FROZEN, rows=("full", "window", "h2o", *OURS, "stored")),
     "frozen, 2,048 tokens": replace(FROZEN, rows=PAPERS + OURS, mem=128, seq=2048),
     "ablations": replace(
         FROZEN, rows=ABLATIONS, part="choosing", steps=40, against=("ours",)
@@ -270,6 +279,10 @@ def model_of(name: dict, number: int, row: Row, options: Options) -> AdaptedLlam
     model, _ = load_base(options.model, machine.dtype, machine.device)
     if run:
         adapted = load_adapter(run, model)
+    elif row.stored:
+        settings = settings_of(name["flags"], options)
+        sizes = {size: getattr(settings, size) for size in SIZES}
+        adapted = load_adapter(STORED, model, **sizes)
     else:
         adapted = AdaptedLlama(model, settings_of(name["flags"], options)).eval()
     for compressor in adapted.compressors if row.sharpness else ():
