@@ -100,4 +100,4 @@ def test_rows_are_settings(monkeypatch):
         for key in table.rows:
             s = tables.settings_of(tables.all_flags(tables.ROWS[key], table), options)
             assert s.mem == (0 if key == "full" else table.mem), key
-            assert sum(s.budgets) == 30 * table.mem * ("budgets" in key)
+            assert sum(s.budgets) == 30 * table.mem * ("budgets" in tables.ROWS[key].flags)
