@@ -109,7 +109,8 @@ ROWS = {
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
     "ours, one filter": Row("one filter for all slots", "--compressor one-filter"),
-    "ours, filter of each": Row("a filter for each slot", "--compressor filter-of-each"),
+    "ours, filter of each": Row("ours with equal slots, a filter for each",
+                                "--compressor filter-of-each"),
     "ours, top-k": Row("one filter, copies are taken, too (top-k)", "--compressor top-k"),
     "ours, at once": Row("all slots choose at once", "--compressor at-once"),
     "ours, unattended": Row("without the attention received", "--compressor unattended"),
