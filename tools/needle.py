@@ -87,7 +87,7 @@ def panel(
                 raise UserError(f"a text of {L:,} tokens: {none}; take other --data")
             hits.append([*found(adapted, text, lines[:told], asked)] + missing[told:])
             bar.update(L)
-        shares[L] = np.nanmean(hits, axis=0).tolist()
+        shares[L] = torch.tensor(hits, dtype=torch.float64).nanmean(dim=0).tolist()
     return shares
 
 
