@@ -534,7 +534,7 @@ class Selection(Compressor):
         filters = self.conv.weight + COMMON_SCALE * self.common
         slot_filters = self.slot_filters + COMMON_SCALE * self.slot_common
         new = F.conv1d(entries, filters, padding="same")
-        old = F.conv1d(entries, slot_filters)
+        old = slot_filters.squeeze(2) @ entries
         received = (scores + 1e-4).log()  # entries below 0.0001 are alike
         received = received - received.mean(dim=-1, keepdim=True)
         by_filters = torch.where(from_slot[:, None], old, new)

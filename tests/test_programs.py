@@ -218,7 +218,7 @@ def test_a_text_beyond_the_context_is_read_by_slot(run):
     code, out, err = run(generate, f"{ask} book")
     assert code == 0 and note in err and "warning" not in err
     assert out == run(generate, f"{ask} book --positions slots")[1]
-    assert "--positions slots keeps them small" in run(generate, f"{ask} book --positions text")[2]
+    assert "with --positions slots" in run(generate, f"{ask} book --positions text")[2]
     assert run(generate, f"{ask} book --save-memory read")[0] == 0
     Path("question").write_text("return x")
     assert run(generate, f"{ask} question --load-memory read")[0] == 0

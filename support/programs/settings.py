@@ -157,7 +157,7 @@ def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
     elif settings.lora_rank:
         remedy = "train with a larger --seq, or with --positions slots"
     elif settings.mem:
-        remedy = "--positions slots keeps them small"
+        remedy = "read the text with --positions slots, which keeps them small"
     else:
         remedy = "--method h2o --mem 512 --positions slots keeps them small"
     reached = f"positions may reach {positions:,}, and the memory is for {reach:,}"
