@@ -13,6 +13,7 @@ a column. The paper's tasks are scored by tools/tasks.py. For the method read
 
 import argparse
 import math
+import os
 import sys
 from typing import NamedTuple
 
@@ -102,6 +103,7 @@ def score_all(
 ) -> Scores:  # fmt: skip
     """Score `documents` and, if there are any, texts with facts (N, L). Print a row for each
     model."""
+    print(f"cache bytes are those after {[*documents][-1]:,} tokens")
     title = "perplexity, by tokens of a piece"
     print(f"{title:{NAME}} {'slots':>6} {'cache bytes':>14}", *(f"{L:>10}" for L in documents))
     texts = [*documents.values()] if told is None else [*documents.values(), told]
@@ -131,8 +133,8 @@ def standard_error(values: Tensor) -> float:
 
 def print_differences(losses: dict[str, Tensor], first: str | None) -> dict[str, dict]:
     """A row for each model: its nats per token, and how far they are above those of the
-    memory that is named first. The errors are standard errors over pieces; that of a
-    difference is paired. Returns the rows."""
+    model `first`. The errors are standard errors over pieces; that of a difference is
+    paired. Returns the rows."""
     by_piece = {name: nats.double().mean(dim=1) for name, nats in losses.items()}
     number, length = losses[first or next(iter(losses))].shape
     title = f"nats per token, {counted(number, 'piece')} of {length + 1:,}"
@@ -140,7 +142,7 @@ def print_differences(losses: dict[str, Tensor], first: str | None) -> dict[str,
     rows = {}
     for name, nats in by_piece.items():
         row = {"mean": nats.mean().item(), "error": standard_error(nats)}
-        line = f"{name.removeprefix('base, '):{NAME}} {row['mean']:>7.4f} {row['error']:>7.4f}"
+        line = f"{name:{NAME}} {row['mean']:>7.4f} {row['error']:>7.4f}"
         if first:
             above = nats - by_piece[first]
             row |= {"above first": above.mean().item(), "error of above": standard_error(above)}
@@ -193,7 +195,7 @@ def main() -> None:
     model, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     models = models_to_score(flags, model, with_baselines=flags.recall)
     parts = parts_to_score(flags)
-    documents = documents_to_score(flags, parts, tokenizer)
+    documents = documents_to_score(flags, parts, tokenizer, usual=(2048, 4096, 8192))
     L, last = [*documents.items()][-1]
     told = told_ago = None
     if flags.recall:
@@ -211,7 +213,9 @@ def main() -> None:
     figures = {"parts": parts, "documents": numbers, "methods": scores.cells}
     memories = [adapted.settings for adapted in models.values() if adapted.settings.mem]
     reach = max((settings.capacity for settings in memories), default=0)
-    first = next((name for name, adapted in models.items() if adapted.settings.mem), None)
+    # Others are compared with the first RUN that has slots, or else the first --method.
+    in_order = [*map(os.path.relpath, flags.runs), *models]
+    first = next((name for name in in_order if models[name].settings.mem), None)
     figures["nats per token"] = print_differences(scores.losses, first)
     if flags.by_position:
         position = torch.arange(1, L).expand(len(last), -1)

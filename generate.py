@@ -34,12 +34,14 @@ from model import KVCache, Llama, load_base
 from support.command_line import TINY, Parser, at_least, new_file, prepare
 from support.command_line import prompt_tokens, read_prompt, run_program
 from support.files import UserError
+from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter, shared_copy
 from support.programs.saved_memory import load_memory, save_memory
 from support.programs.settings import method_sizes, refuse_sizes, untrained
 from support.programs.settings import warn_if_too_long, within_context
-from support.programs.show_memory import make_page, what_to_show
-from support.programs.tracing import SUGGESTED, check_slots, describe_slots, memory_of_layer
+from support.programs.show_memory import page_record, what_to_show
+from support.programs.tracing import SUGGESTED, check_slots, describe_slots
+from support.programs.tracing import memory_of_layer, memory_of_page
 from support.tokenizer import Tokenizer
 
 # --- Text as it comes -------------------------------------------------------------------
@@ -99,7 +101,8 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 
 
 def parse() -> argparse.Namespace:
-    """The flags. Of --show-memory, `head` has the layer and the head, or `page` the file."""
+    """The flags. Of --show-memory, `layer_and_head` has two numbers, or `page` a file; the
+    other is None."""
     parser = Parser(__doc__, mem="the adapter's, or 512",
                     segment="the adapter's, or as --mem")
     add = parser.add_argument_group("text").add_argument
@@ -125,9 +128,9 @@ def parse() -> argparse.Namespace:
              "all slots hold while the text is read, and end")
 
     flags = parser.parse_methods()
-    flags.head = flags.page = None
+    flags.layer_and_head = flags.page = None
     if flags.show_memory:
-        flags.head, flags.page = what_to_show(flags.show_memory)
+        flags.layer_and_head, flags.page = what_to_show(flags.show_memory)
         if flags.save_memory or flags.load_memory:
             parser.error("--show-memory goes with neither --save-memory nor --load-memory")
     asked = [f"--adapter {flags.adapter}"] if flags.adapter else []
@@ -197,17 +200,18 @@ def show_page(
     page: Path, models: dict[str, AdaptedLlama], ids: list[int], tokenizer: Tokenizer
 ) -> None:
     """Read the text with each model, and write a page of what its memory holds meanwhile."""
-
-    def read_and_predict(name: str, cache: KVCache) -> int:
-        settings = models[name].settings
-        warn_if_too_long(models[name], len(ids))
+    memories = {name: memory_of_page(adapted) for name, adapted in models.items()}
+    records = []
+    for name, memory in memories.items():
+        adapted = models[name]
+        warn_if_too_long(adapted, len(ids))
         begun = time.perf_counter()
-        logits = read(models[name], ids, cache)
+        logits = read(adapted, ids, memory)
         print(name, file=sys.stderr)
-        print_figures(cache, settings, time.perf_counter() - begun)
-        return sample(logits[0, : tokenizer.vocab_size], temperature=0)
-
-    make_page(page, models, ids, tokenizer, read_and_predict)
+        print_figures(memory, adapted.settings, time.perf_counter() - begun)
+        likeliest = sample(logits[0, : tokenizer.vocab_size], temperature=0)
+        records.append(page_record(name, memory, tokenizer.piece(likeliest)))
+    write_page(page, *token_texts(ids, tokenizer), records, new=True)
     print(f"open {page} in a browser", file=sys.stderr)
 
 
@@ -215,11 +219,13 @@ def continue_text(
     flags: argparse.Namespace, adapted: AdaptedLlama, ids: list[int], tokenizer: Tokenizer
 ) -> None:
     """Read the text, and continue it; or save the memory, or print what slots hold."""
-    most = 0 if flags.save_memory or flags.head else flags.max_new_tokens
+    most = 0 if flags.save_memory or flags.layer_and_head else flags.max_new_tokens
     if flags.load_memory:
         cache = load_memory(flags.load_memory, adapted, flags.positions)
     else:
-        cache = memory_of_layer(adapted, *flags.head) if flags.head else adapted.cache()
+        cache = adapted.cache()
+    if flags.layer_and_head:
+        cache = memory_of_layer(adapted, *flags.layer_and_head)
     settings = adapted.settings
     warn_if_too_long(adapted, cache.seen + len(ids) + most)
 
@@ -227,8 +233,8 @@ def continue_text(
     logits = read(adapted, ids, cache)
     if flags.save_memory:
         save_memory(flags.save_memory, cache, adapted)
-    if flags.head:
-        print(*describe_slots(cache, *flags.head, ids, tokenizer), sep="\n")
+    if flags.layer_and_head:
+        print(*describe_slots(cache, *flags.layer_and_head, ids, tokenizer), sep="\n")
     if most:
         new = decode(adapted.model, tokenizer, logits, cache, most, flags.temperature)
         print_text(new, tokenizer, ids)
@@ -243,6 +249,7 @@ def main() -> None:
     ids = prompt_tokens(flags, text, tokenizer)
     models = chosen_models(flags, base)
     if not flags.positions and not flags.load_memory:
+        # Also where nothing is written now: what follows a saved memory needs room, too.
         for adapted in models.values():
             within_context(adapted, len(ids) + flags.max_new_tokens)
     with machine.precision():

@@ -1,7 +1,8 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a small convolution.
 
 Equation numbers are those of the paper (arXiv 2406.05317), letters are those of model.py,
-and R is the number of entries that are neither pinned nor recent: those that are merged.
+and R is the number of entries that go into merged slots: those that are neither pinned (in
+sinks or heavy slots) nor recent.
 Three matrices have similar names:
 
     logits          the paper's W of (6), as the convolution gives it
@@ -25,7 +26,8 @@ from support.files import UserError
 # --- Methods: what a memory of M slots holds --------------------------------------------
 
 # Sinks keep the first tokens, heavy slots the entries that have received most attention,
-# and recent slots the last tokens. Merged slots mix the rest.
+# and recent slots the last tokens. The compressor fills the merged slots with the rest. The
+# paper's mixes entries, and ours lets each slot choose one; the name is the paper's.
 KINDS = ("sinks", "heavy", "merged", "recent")  # in their order in the cache
 
 # A method is a function of M. It gives the fields of Settings (below) that it sets. Another
@@ -100,6 +102,12 @@ class Settings:
         layers."""
         return self.mem + self.segment
 
+    @property
+    def uncompressed(self) -> int:
+        """How many tokens can be read, in whole segments, before a layer of M slots is
+        compressed."""
+        return self.mem + self.segment - self.mem % self.segment
+
 
 # --- Compressor (section 3.2.1) ---------------------------------------------------------
 
@@ -140,7 +148,9 @@ class Compressor(nn.Module):
         compressors: list["Compressor"], entries: list[Tensor], from_slot: list[Tensor],
         scores: list[Tensor] | list[None],
     ) -> Tensor:  # fmt: skip
-        """w of several layers, one after the other, (layers * N, slots, R)."""
+        """w of several layers, one after the other, (layers * N, slots, R). A compressor
+        whose slots choose one after the other has a loop over slots; another form of this
+        function lets one loop serve all layers. Others need `weights` alone."""
         layers = zip(compressors, entries, from_slot, scores)
         return torch.cat([compressor.weights(*layer) for compressor, *layer in layers])
 
@@ -259,7 +269,7 @@ class Memory(KVCache):
 
         We compress lazily, so that the loss of segment n trains the compression that made
         room for it; algorithm 2 gives the same slots at the end of a segment. While decoding,
-        the paper compresses at each token, and we do it once per segment.
+        the paper compresses at each token, and we do it once per segment after the first time.
         """
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
@@ -273,8 +283,8 @@ class Memory(KVCache):
 
     def is_full(self, layer: int, T: int) -> bool:
         """Whether more than M entries are held, and T more would make the new ones more than a
-        segment. Before the first compression all entries are new, so that a layer may be
-        full, as in algorithm 2, although T more would fit into M + T."""
+        segment. Before the first compression all entries are new, so that, as in algorithm 2, a
+        layer may be full although T more would fit into M + T."""
         size, M = self.keys[layer].size, self.layer_settings[layer].mem
         new = size - M if self.was_compressed(layer) else size
         return size > M and new + T > self.settings.segment
@@ -345,8 +355,8 @@ class Memory(KVCache):
 
         # If compressed before, the cache was [pinned | merged | recent slots | segment].
         # Recent slots count as new.
-        in_slot = order.split(sizes, dim=2)[1] < s.pinned + s.merged
-        from_slot = in_slot & self.was_compressed(layers[0])
+        _, places, _ = order.split(sizes, dim=2)
+        from_slot = (places < s.pinned + s.merged) & self.was_compressed(layers[0])
         k_new, v_new, w = self.fill_merged(layers, k_rest, v_rest, from_slot, scores_rest)
 
         k = torch.cat((k_pinned, k_new, k_recent), dim=2).chunk(len(layers))
@@ -379,7 +389,7 @@ class Memory(KVCache):
         self.plain[layer] = Entries(k)
         if self.by_slot:
             places = torch.arange(k.shape[2], device=k.device)
-            self.keys[layer] = Entries(rotate(k, *self.turn(places)))
+            self.keys[layer] = Entries(rotate(k, *self.angle(places)))
         self.values[layer] = Entries(v)
         self.scores[layer] = scores
 
@@ -561,24 +571,26 @@ class Selection(Compressor):
 @torch.no_grad()
 def taken(relevance: Tensor, entries: Tensor) -> Tensor:
     """The penalty of each of R entries for each slot: relevance (N, slots, R), entries
-    (N, 2D, R) -> (N, slots, R). It is PENALTY for each earlier slot that has taken a copy.
+    (N, 2D, R) -> (N, slots, R). This is maximal marginal relevance (Carbonell and Goldstein
+    1998): for each earlier slot the penalty grows by PENALTY times how alike the entry is to
+    what that slot has taken.
 
-    This is maximal marginal relevance (Carbonell and Goldstein 1998). Two entries are alike
-    by the cosine of their values, less the mean of all R, to the power of 32; values are not
-    rotated. The penalty is a constant for the gradient, as are the scores.
+    How alike two entries are is the cosine of their values, less the mean of all R, to the
+    power of 32: it is 1 for a copy, and 0.03 where the cosine is 0.9. Keys are not compared,
+    as rotations change them. The penalty is a constant for the gradient, as are the scores.
     """
     values = entries.chunk(2, dim=1)[1]  # (N, D, R)
     unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)
-    copies = (unit.mT @ unit).clamp_(min=0)  # (N, R, R); an opposite entry is not a copy
+    alike = (unit.mT @ unit).clamp_(min=0)  # (N, R, R); an opposite entry is not a copy
     for _ in range(5):
-        copies.square_()
-    copies *= PENALTY
-    heads = torch.arange(len(copies), device=copies.device)
+        alike.square_()
+    alike *= PENALTY
+    heads = torch.arange(len(alike), device=alike.device)
     penalty = torch.zeros_like(relevance[:, 0])
     penalties = []  # for each slot, (N, R)
     for row in relevance.unbind(dim=1):
         penalties.append(penalty)
-        penalty = penalty + copies[heads, (row - penalty).argmax(dim=-1)]
+        penalty = penalty + alike[heads, (row - penalty).argmax(dim=-1)]
     return torch.stack(penalties, dim=1)
 
 

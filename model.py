@@ -1,7 +1,8 @@
 """Llama-2 in plain PyTorch: the model, its cache, and how official weights are loaded.
 
-Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288). LoCoCo plugs in at one
-place, the cache: the model tells `cache.enter` how many tokens come, and each block hands
+Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288), with a switch for Llama 3
+(`llama3_rope`) and two for ChatGLM3 (`qkv_bias`, `turned`). LoCoCo plugs in at one place, the
+cache: the model tells `cache.enter` how many tokens come, and each block hands
 q, k and v to `cache.attend`. The cache decides where tokens stand (RoPE) and what is kept.
 The KVCache below keeps every entry; the Memory of lococo.py keeps M slots. Equation numbers
 are those of the LoCoCo paper. Where its Q, K and V have a column for each token, ours have a
@@ -57,9 +58,9 @@ class Llama3Rope:
         """A rotation that turns at least `high_freq_factor` times within the original
         context is kept, one that turns at most `low_freq_factor` times is divided by
         `factor`; between the two the share that is kept grows linearly."""
-        turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
+        times = self.original_max_position_embeddings * frequency / (2 * math.pi)
         low, high = self.low_freq_factor, self.high_freq_factor
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        kept = ((times - low) / (high - low)).clamp(0, 1)
         return kept * frequency + (1 - kept) * frequency / self.factor
 
 
@@ -230,10 +231,10 @@ class KVCache:
         self.capacity = [math.inf] * config.n_layers  # entries that each layer may hold
         self.keys = [Entries() for _ in range(config.n_layers)]  # rotated
         self.values = [Entries() for _ in range(config.n_layers)]
-        # Of the tokens that enter now: the position of the first one in each layer, and the
-        # cosines and sines for all of them, by the position of the first.
+        # Of the tokens that enter now: first[layer] is the position of the first one, and
+        # angles[p] are the cosines and sines of all of them if the first stands at p.
         self.first: list[int] = []
-        self.turns: dict[int, tuple[Tensor, Tensor]] = {}
+        self.angles: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def size(self) -> int:
@@ -263,26 +264,26 @@ class KVCache:
         """Announce T new tokens, before the first layer attends to them."""
         self.first = self.first_positions()
         steps = torch.arange(T, device=device)
-        self.turns = {first: self.turn(first + steps) for first in set(self.first)}
+        self.angles = {first: self.angle(first + steps) for first in set(self.first)}
         self.seen += T
 
     def first_positions(self) -> list[int]:
         """The position of the next token in each layer: here its place in the text."""
         return [self.seen] * self.config.n_layers
 
-    def turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What `rotate` needs for these positions."""
+    def angle(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The cosines and sines that `rotate` needs for these positions."""
         return rope(positions / self.rope_scale, self.config)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append a layer's new k and v (B, G, T, D), then let each of its queries
         q (B, H, T, D) attend to the older entries and, causally, to the new ones. Neither q
         nor k is rotated yet. Returns what the heads read, (B, H, T, D)."""
-        turn = self.turns[self.first[layer]]
+        cos, sin = self.angles[self.first[layer]]
         # Algorithm 1, step 4.
-        self.keys[layer].append(rotate(k, *turn), self.capacity[layer])
+        self.keys[layer].append(rotate(k, cos, sin), self.capacity[layer])
         self.values[layer].append(v, self.capacity[layer])
-        return self.read(layer, rotate(q, *turn))
+        return self.read(layer, rotate(q, cos, sin))
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         """Rotated queries q (B, H, T, D) of the last T entries -> what they read."""

@@ -137,7 +137,9 @@ WHAT_FOR = {
 }
 
 # What a recipe sets for its own method. It does not suit another --method.
-OF_THE_METHOD = ("sinks", "heavy", "merged", "positions", "forget", "kernel", "start")
+OF_THE_METHOD = (
+    "sinks", "heavy", "merged", "positions", "forget", "kernel", "start", "conv_lr",
+)  # fmt: skip
 
 
 def completed(config: TrainConfig) -> TrainConfig:

@@ -178,9 +178,9 @@ class Parser(argparse.ArgumentParser):
                  "(default: those of an adapter, or M each, which is called equal)")
 
     def parse_methods(self) -> argparse.Namespace:
-        """Parse the command line of a program that has a list of --method. `changes` has what
-        the user says about all of these methods, apart from M and T, and `sizes` what holds
-        for adapters, too."""
+        """Parse the command line of a program that has a list of --method. `changes` has the
+        flags that replace fields of each --method, and `sizes` those that adapters take, too:
+        --budgets and --positions are in both."""
         flags = self.parse_args()
         flags.method = list(dict.fromkeys(flags.method))
         flags.changes = method_flags(vars(flags))
@@ -197,8 +197,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def method_flags(flags: dict) -> dict:
-    """Those of the flags that change a row of METHODS. train.py has four more than the
-    others."""
+    """Those of the flags, or of a configuration of train.py, that change a row of METHODS."""
     names = ("sinks", "heavy", "recent", "positions", "forget", "budgets", "compressor",
              "kernel", "start", "lora_rank")  # fmt: skip
     return {name: flags[name] for name in names if name in flags}

@@ -224,7 +224,7 @@ def checked(
     stored: Iterable[tuple[str, Tensor]], expected: dict[str, torch.Size]
 ) -> Iterator[tuple[str, Tensor]]:
     """Hand on the tensors of a model's files by name. Raises ValueError if they are not
-    those that are expected, by name and shape, or have no finite numbers."""
+    those that are expected, by name and shape, or have numbers that are not finite."""
     left = dict(expected)
     for name, tensor in stored:
         if name not in expected:
@@ -239,7 +239,7 @@ def checked(
             types = ", ".join(f"{dtype}".removeprefix("torch.") for dtype in READ)
             raise ValueError(f"{name} has numbers of type {tensor.dtype}; take {types}")
         if not tensor.isfinite().all():
-            raise ValueError(f"{name}, {tensor.dtype}, has no finite numbers")
+            raise ValueError(f"{name}, {tensor.dtype}, has numbers that are not finite")
         yield name, tensor
     if left:
         raise ValueError(f"missing: {', '.join(left)}")

@@ -174,7 +174,7 @@ def test_a_missing_file(tmp_path, model, files, lost, parts):
     (lambda s, q: s.update(surplus=s.pop(q)), ["surplus is no weight"]),
     (lambda s, q: s.update({q: s[q].to(torch.int8)}), [Q_PROJ, "int8"]),
     (lambda s, q: s.update({q: s[q].to(torch.float8_e5m2)}), [Q_PROJ, "float8_e5m2"]),
-    (lambda s, q: s[q].__setitem__((0, 0), math.nan), [Q_PROJ, "no finite numbers"]),
+    (lambda s, q: s[q].__setitem__((0, 0), math.nan), [Q_PROJ, "not finite"]),
     (lambda s, q: s.update({q: s[q][:, 1:].clone()}), [Q_PROJ, "(32, 31)", "(32, 32)"]),
 ])  # fmt: skip
 def test_a_wrong_tensor_is_named(tmp_path, model, fault, parts):

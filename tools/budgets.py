@@ -19,9 +19,10 @@ The needs are measured on texts that may be trained on; what is scored must not 
 them.
 """
 
+import argparse
 import shlex
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,30 +100,12 @@ def shared_out(needs: np.ndarray, mem: int) -> list[int]:
     return budgets.tolist()
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line asks for."""
-
-    model: Path
-    device: str | None
-    dtype: str | None
-    seed: int
-    method: str
-    mem: int
-    segment: int | None
-    changes: dict  # of the method's row of METHODS
-    data: list[Path]
-    length: int  # tokens of a document
-    documents: int  # at most
-    recall: bool
-    fact_form: str
-    out: Path | None  # a file of JSON
+Options = argparse.Namespace  # the flags of `parse`
 
 
 def parse() -> Options:
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, mem="64", segment="as --mem")
     parser.set_defaults(mem=64)
-    parser.epilog = "Here --mem is 64 if it is not given."
     add = parser.memory.add_argument
     add("--method", choices=METHODS, default="h2o",
         help="one without merged slots (default: h2o)")
@@ -143,7 +126,7 @@ def parse() -> Options:
     if flags.budgets:
         parser.error("--budgets are what this program finds; leave the flag out")
     flags.changes = method_flags(vars(flags)) | {"lora_rank": 0}
-    return Options(**{field.name: getattr(flags, field.name) for field in fields(Options)})
+    return flags
 
 
 def settings_of(options: Options) -> Settings:
@@ -153,7 +136,7 @@ def settings_of(options: Options) -> Settings:
     if s.merged or not s.mem:
         remedy = "take one that has slots and merges nothing"
         raise UserError(f"--method {options.method}: {remedy}")
-    if L <= s.capacity:
+    if L - 1 <= s.uncompressed:
         sizes = f"a memory of {mem} slots and a segment of {segment} tokens hold it"
         nothing = "so that nothing is compressed"
         remedy = "take a larger --length, or a smaller --mem"

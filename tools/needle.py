@@ -94,8 +94,8 @@ def panel(
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = add_runs_and_texts(parser).add_argument
-    add("--lengths", type=at_least(256), nargs="+", default=[1024, 2048, 4096, 8192],
-        metavar="L", help="tokens of a text (default: 1024 2048 4096 8192)")
+    add("--lengths", type=at_least(256), nargs="+", metavar="L",
+        help="tokens of a text (default: 1024 2048 4096 8192, if the texts are so long)")
     add("--documents", type=at_least(1), default=8, metavar="N",
         help="texts of each length (default: 8)")
     return parse_models(parser)
@@ -106,7 +106,8 @@ def main() -> None:
     machine = prepare(flags.device, flags.dtype, flags.seed)
     model, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     models = models_to_score(flags, model, with_baselines=True)
-    documents = documents_to_score(flags, parts_to_score(flags), tokenizer)
+    parts, usual = parts_to_score(flags), (1024, 2048, 4096, 8192)
+    documents = documents_to_score(flags, parts, tokenizer, usual)
     note_limits(models, [*documents])
     figures = {}
     total = len(models) * sum(rows.numel() for rows in documents.values())

@@ -84,8 +84,8 @@ OURS_KEPT = "--method h2o --heavy {most} --forget 0.75"
 ROWS = {
     "full": Row("full attention", "--method full"),
     "window": Row("window: 4 first, M - 4 last", "--method streaming"),
-    "h2o": Row("H2O: M/2 heavy, M/2 last", "--method h2o --positions slots"),
-    "h2o text": Row("H2O, positions of the text", "--method h2o --positions text"),
+    "h2o": Row("H2O by slot: M/2 heavy, M/2 last", "--method h2o --positions slots"),
+    "h2o text": Row("H2O, by positions of the text", "--method h2o --positions text"),
     "official h2o": Row("H2O of the official code: M heavy, by the last segment",
                         "--method h2o --heavy {mem} --recent 0 --forget 0"),
     "lococo": Row("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
@@ -182,7 +182,7 @@ Options = argparse.Namespace  # the flags of `parse`
 
 
 def texts_to_train_on(part: str, options: Options) -> list[Path]:
-    """None means Python's library."""
+    """An empty list means Python's library."""
     if part == "held-out":
         return []
     # Runs are shared by both long parts.
@@ -356,15 +356,10 @@ def make_cells(table: Table, options: Options) -> None:
 
 
 def stored_cells() -> list[dict]:
-    """The oldest first. The first ones do not say their dtype, and those of SmolLM2 not
-    their model."""
-    cells = []
-    for _, cell in read_rows(RESULTS, lambda row: True) if RESULTS.is_file() else ():
-        unsaid = {"dtype": "float32"}
-        if "model" not in cell:
-            unsaid = {"dtype": "bfloat16", "model": "SmolLM2-135M"}
-        cells.append(unsaid | cell)
-    return cells
+    """The oldest first."""
+    if not RESULTS.is_file():
+        return []
+    return [cell for _, cell in read_rows(RESULTS, lambda row: True)]
 
 
 def add(cell: dict) -> None:
@@ -403,9 +398,7 @@ def lines_of(table: Table, cells: list[dict]) -> Lines:
     """In the order of the table. `cells` are of one model and dtype."""
     about = {key: getattr(table, key) for key in ("mem", "seq", "part", "documents")}
     names = {row + table.ending: row for row in table.rows}
-    # Some older cells have flags beside those of their row, under "extra".
-    found = [cell for cell in cells if about.items() <= cell.items()
-             and cell["row"] in names and not cell.get("extra")]  # fmt: skip
+    found = [cell for cell in cells if about.items() <= cell.items() and cell["row"] in names]
     for key in ("base", "scored"):  # those of the newest; some of the first do not say
         found = [cell for cell in found if cell.get(key) in (None, found[-1].get(key))]
     # A row's flags may have changed since a cell was made.
@@ -438,7 +431,7 @@ def counterpart(
 
 
 def common_seeds(*lines: Line | None) -> list[int]:
-    """None if a line is missing."""
+    """The seeds that all trained lines have. The list is empty if a line is missing."""
     if None in lines:
         return []
     trained = [set(line.cells) for line in lines if line.steps]

@@ -43,14 +43,15 @@ def write_adapter(run: Path, adapted: AdaptedLlama, parts: list[str]) -> None:
 def read_adapter(run: Path) -> Adapter:
     """The adapter of a run directory of train.py. Raises UserError."""
     if not (run / "adapter.safetensors").exists():
-        sentence = "there is no adapter.safetensors; name a folder that train.py has made"
         inside = sorted(file.parent for file in run.glob("*/adapter.safetensors"))
-        if inside:
-            sentence = f"name one of the runs in it: {', '.join(map(str, inside))}"
-        if run.is_file():
-            sentence = "this is a file; name a folder that train.py has made, or texts by --data"
         if (run / "state.safetensors").exists():
             sentence = f"this run has not ended; to go on: {resume_command(run)}"
+        elif run.is_file():
+            sentence = "this is a file; name a folder that train.py has made, or texts by --data"
+        elif inside:
+            sentence = f"name one of the runs in it: {', '.join(map(str, inside))}"
+        else:
+            sentence = "there is no adapter.safetensors; name a folder that train.py has made"
         raise UserError(f"{run}: {sentence}")
     tensors, about = read_file(run / "adapter.safetensors")
     try:
@@ -108,8 +109,9 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
 
 
 def shared_copy(model: Llama) -> Llama:
-    """A second Llama on the same weights, which are not copied. An adapter changes one of the
-    two and leaves the other as it is: what is frozen stays in memory once."""
+    """A second Llama on the same weights, which are not copied: what is frozen stays in memory
+    once. An adapter that is loaded changes one of the two and leaves the other as it is. One
+    that trains embeddings and norms changes both."""
     with torch.device("meta"):  # shapes without numbers
         other = Llama(model.config)
     other.load_state_dict(model.state_dict(), assign=True)

@@ -1,4 +1,4 @@
-"""What eval_ppl.py and tools/tasks.py score: the models and the texts that flags name."""
+"""What eval_ppl.py and tools score: the models and the texts that flags name."""
 
 import argparse
 import os
@@ -52,8 +52,8 @@ def add_runs_and_texts(parser: Parser) -> argparse._ArgumentGroup:
 
 
 def parse_models(parser: Parser) -> argparse.Namespace:
-    """Parse the flags of eval_ppl.py or tools/tasks.py. Where no model is named, `runs` is
-    the embedded adapter."""
+    """Parse the flags of a program that scores. Where no model is named, `runs` is the
+    embedded adapter."""
     flags = parser.parse_methods()
     if not flags.runs and not flags.method and flags.model.resolve() == TINY:
         flags.runs = [TINY]
@@ -118,17 +118,13 @@ def note_limits(models: dict[str, AdaptedLlama], lengths: list[int]) -> None:
     for name, adapted in models.items():
         s = adapted.settings
         warn_if_too_long(adapted, max(lengths))
-        most = s.capacity - s.mem % s.segment  # of whole segments
-        short = [str(L) for L in lengths if L - 1 <= most]
+        short = [str(L) for L in lengths if L - 1 <= s.uncompressed]
         if s.mem and short and not s.budgets:  # with budgets a layer may compress earlier
-            nothing = f"up to {most:,} entries nothing is compressed"
+            nothing = f"up to {s.uncompressed:,} entries nothing is compressed"
             print(f"note: {name}, --lengths {' '.join(short)}: {nothing}", file=sys.stderr)
 
 
 # --- Texts ------------------------------------------------------------------------------
-
-USUAL_LENGTHS = (2048, 4096, 8192)  # tokens of a piece, if the texts are so long
-
 
 def parts_to_score(flags: argparse.Namespace) -> list[str]:
     """The part that --part names. Without --part: the part that train.py holds out, if a
@@ -147,14 +143,16 @@ def parts_to_score(flags: argparse.Namespace) -> list[str]:
 
 
 def documents_to_score(
-    flags: argparse.Namespace, parts: list[str], tokenizer: Tokenizer
+    flags: argparse.Namespace, parts: list[str], tokenizer: Tokenizer, usual: tuple[int, ...]
 ) -> dict[int, Tensor]:
-    """By length L pieces of the texts of these parts, (N, L), spread evenly over them.
-    Raises UserError if there are none of a length that was asked for, or none at all."""
+    """By length L pieces of the texts of these parts, (N, L), spread evenly over them. If
+    --lengths does not name any, they have the `usual` lengths, as far as the texts are so
+    long. Raises UserError if there are none of a length that was asked for, or none at
+    all."""
     streams = token_streams(flags.data, tokenizer)
     ids = np.concatenate([streams[part] for part in parts])
     documents = {}
-    lengths = flags.lengths or USUAL_LENGTHS
+    lengths = flags.lengths or usual
     for L in lengths:
         both = set()
         if parts == ["held-out"]:
@@ -169,7 +167,7 @@ def documents_to_score(
     listed = ", ".join(f"{len(rows)} of {L} tokens" for L, rows in documents.items())
     of = "all parts" if len(parts) == len(PARTS) else parts[0]
     whose = "" if flags.data else "Python's standard library, "
-    print(f"pieces of texts ({whose}{of}): {listed}; cache bytes at {[*documents][-1]}")
+    print(f"pieces of texts ({whose}{of}): {listed}")
     return documents
 
 

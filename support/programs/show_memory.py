@@ -3,16 +3,13 @@ of the page."""
 
 import argparse
 from pathlib import Path
-from typing import Callable
 
 from torch import Tensor
 
-from lococo import KINDS, AdaptedLlama
+from lococo import KINDS
 from support.command_line import new_file
 from support.files import UserError
-from support.memory_page import token_texts, write_page
-from support.tokenizer import Tokenizer
-from support.programs.tracing import TracedMemory, memory_of_page
+from support.programs.tracing import TracedMemory
 
 LEAST = 0.01  # smaller shares are left out
 TITLES = {  # of methods, as README.md calls them
@@ -71,18 +68,3 @@ def page_record(name: str, memory: TracedMemory, following: str) -> dict:
         "read": memory.seen_at,
         "held": held,
     }
-
-
-def make_page(
-    file: Path, models: dict[str, AdaptedLlama], ids: list[int], tokenizer: Tokenizer,
-    read: Callable[[str, TracedMemory], int],
-) -> None:  # fmt: skip
-    """Read the text `ids` with each model, and write a page of what their memories hold
-    meanwhile. `read(name, memory)` reads it with the model of this name, and returns the
-    token that is predicted after it."""
-    memories = {name: memory_of_page(adapted) for name, adapted in models.items()}
-    records = []
-    for name, memory in memories.items():
-        following = read(name, memory)
-        records.append(page_record(name, memory, tokenizer.piece(following)))
-    write_page(file, *token_texts(ids, tokenizer), records, new=True)

@@ -41,13 +41,6 @@ class TracedMemory(Memory):
         # their tokens' places, both (G, M, 3). `shares` grows with the text, these do not.
         self.largest = {layer: [] for layer in layers}
 
-    def copy(self) -> "TracedMemory":
-        other = super().copy()
-        other.seen_at = [*self.seen_at]
-        other.shares = {**self.shares}
-        other.largest = {layer: [*kept] for layer, kept in self.largest.items()}
-        return other
-
     def compress(self, layers: list[int]) -> tuple[Tensor, Tensor]:
         order, w = super().compress(layers)
         if 0 in layers:

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from lococo import COMPRESSORS, METHODS, Settings
+from lococo import COMPRESSORS, METHODS, Settings, in_layer
 from support.command_line import Parser, at_least, named_path
 from support.facts import FORMS
 from support.files import UserError
@@ -73,7 +73,7 @@ def add_text_flags(parser: Parser) -> None:
         help="lines `@ name name = word` (default), or sentences as RULER's needles")
 
 
-def add_training_flags(parser: Parser, recipes: dict[str, dict]) -> None:
+def add_training_flags(parser: Parser, recipes: dict[str, Any]) -> None:
     positive, number = at_least(1), at_least(0, float)
     add = parser.add_argument_group("training", RECIPES_VALUE).add_argument
     add("--recipe", choices=recipes,
@@ -139,10 +139,10 @@ def check_use(settings: Settings) -> None:
         chosen = f"--lora-rank 0 --method {settings.method}"
         remedy = "take --lora-rank 8, or a method with merged slots"
         raise UserError(f"{chosen}: there is nothing to train; {remedy}")
-    least = min(settings.budgets, default=settings.mem)  # slots of the smallest layer
-    most = least + settings.segment - least % settings.segment  # of whole segments
-    if settings.merged and settings.length - 1 <= most:
-        sizes = f"a memory of {least} slots and a segment of {settings.segment} tokens"
+    layers = [in_layer(settings, layer) for layer in range(len(settings.budgets) or 1)]
+    least = min(layers, key=lambda layer: layer.mem)
+    if settings.merged and settings.length - 1 <= least.uncompressed:
+        sizes = f"a memory of {least.mem} slots and a segment of {least.segment} tokens"
         nothing = f"it fits into {sizes}, so that nothing is compressed"
         remedy = "take a larger --seq, or a smaller --mem and --segment"
         raise UserError(f"--seq {settings.length}: {nothing}; {remedy}")
