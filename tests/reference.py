@@ -128,8 +128,8 @@ def selection_by_loop(compressor, slots, k, v, from_slot, scores):
 
 
 def official_rows(compressor, slots, k, v, from_slot, scores):
-    """Of the official code: (1 - g) onehot + g softmax(ReLU). The heavy hitters that come next
-    are in time order."""
+    """Of the official code: (1 - g) onehot + g softmax(ReLU). The heavy hitters that come
+    next are in time order."""
     weight, bias, g = (p.double() for p in (*compressor.conv.parameters(), compressor.gate))
     entries = torch.cat((k, v), dim=1).T[None]
     logits = F.conv1d(entries, weight, bias, padding=weight.shape[2] // 2)[0]  # (6)

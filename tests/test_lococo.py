@@ -141,8 +141,8 @@ VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
 @pytest.mark.parametrize("positions", ["slots", "text"])
 @pytest.mark.parametrize("method, changes", VARIANTS)
 def test_every_method_equals_a_slow_memory(config, in_float64, method, changes, positions):
-    """Segments of uneven sizes, grouped queries. After two whole segments the slots are full,
-    so that they are compressed before a short one, too, as in algorithm 2."""
+    """Segments of uneven sizes, grouped queries. After two whole segments the slots are
+    full, so that they are compressed before a short one, too, as in algorithm 2."""
     model = Llama(replace(config, n_layers=1, context=7))
     adapted = AdaptedLlama(model, settings(method, positions=positions, **changes)).eval()
     for p in adapted.compressors.parameters():

@@ -139,10 +139,10 @@ def in_a_browser(page: str, view: str) -> str:
 
 @pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
 def test_a_browser_colours_tokens_by_what_holds_them(own_folders):
-    """Tokens a to e, then the segment of f and g. Token h has not been read. There are a slot
-    of each kind, two heads and two compressions. The heavy slot of head 0 has a mixture: its
-    tokens are not kept word for word. Token d, which the address names, leaves head 0. In head
-    1 token c leaves."""
+    """Tokens a to e, then the segment of f and g. Token h has not been read. There are a
+    slot of each kind, two heads and two compressions. The heavy slot of head 0 has a
+    mixture: its tokens are not kept word for word. Token d, which the address names, leaves
+    head 0. In head 1 token c leaves."""
     first = [0, [1, 60, 2, 40], [2, 75, 1, 25], 4]
     second = [0, 1, [3, 50, 2, 50], 4]
     last = [0, 1, [3, 50, 1, 50], 6]

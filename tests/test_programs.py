@@ -299,8 +299,8 @@ def test_which_errors_are_a_sentence_and_which_a_traceback(capsys, error, code, 
 
 
 def test_a_pipe_that_is_closed(monkeypatch):
-    """As `| head` closes it when it has seen enough: what is printed last cannot be written.
-    The program ends at once and without a traceback."""
+    """As `| head` closes it when it has seen enough: what is printed last cannot be
+    written. The program ends at once and without a traceback."""
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(sys, "stdout", Mock(flush=Mock(side_effect=BrokenPipeError)))
     with pytest.raises(SystemExit) as raised:

@@ -148,9 +148,9 @@ def test_what_the_first_commands_print(run):
 
 
 def test_the_changes_of_the_exercises_run(model):
-    """The lines that a change removes are there once; with the others in their place, a small
-    model has finite losses and gradients, other than before. README's own compressor is one
-    more."""
+    """The lines that a change removes are there once; with the others in their place, a
+    small model has finite losses and gradients, other than before. README's own compressor
+    is one more."""
     source = (HERE / "lococo.py").read_text()
     own = next(text for text in blocks(README, "python") if 'COMPRESSORS["mine"]' in text)
     changed = [source + own]

@@ -1,4 +1,4 @@
-"""tools/budgets.py: from needs to slots. tools/needle.py: what is found, and what is not."""
+"""tools/budgets.py: from needs to slots. tools/needle.py: what is found and what is not."""
 
 import json
 from pathlib import Path
