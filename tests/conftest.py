@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from pathlib import Path
 
 # Before torch is imported, and for the programs that tests start: small models are faster with one
 # thread, and adapters are equal to the last bit only if sums have one order.
@@ -15,11 +16,13 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from lococo import Settings  # noqa: E402
-from model import Llama, LlamaConfig  # noqa: E402
+from lococo import AdaptedLlama, Settings  # noqa: E402
+from model import Llama, LlamaConfig, load_llama  # noqa: E402
+from support.programs.adapter import write_adapter  # noqa: E402
 from support.programs.settings import settings_for  # noqa: E402
 from support.command_line import HERE, TINY, run_program  # noqa: E402
 from support.files import UserError  # noqa: E402
+from support.text import PARTS  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
 
 sys.path.insert(0, str(HERE / "tools"))  # tests import its programs
@@ -91,6 +94,25 @@ def run(own_folders, monkeypatch, capsys):
         return 0, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory) -> Path:
+    """A folder with two adapters of 16 slots, each of whose tensors matters, a text in
+    another encoding, and two files of budgets, of which one has none."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("stock")
+    small = settings_for("selection", 16, 16, 96, positions="slots")
+    for name, parts in (("adapter", ["training"]), ("whole", [*PARTS])):
+        adapted = AdaptedLlama(load_llama(TINY), small)
+        for p in adapted.trained().values():
+            p.data += 0.02 * torch.randn_like(p)
+        (folder / name).mkdir()
+        write_adapter(folder / name, adapted, parts)
+    (folder / "latin").write_bytes(b"caf\xe9 au lait")
+    (folder / "layers.json").write_text('{"budgets": [8, 8, 4, 12]}')
+    (folder / "tiny.json").write_text('{"slots": 8}')
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -127,13 +127,9 @@ def selection_by_loop(compressor, slots, k, v, from_slot, scores):
     return w.detach()
 
 
-def by_loop(compressor, *args):
-    ours = hasattr(compressor, "trust")
-    return (selection_by_loop if ours else paper_by_loop)(compressor, *args)
-
-
 def official_rows(compressor, slots, k, v, from_slot, scores):
-    """Of the official code: (1 - g) onehot + g softmax(ReLU)."""
+    """Of the official code: (1 - g) onehot + g softmax(ReLU). The heavy hitters that come
+    next are in time order."""
     weight, bias, g = (p.double() for p in (*compressor.conv.parameters(), compressor.gate))
     entries = torch.cat((k, v), dim=1).T[None]
     logits = F.conv1d(entries, weight, bias, padding=weight.shape[2] // 2)[0]  # (6)
@@ -141,13 +137,21 @@ def official_rows(compressor, slots, k, v, from_slot, scores):
     next_best = sorted(range(len(scores)), key=lambda i: -scores[i])[: len(logits)]
     for row, i in enumerate(sorted(next_best)):
         w[row, i] += 1 - g
-    return w
+    return w.detach()
+
+
+def by_loop(compressor, *args):
+    """Those rows of W that a compressor fills, for one head."""
+    if hasattr(compressor, "trust"):
+        return selection_by_loop(compressor, *args)
+    if hasattr(compressor, "gate"):
+        return official_rows(compressor, *args)
+    return paper_by_loop(compressor, *args)
 
 
 # --- The slow memory --------------------------------------------------------------------
 
-# Algorithm 2 for one key/value head, by loops. Its argument `rows` makes those rows of W that the
-# convolution fills: `by_loop` or `official_rows`.
+# Algorithm 2 for one key/value head, by loops.
 
 
 def turned(k, positions, adapted):
@@ -162,7 +166,7 @@ def turned(k, positions, adapted):
     return torch.cat((pairs.real, pairs.imag), dim=-1)
 
 
-def slow_compress(k, v, scores, from_slot, adapted, rows):
+def slow_compress(k, v, scores, from_slot, adapted):
     """k, v (S, D), scores (S,) and which entries have had a slot that is not a recent one -> those
     of the M slots."""
     s, S = adapted.settings, len(k)
@@ -174,14 +178,14 @@ def slow_compress(k, v, scores, from_slot, adapted, rows):
         W[slot, i] = 1
     if s.merged:
         args = adapted.compressors[0], s.merged, k[rest], v[rest], from_slot[rest]
-        W[len(kept) : len(kept) + s.merged, rest] = rows(*args, scores[rest])
+        W[len(kept) : len(kept) + s.merged, rest] = by_loop(*args, scores[rest])
     for n in range(1, s.recent + 1):
         W[s.mem - n, S - n] = 1
     from_slot = torch.arange(s.mem) < s.mem - s.recent
     return W @ k, W @ v, W @ scores, from_slot
 
 
-def slow_memory(adapted, segments, rows):
+def slow_memory(adapted, segments):
     """Segments of q (heads that share the key/value head, T, D), k and v (T, D), not rotated ->
     keys as attention reads them, values and attention received, all at the end, and what the heads
     have read."""
@@ -192,7 +196,7 @@ def slow_memory(adapted, segments, rows):
     for q, k_new, v_new in segments:
         T, q, k_new = len(k_new), q.double(), k_new.double()
         if len(k) > s.mem and new + T > s.segment:
-            k, v, scores, from_slot = slow_compress(k, v, scores, from_slot, adapted, rows)
+            k, v, scores, from_slot = slow_compress(k, v, scores, from_slot, adapted)
             new = 0
         if s.positions == "text":
             q, k_new = (turned(x, range(seen, seen + T), adapted) for x in (q, k_new))

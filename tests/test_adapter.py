@@ -90,20 +90,6 @@ def test_a_run_that_has_not_ended_has_no_adapter(model, tmp_path):
     refusal(load_adapter, tmp_path, sentence, args=(model,))
 
 
-def test_a_loaded_adapter_reads_as_in_training_and_converts_no_embeddings(model, tmp_path):
-    """Tied embeddings are the output matrix: in float32 each token would convert all of them."""
-    model.config = replace(model.config, tied=True)
-    model.bfloat16()
-    base, tokens = copy.deepcopy(model), torch.arange(60)[None]
-    adapted = adapter(model)
-    write_adapter(tmp_path, adapted, ["training"])
-    loaded = load_adapter(tmp_path, base)
-    assert torch.equal(*(prefill(m.model, tokens, m.cache(), 8) for m in (adapted, loaded)))
-    assert loaded.model.tok_embeddings.weight.dtype == torch.bfloat16
-    others = loaded.trained().keys() - {"model.tok_embeddings.weight"}
-    assert same(*({name: m.trained()[name] for name in others} for m in (loaded, adapted)))
-
-
 @pytest.mark.parametrize("kind", ["compressor", "method"])
 def test_an_adapter_with_an_unknown_name_is_refused(model, tmp_path, kind):
     """A program that adds a compressor to COMPRESSORS makes adapters that others cannot read."""

@@ -1,6 +1,5 @@
 """generate.py and eval_ppl.py as a user runs them: what they print, write and refuse."""
 
-import argparse
 import json
 import math
 import os
@@ -15,38 +14,20 @@ from conftest import FULL, H2O, cells, greedy_by_hand, nats_by_hand, read_by_han
 
 import eval_ppl
 import generate
-from generate import as_text, decode, prefill, sample
+from generate import decode, prefill, sample
 from lococo import AdaptedLlama, Settings
 from model import load_llama
-from support.programs.adapter import load_adapter, write_adapter
-from support.command_line import TINY, at_least, run_program
+from support.programs.adapter import load_adapter
+from support.command_line import TINY, run_program
 from support.facts import tell
 from support.files import UserError
 from support.programs.saved_memory import load_memory, save_memory
-from support.programs.settings import settings_for, untrained, warn_if_too_long
-from support.text import PARTS, pieces, token_streams
+from support.programs.settings import untrained, warn_if_too_long
+from support.text import pieces, token_streams
 
 SINKS = "--method h2o --mem 16 --sinks 4"
 H2O_ROW = "base, h2o M=16 positions=slots"
 ENTRY = 2 * 4 * 2 * 64 * 4  # bytes of a key and a value in 4 layers of 2 heads of 64 floats
-
-
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory):
-    """Two adapters, each of whose tensors matters, and a text in another encoding."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("stock")
-    settings = settings_for("selection", 16, 16, 96, positions="slots")
-    for name, parts in (("adapter", ["training"]), ("whole", [*PARTS])):
-        adapted = AdaptedLlama(load_llama(TINY), settings)
-        for p in adapted.trained().values():
-            p.data += 0.02 * torch.randn_like(p)
-        (folder / name).mkdir()
-        write_adapter(folder / name, adapted, parts)
-    (folder / "latin").write_bytes(b"caf\xe9 au lait")
-    (folder / "layers.json").write_text('{"budgets": [8, 8, 4, 12]}')
-    (folder / "tiny.json").write_text('{"slots": 8}')
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -104,9 +85,9 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     assert "note: 2 pieces of 300 tokens: too few to tell memories apart" in err
 
 
-def test_recall(run, tokenizer):
+@pytest.mark.parametrize("form", ["line", "sentence"])
+def test_recall(run, tokenizer, form):
     """The share of answers that are the likeliest word. A window and H2O stand beside a run."""
-    form = "sentence"
     words = "adapter --recall --data text --part held-out --lengths 64 300 --documents 2"
     code, out, err = run(eval_ppl, f"{words} --fact-form {form}")
     names, table = ["base, full", "base, streaming M=16", H2O_ROW, "adapter"], cells(out)
@@ -114,6 +95,7 @@ def test_recall(run, tokenizer):
     ids = token_streams([Path("text")], tokenizer)["held-out"]
     texts = pieces(ids, tokenizer.bos, 300, 2)
     rows = [tell(text, 8, "held-out", 0, i, tokenizer, form) for i, text in enumerate(texts)]
+    shares = []
     for column, thing in ((1, FULL), (4, "adapter")):
         adapted, hits = tiny(thing), []
         for told, ago in rows:
@@ -123,6 +105,8 @@ def test_recall(run, tokenizer):
         assert table["told ago 0-32"] == ["0", "-", "-", "-", "-"]
         row = table["told ago 32-300"]
         assert (row[0], row[column]) == (str(len(hits)), f"{np.mean(hits):.3f}")
+        shares.append(np.mean(hits))
+    assert max(shares) > 0 or form == "sentence"  # the model recalls none of these
 
 
 def test_ranges_of_distances():
@@ -259,15 +243,6 @@ def test_weights_that_are_no_good_are_noticed(model):
         prefill(model, torch.ones(1, 4, dtype=torch.int64), cache, 16)
 
 
-@pytest.mark.parametrize("text", ["  a  b ", "naïve", "北京 🐍\n"])
-def test_text_is_shown_as_it_comes_and_in_whole_characters(tokenizer, text):
-    prompt = tokenizer.encode("the prompt:")
-    ids = tokenizer.encode("the prompt:" + text + "🐍")[len(prompt) :]
-    pieces = list(as_text(iter(ids), tokenizer, prompt))
-    assert "".join(pieces) == text + "🐍" and len(pieces) > 1 and "\ufffd" not in "".join(pieces)
-    assert "".join(as_text(iter(ids[:-1]), tokenizer, prompt)) == text  # a part is held back
-
-
 # --- Mistakes ---------------------------------------------------------------------------
 
 GENERATE = "--method h2o --mem 16 --prompt text/0.py"
@@ -276,7 +251,6 @@ MISTAKES = [
     (generate, f"{GENERATE} {words}", sentence) for words, sentence in [
         ("--show-memory 4 0", "layers 0 to 3 and heads 0 to 1"), ("--prompt -", "there is no text"),
         ("--device hpu", "--device hpu: this torch has no"),
-        ("--prompt allocate", "allocate: there is no such file"),
         ("--prompt latin/x", "latin/x: there is no such file; a text itself comes by"),
         ("--prompt latin", "latin: not UTF-8 text (byte 3)"), ("--prompt text", "text: this is a"),
         ("--adapter adapter", "adapter, h2o: one at a time"),
@@ -291,6 +265,10 @@ MISTAKES = [
     ]
 ] + [
     (generate, "", "required: --prompt"),
+    (generate, f"{GENERATE} --mem 3", "--mem 3: it must be at least 4"),
+    (generate, f"{GENERATE} --seed {10**20}", "it must be from 0 to"),
+    (generate, f"{GENERATE} --forget 1.5", "--forget 1.5: it must be from 0 to 1"),
+    (generate, f"{GENERATE} --temperature nan", "nan: it must be"),
     (generate, "--prompt text/0.py --heavy 16", "--heavy: it goes with --method"),
     (eval_ppl, f"{EVAL} --lengths 99999", "--lengths 99999"),
     (eval_ppl, f"{EVAL} -- nowhere", "nowhere: there is no adapter"),
@@ -307,15 +285,6 @@ def test_a_mistake_is_one_sentence(run, program, words, sentence):
     assert err.startswith(f"{program.__name__}.py: ")
 
 
-@pytest.mark.parametrize("convert, text, sentence", [
-    (at_least(4), "3", "3: it must be at least 4"), (at_least(0), str(10**20), "from 0 to"),
-    (at_least(0, float, most=1), "1.5", "1.5: it must be from 0 to 1"),
-    (at_least(0, float), "nan", "nan: it must be"), (at_least(0, float), "inf", "inf: it must be")])
-def test_a_number_that_does_not_suit_a_flag(convert, text, sentence):
-    with pytest.raises(argparse.ArgumentTypeError, match=sentence):
-        convert(text)
-
-
 @pytest.mark.parametrize("error, code, sentence", [
     (torch.OutOfMemoryError("CUDA out of memory."), 2, "smaller --mem"),
     (RuntimeError("not enough memory: you tried to allocate 8 bytes."), 2, "smaller --mem"),
@@ -329,16 +298,11 @@ def test_which_errors_are_a_sentence_and_which_a_traceback(capsys, error, code, 
     assert sentence in err and err.count("\n") == (code == 2)
 
 
-def test_a_pipe_that_is_closed(capfd):
-    """As `| head` closes it when it has seen enough. The program ends without a traceback."""
-    read, write = os.pipe()
-    os.close(read)
-    child = os.fork()
-    if child == 0:
-        try:
-            sys.stdout = open(write, "w")
-            run_program(lambda: print("a line"))
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    assert capfd.readouterr().err == ""
+def test_a_pipe_that_is_closed(monkeypatch):
+    """As `| head` closes it when it has seen enough: what is printed last cannot be
+    written. The program ends at once and without a traceback."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(sys, "stdout", Mock(flush=Mock(side_effect=BrokenPipeError)))
+    with pytest.raises(SystemExit) as raised:
+        run_program(Mock())
+    assert raised.value.code == 1

@@ -1,60 +1,8 @@
-"""tools/tables.py: cells are made once, and tables have the figures that are computed here."""
+"""tools/tables.py: tables have the figures that are computed here."""
 
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 import tables
-from support.command_line import TINY
-from support.files import UserError
-
-WORDS = "a cat and a dog went to the park and then home again\n" * 60
-FLAGS = "--recipe inference --batch 2 --micro-batch 2"
-SMALL = tables.Table(("full", "h2o", "ours soft", "ours"), 16, 64, "test", FLAGS, steps=2,
-                     documents=2)  # fmt: skip
-
-
-def test_a_cell_is_made_once(own_folders, monkeypatch):
-    """Ours and its mixtures share a run. Another seed or text makes another cell; --again makes
-    the same one again."""
-    Path("prose").mkdir()
-    for name in (*tables.BOOKS, *tables.SCORED["test"]):
-        rows = (json.dumps({"text": f"{n} {WORDS}"}) for n in range(3))
-        text = "\n".join(rows) if name.endswith("jsonl") else WORDS * 2
-        Path("prose", name).write_text(text)
-    monkeypatch.setattr(tables, "RESULTS", Path("docs/cells.jsonl").resolve())
-    monkeypatch.setattr(tables, "RUNS", Path("runs").resolve())
-    monkeypatch.setattr(tables, "TABLES", {"small": SMALL})
-
-    def cells_after(words):
-        line = f"tables.py small --model {TINY} --prose prose {words}"
-        monkeypatch.setattr(sys, "argv", line.split())
-        tables.main()
-        return tables.stored_cells()
-
-    cells = cells_after("--seeds 0 0")
-    assert [cell["row"] for cell in cells] == [*SMALL.rows]
-    assert [cell["steps"] for cell in cells] == [0, 0, 2, 2]
-    assert len([*Path("runs").iterdir()]) == 1
-    assert cells_after("") == cells
-    assert len(cells_after("--rows h2o ours --seeds 1")) == 5
-    cells = cells_after("--rows ours --again")
-    assert len(cells) == 6 and cells[5]["by document"] == cells[3]["by document"]
-    Path("prose/book_adv.txt").write_text(WORDS * 3)
-    assert len(cells_after("--rows ours")) == 7
-
-
-@pytest.mark.parametrize("words, sentence", [
-    ("none", "none: there is no such table; take one of"),
-    ("frozen --prose nowhere", "--prose nowhere: there is no such folder; name one with"),
-    ("frozen --rows mine", "mine: there is no such row; take one of full; "),
-])  # fmt: skip
-def test_mistakes_are_sentences(monkeypatch, words, sentence):
-    monkeypatch.setattr(sys, "argv", ["tables.py", *words.split()])
-    with pytest.raises(UserError, match=sentence):
-        tables.main()
 
 
 def cell(row, nats, seed=0, steps=60, **about):
@@ -90,14 +38,3 @@ def test_the_table_by_hand(monkeypatch):
     other = tables.all_tables([*stored, cell("window", [7.0, 7.0], base="y", scored="s")])
     losses = [row[2] for row in rows_of(other["frozen, M, float32"])]
     assert losses == ["7.0000", "4.0000", "4.5000", "9.0000"]
-
-
-def test_rows_are_settings(monkeypatch):
-    """Each row's flags are flags of train.py."""
-    monkeypatch.setattr(sys, "argv", ["tables.py"])
-    options = tables.parse()
-    for table in tables.TABLES.values():
-        for key in table.rows:
-            s = tables.settings_of(tables.all_flags(tables.ROWS[key], table), options)
-            assert s.mem == (0 if key == "full" else table.mem), key
-            assert sum(s.budgets) == 30 * table.mem * ("budgets" in tables.ROWS[key].flags)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import zlib
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,10 +13,8 @@ from conftest import FULL, H2O, greedy_by_hand, read_by_hand
 from generate import prefill
 from lococo import AdaptedLlama
 from model import load_llama
-from support.programs.adapter import write_adapter
 from support.command_line import HERE, TINY
 from support.files import UserError
-from support.programs.settings import settings_for
 
 TEXT = "\ndef add(x, y):\n    return [x, y]\n\ndef get(x, y):\n    return x[y]\n"
 TEXT += "\ndef f(x, y):\n    return x["  # three segments
@@ -91,20 +88,16 @@ def test_a_text_is_the_likeliest_up_to_its_stop(tokenizer, monkeypatch, settings
     assert found == {"same": True} and cache.seen == 48
 
 
-def table(run, words, rows):
-    """The printed table without its names, cell by cell."""
-    Path("rows").write_text("\n\n".join(map(json.dumps, rows)))
-    code, out, err = run(tasks, f"score rows {words} --json figures.json")
-    assert (code, err) == (0, "") and out.startswith(f"rows: {len(rows)} rows\n")
-    return [re.split("  +", line.strip()) for line in out.splitlines()[1:]]
-
-
 def test_means_and_standard_errors(run, tokenizer, monkeypatch):
     """Of a model that always says the same: right; its words turned round; not right."""
     said = tokenizer.encode("Q: one two three four")[len(tokenizer.encode("Q:")) :]
     monkeypatch.setattr(tasks, "decode", lambda *args: iter(said))
     answers = ["one two three four"], ["nothing", "four three two one"], ["five"]
-    head, *lines = table(run, "--method h2o", [{"prompt": "Q:", "answers": a} for a in answers])
+    rows = [{"prompt": "Q:", "answers": a} for a in answers]
+    Path("rows").write_text("\n\n".join(map(json.dumps, rows)))
+    code, out, err = run(tasks, "score rows --method h2o --json figures.json")
+    assert (code, err) == (0, "") and out.startswith("rows: 3 rows\n")
+    head, *lines = [re.split("  +", line.strip()) for line in out.splitlines()[1:]]
     assert head[2:] == ["em", "f1", "rouge1", "rouge2", "rougeL", "rouge"]
     third = "0.333 ±0.333"  # 1, 0, 0: variance (4 + 1 + 1) / 9 / 2, its root / sqrt(3) is 1 / 3
     both = "0.667 ±0.333"  # 1, 1, 0; and 1, 1/4, 0 have the variance (49 + 4 + 25) / 144 / 2
@@ -113,28 +106,6 @@ def test_means_and_standard_errors(run, tokenizer, monkeypatch):
     assert [line[3:] for line in lines] == [expected] * 2
     written = json.loads(Path("figures.json").read_text())["rows"]["base, full"]["em"]
     assert written == pytest.approx({"mean": 1 / 3, "error": 1 / 3})
-
-
-def test_the_table_of_choices(run, tokenizer):
-    """Beside an adapter are the methods without training, of its size. A prompt that is longer than
-    it was trained for is named."""
-    Path("mine").mkdir()
-    own = settings_for("selection", 16, 16, 96, positions="slots", lora_rank=0)
-    write_adapter(Path("mine"), AdaptedLlama(load_llama(TINY), own), ["training"])
-    prompts = ["x =", "x = 1\n" * 40 + "x ="]
-    rows = [{"prompt": p, "choices": ["1", "zq"], "answer": n} for n, p in enumerate(prompts)]
-    head, full, *memories = table(run, "--run mine", rows)
-    assert head == ["compressed", "cache, MB", "acc", "acc_norm"]
-    a, b = (len(tokenizer.encode(prompt)) - 1 for prompt in prompts)
-    entry = 2 * 4 * 2 * 64 * 4 / 2e6  # half a key and a value in 4 layers of 2 heads of 64 floats
-    whole = f"{(b + a) * entry:.3f} ±{(b - a) * entry:.3f}"
-    # By slot keys are held twice, rotated and not.
-    small = f"{(16 + b % 16 + a) * 1.5 * entry:.3f} ±{(16 + b % 16 - a) * 1.5 * entry:.3f}"
-    half = "0.500 ±0.500"
-    assert full == ["base, full", "0.000 ±0.000", whole, half, half]
-    names = ["base, streaming M=16", "base, h2o M=16 positions=slots", "mine"]
-    assert [line[:5] for line in memories] == [[name, half, small, half, half] for name in names]
-    assert memories[2][5:] == ["1 above 96 tokens: line 3 ..."]
 
 
 def test_long_prompts_lose_their_middle(tokenizer):
@@ -161,16 +132,6 @@ def test_a_mistake_in_the_rows_is_one_sentence(tmp_path, line):
         list(tasks.read_rows(tmp_path / "rows", tasks.is_task))
 
 
-@pytest.mark.parametrize("words, sentence", [
-    ("score blank", "tasks.py: blank: there are no rows in it"), ("score", "name files of rows"),
-    ("score row --shots 3", "--shots 3: score takes rows as they are; --json FILE writes"),
-    ("recall", "--out: name the"), ("arc a b --out x", "b: one folder at a time")])  # fmt: skip
-def test_a_mistake_in_the_flags_is_one_sentence(run, words, sentence):
-    Path("blank").write_text("\n")
-    code, out, err = run(tasks, words)
-    assert (code, out, err.count("\n")) == (2, "", 1) and sentence in err
-
-
 # For each data set its files of questions and of shots, all fields of its authors' rows with # for
 # a number, the row that is made of them, and the answer as it follows a prompt in a shot.
 PROMPTS = '{"qasper": "{context} Q: {input}", "trec": "{context} Type: {input}"}'
@@ -181,7 +142,7 @@ def convert(run, words):
     """The rows that tasks.py makes, or its one sentence."""
     code, _, err = run(tasks, f"{words} --out x")
     assert (code, err.count("\n")) == ((2, 1) if err else (0, 0)), err
-    return err or [json.loads(line) for line in open("x" + "/choices.jsonl" * ("recall" in words))]
+    return err or [json.loads(line) for line in open("x")]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["questions"])
@@ -212,23 +173,3 @@ def test_official_files_become_rows(run, case):
     Path(test.replace("#", "0")).write_text("{}")
     assert f"row 1: not as in {data} (KeyError: " in convert(run, words)
     assert f": of {data}, " in convert(run, f"{data} text")  # then its files' names
-
-
-def test_recall(run, tokenizer, monkeypatch):
-    """8 facts of held-out names, each told once in the first half; 3 are answered, one is asked."""
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": "text"})
-    for n in range(40):
-        Path(f"text/{n}.py").write_text(f"def f{n}(x):\n    return x  # 北京 🐍\n" * 120)
-    rows = convert(run, "recall --shots 3")
-    assert len({row["prompt"] for row in rows}) == len(rows) > 1
-    for row, question in zip(rows, open("x/questions.jsonl"), strict=True):
-        *text, a, b, c, last = row["prompt"].split("\n")
-        told, value = [line for line in text if line[0:1] == "@"], row["choices"][row["answer"]]
-        facts = dict(line.split(" = ") for line in told)
-        assert json.loads(question) == {"prompt": row["prompt"], "answers": [value]}
-        assert len(told) == len(facts) == 8 and sorted(facts.values()) == sorted(row["choices"])
-        assert max(map(text.index, told)) <= len(text) // 2 + 4 and f"{last} {value}" in told
-        assert last[-2:] == " =" and len({a, b, c, f"{last} {value}"} & {*told}) == 4
-        assert all(zlib.crc32(f[1:].replace(" ", "▁").encode()) % 20 < 2 for f in facts)
-        assert 1900 < len(tokenizer.encode(row["prompt"])) <= 2048
-    assert convert(run, "recall --shots 3 --seed 1") != rows

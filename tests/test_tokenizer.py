@@ -49,37 +49,7 @@ def write(folder: Path, name: str, **content) -> None:
 # --- Both kinds -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
-@pytest.mark.parametrize("text", [
-    "def f(x):\n    return x\n", "  two  spaces ", "<s> a <end>", "naïve 北京 🐍\n", ""])
-def test_a_text_comes_back(request, kind, text):
-    """What looks like a special token is plain text."""
-    path = TINY if kind == "tokenizer.model" else request.getfixturevalue("folder")
-    tokenizer = Tokenizer(path)
-    ids = tokenizer.encode(text)
-    assert ids[0] == tokenizer.bos and not {tokenizer.bos, *tokenizer.ends} & {*ids[1:]}
-    assert tokenizer.decode(ids[1:]) == text
-
-
-@pytest.fixture
-def llama_2(tmp_path):
-    """A tokenizer.json of Llama 2's form: letters, and a token for each byte."""
-    package = pytest.importorskip("tokenizers")
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), *"▁abcdefgh"]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    bpe = package.models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    tokenizer, normal, decoders = package.Tokenizer(bpe), package.normalizers, package.decoders
-    tokenizer.normalizer = normal.Sequence([normal.Prepend("▁"), normal.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([
-        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-        decoders.Strip(" ", 1, 0)])  # fmt: skip
-    tokenizer.add_special_tokens(words[:3])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    write(tmp_path, "tokenizer_config", bos_token="<s>", eos_token="</s>")
-    return tmp_path
-
-
-@pytest.mark.parametrize("kind", ["tokenizer.model", "folder", "llama_2"])
+@pytest.mark.parametrize("kind", ["tokenizer.model", "folder"])
 def test_tokens_one_by_one_have_the_text(request, kind, monkeypatch):
     """As all of them at once, from the first or behind a prompt, in time that is linear: what is
     decoded for a token has a few ids. Random Unicode of one to four bytes a letter, U+FFFD too."""
@@ -90,13 +60,15 @@ def test_tokens_one_by_one_have_the_text(request, kind, monkeypatch):
     letters = [*" \n\tabc<0xE1>", *map(chr, range(0xC0, 0x100)), *map(chr, range(0x1200, 0x1240)),
                *"\ufffd\ufffd\u0301\u200d\U0001f40d\U0010ffff\x00"]  # fmt: skip
     for _ in range(200):
-        prompt, more = ("".join(rng.choice(letters, rng.integers(1, 40))) for _ in range(2))
+        prompt, more = ("".join(rng.choice(letters, rng.integers(0, 40))) for _ in range(2))
         ids = tokenizer.encode(prompt)
         assert "".join(tokenizer.texts(ids[1:])) == prompt == whole(ids[1:])
         new = tokenizer.continued(more)
         expected = whole(ids[1:] + new).removeprefix(prompt)
         assert "".join(as_text(iter(new), tokenizer, ids)) == expected
         assert expected in (more, f" {more}")  # sentencepiece puts a blank in front
+        cut = tokenizer.encode(f"{prompt}\U0001f40d")[1:-1]
+        assert "".join(tokenizer.texts(cut)) == prompt  # a part of a letter is held back
     assert max(decoded) < 5
 
 
@@ -198,21 +170,7 @@ def test_a_text_is_read_whole_whatever_length_its_file_asks_for(folder):
     assert Tokenizer(folder).encode("hello") == expected
 
 
-@pytest.mark.parametrize("files, bos, ends", [
-    ({"tokenizer_config": {"bos_token": {"content": "<begin>"}, "eos_token": "<end>"}}, 296, {297}),
-    ({"config": {"bos_token_id": 7, "eos_token_id": 8},
-      "generation_config": {"eos_token_id": [8, 10]}}, 7, {8, 10}),
-    ({"config": {"eos_token_id": 0}}, 0, {0})])  # the end of a text begins the next  # fmt: skip
-def test_the_files_say_what_begins_and_ends_a_text(folder, files, bos, ends):
-    (folder / "tokenizer_config.json").unlink()
-    for name, content in files.items():
-        write(folder, name, **content)
-    tokenizer = Tokenizer(folder)
-    assert (tokenizer.bos, tokenizer.ends) == (bos, ends)
-
-
 @pytest.mark.parametrize("file, content, sentence", [
-    ("config", "{}", "names a token that begins"),
     ("generation_config", "[]", "generation_config.json is of another form"),
     ("tokenizer", "{", "tokenizer.json is not a readable tokenizer")])  # fmt: skip
 def test_what_cannot_be_used_is_one_sentence(folder, file, content, sentence):

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -108,12 +107,6 @@ def test_a_folder_has_one_run(own_folders):
     claim("run", usual, 3)[1].close()
 
 
-@pytest.fixture
-def trained(run):
-    """Run train.py by a line."""
-    return partial(run, train)
-
-
 @pytest.fixture(scope="module")
 def undisturbed():
     """Keeps the files of an undisturbed run for all tests of this file."""
@@ -121,10 +114,10 @@ def undisturbed():
 
 
 @pytest.fixture
-def whole(trained, undisturbed):
+def whole(run, undisturbed):
     """The files of a run that nothing disturbs, by name."""
     if not undisturbed:
-        assert trained(f"{RUN} --out whole")[0] == 0
+        assert run(train, f"{RUN} --out whole")[0] == 0
         undisturbed["files"] = {f.name: f.read_bytes() for f in Path("whole").iterdir()}
         shutil.rmtree("whole")
     return undisturbed["files"]
@@ -150,52 +143,54 @@ def before_step(patch, n, then):
     patch.setattr(train, "gradients", gradients)
 
 
-def test_a_killed_run_goes_on_from_its_last_whole_state(trained, whole):
+def test_a_killed_run_goes_on_from_its_last_whole_state(run, whole):
     """It kills itself when its third state is written, but is not yet in its place."""
     child = os.fork()
     if child == 0:
         usual, last = os.replace, iter((False, False, True))
         os.replace = lambda *a: os.kill(os.getpid(), 9) if next(last) else usual(*a)
-        trained(RUN)
+        run(train, RUN)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == 9
     assert len([*Path("run").glob("*.part")]) == 1
     assert read_file(STATE)[1]["step"] == 1 and len(open("run/log.jsonl").readlines()) == 2
     with open("run/log.jsonl", "a") as log:
         log.write('{"step": 3, "lo')
-    code, _, err = trained("--resume run")
+    code, _, err = run(train, "--resume run")
     assert code == 0 and ends_as(whole), err
     assert not [*Path("run").glob("*.part")]
-    assert trained("--resume run")[0] == 0 and ends_as(whole)  # it had ended
+    assert run(train, "--resume run")[0] == 0 and ends_as(whole)  # it had ended
 
 
-def test_a_signal_lets_the_step_end(trained, whole, monkeypatch):
+def test_a_signal_lets_the_step_end(run, whole, monkeypatch):
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     with monkeypatch.context() as patch:
         before_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        code, out, err = trained(f"{RUN} --save-every 9")
+        code, out, err = run(train, f"{RUN} --save-every 9")
     assert code == 143 and f"python {train.__file__} --resume run\n" in out, err
     assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     assert read_file(STATE)[1]["step"] == 2 == len(open("run/log.jsonl").readlines())
     assert not Path("run/adapter.safetensors").exists()
-    assert trained("--resume run")[0] == 0 and ends_as(whole)
+    assert run(train, "--resume run")[0] == 0 and ends_as(whole)
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run(trained, monkeypatch):
+def test_a_gradient_that_is_not_finite_ends_the_run(run, monkeypatch):
     def poisoned(*args):
         return ((nats * torch.nan, logits) for nats, logits in segment_losses(*args))
 
     with monkeypatch.context() as patch:
         before_step(patch, 2, lambda: patch.setattr(train, "segment_losses", poisoned))
-        code, out, err = trained(RUN)
+        code, out, err = run(train, RUN)
     assert code == 2 and "\ntrain.py: step 2: a gradient is not finite; lower --lr" in err
     state, about = read_file(STATE)
     assert about["step"] == 1 and all(t.isfinite().all() for t in state.values())
 
 
-def test_what_a_resumed_run_refuses(trained):
+def test_what_a_resumed_run_refuses_and_takes(run):
+    """It takes more steps, and the same text in another place."""
     text = Path("text/0.py")
-    assert trained(f"{RUN} --steps 2 --lora-rank 0")[0] == 0
+    same = text.read_text()
+    assert run(train, f"{RUN} --steps 2 --lora-rank 0")[0] == 0
     text.write_text("x = 1")
     for words, sentence in (
         ("--lr 1", "--lr: a run that is resumed keeps its own; beside --resume"),
@@ -203,16 +198,13 @@ def test_what_a_resumed_run_refuses(trained):
         ("--resume text", "--resume text: there is no run to go on with"),
         ("--steps 3", "--resume run: its text changed since it began; give what it had, or"),
     ):
-        code, _, err = trained(f"--resume run {words}")
+        code, _, err = run(train, f"--resume run {words}")
         assert (code, err.count("\n")) == (2, 1) and sentence in err, err
-
-
-def test_a_resumed_run_takes_more_steps_and_moved_texts(trained):
-    assert trained(f"{RUN} --steps 2 --lora-rank 0")[0] == 0
+    text.write_text(same)
     log = Path("run/log.jsonl")
     log.write_bytes(log.read_bytes()[:-5])  # as after a power cut
     Path("text").rename("texts")
-    code, _, err = trained("--resume run --steps 3 --data texts")
+    code, _, err = run(train, "--resume run --steps 3 --data texts")
     Path("texts").rename("text")
     assert code == 0 and read_file(STATE)[1]["config"]["steps"] == 3, err
     assert [json.loads(line)["step"] for line in open(log)] == [1, 3]

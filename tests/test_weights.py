@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import refusal
 from reference import meta_state, permute
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from model import Llama, LlamaConfig, from_transformers, hugging_face_name, load_base, load_llama
 from support.command_line import TINY
@@ -118,12 +118,9 @@ def test_what_an_index_does_not_name_is_not_loaded(tmp_path, model):
     refusal(load_llama, tmp_path, f"it does not name {HF}; remove one")
 
 
-def test_a_model_of_transformers_in_memory(model):
+def test_a_model_of_transformers_in_memory(tmp_path, model):
     """Its configuration and its weights, which are shared."""
-    state = {}
-    for name, w in meta_state(model).items():
-        heads = {"wq": model.config.n_heads, "wk": model.config.n_kv_heads}.get(name.split(".")[-2])
-        state[hugging_face_name(name)] = permute(w, heads) if heads else w
+    state = load_file(write_model(tmp_path, model, [HF]) / HF)
     config = configuration(model.config, meta=False) | {"rope_scaling": None}
     taken = from_transformers(config, state)
     assert torch.equal(taken(TOKENS), model(TOKENS))
