@@ -158,6 +158,9 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
     no_choice = not models
     if no_choice:
         refuse_sizes(flags)
+        if flags.load_memory:
+            remedy = "give the --adapter or --method that it was saved with"
+            raise UserError(f"--load-memory {flags.load_memory}: {remedy}")
         models["full"] = untrained(model, "full", 512, 512)
     if flags.show_memory or flags.save_memory or flags.load_memory:
         for adapted in models.values():
@@ -251,7 +254,7 @@ def main() -> None:
     if not flags.positions and not flags.load_memory:
         # Also where nothing is written now: what follows a saved memory needs room, too.
         for adapted in models.values():
-            within_context(adapted, len(ids) + flags.max_new_tokens)
+            within_context(adapted, len(ids), flags.max_new_tokens)
     with machine.precision():
         if flags.page:
             show_page(flags.page, models, ids, tokenizer)

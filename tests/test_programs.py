@@ -176,8 +176,8 @@ def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, d
     loaded = load_memory(tmp_path / "memory", adapted)
     assert torch.equal(*(prefill(model, tokens[:, 27:], memory, 6) for memory in (whole, loaded)))
     assert loaded.seen == whole.seen == 60
-    other = AdaptedLlama(model, settings("h2o", mem=10))
-    with pytest.raises(UserError, match="saved with another model, adapter, --dtype"):
+    other = AdaptedLlama(model, settings(method, mem=10, positions=positions))
+    with pytest.raises(UserError, match=f"saved with .*recent {adapted.settings.recent}"):
         load_memory(tmp_path / "memory", other)
 
 
@@ -198,7 +198,7 @@ def test_a_text_beyond_the_context_is_read_by_slot(run):
     """If nothing else is asked for. A question after it goes on so."""
     ask = "--method h2o --mem 16 --temperature 0 --max-new-tokens 3 --prompt"
     Path("book").write_text(Path("text/0.py").read_text() * 6)
-    note = "tokens pass the base's context of 1,024; keys are numbered by slot"
+    note = "that may follow pass the base's context of 1,024; keys are numbered by slot"
     code, out, err = run(generate, f"{ask} book")
     assert code == 0 and note in err and "warning" not in err
     assert out == run(generate, f"{ask} book --positions slots")[1]
@@ -271,7 +271,7 @@ MISTAKES = [
     (generate, f"{GENERATE} --temperature nan", "nan: it must be"),
     (generate, "--prompt text/0.py --heavy 16", "--heavy: it goes with --method"),
     (eval_ppl, f"{EVAL} --lengths 99999", "--lengths 99999"),
-    (eval_ppl, f"{EVAL} -- nowhere", "nowhere: there is no adapter"),
+    (eval_ppl, f"{EVAL} -- nowhere", "nowhere: there is no such folder"),
     (eval_ppl, f"{EVAL} -- latin", "or texts by --data"),
     (eval_ppl, f"{EVAL} --json no/x", "no/x: there is no folder no; make it first"),
 ]  # fmt: skip

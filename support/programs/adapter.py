@@ -48,6 +48,8 @@ def read_adapter(run: Path) -> Adapter:
             sentence = f"this run has not ended; to go on: {resume_command(run)}"
         elif run.is_file():
             sentence = "this is a file; name a folder that train.py has made, or texts by --data"
+        elif not run.exists():
+            sentence = "there is no such folder; name one that train.py has made"
         elif inside:
             sentence = f"name one of the runs in it: {', '.join(map(str, inside))}"
         else:

@@ -14,7 +14,7 @@ def owner(adapted: AdaptedLlama) -> dict:
     return identity(adapted) | {"adapter": adapter}
 
 
-def save_memory(file: Path, memory: Memory, adapted: AdaptedLlama) -> None:
+def save_memory(file: Path | str, memory: Memory, adapted: AdaptedLlama) -> None:
     """Write what each layer holds, and the number of tokens seen, into a new file. Raises
     UserError."""
     tensors = {}
@@ -23,21 +23,27 @@ def save_memory(file: Path, memory: Memory, adapted: AdaptedLlama) -> None:
         tensors[f"values {layer}"] = memory.values[layer].held
         if memory.scoring:
             tensors[f"scores {layer}"] = memory.scores[layer]
-    write_file(file, tensors, new=True, seen=memory.seen, owner=owner(adapted))
+    write_file(Path(file), tensors, new=True, seen=memory.seen, owner=owner(adapted))
 
 
-def load_memory(file: Path, adapted: AdaptedLlama, positions: str | None = None) -> Memory:
+def load_memory(
+    file: Path | str, adapted: AdaptedLlama, positions: str | None = None
+) -> Memory:
     """A memory that holds what `save_memory` has written. A text may have been read by slot
     because of its length: if the user says nothing about `positions`, the model goes on as
     the text was read. Raises UserError."""
-    tensors, about = read_file(file)
+    tensors, about = read_file(Path(file))
     saved = about.get("owner", {})
-    if positions is None and "settings" in saved:
-        positions = saved["settings"]["positions"]
-        adapted.settings = replace(adapted.settings, positions=positions)
-    if saved != owner(adapted):
-        other = "it was saved with another model, adapter, --dtype, --method or its flags"
-        raise UserError(f"--load-memory {file}: {other}; give the same ones")
+    settings = saved.get("settings", {})
+    if positions is None and settings:
+        adapted.settings = replace(adapted.settings, positions=settings["positions"])
+    mine = owner(adapted)
+    if saved != mine:
+        other = {name: value for name, value in settings.items()
+                 if value != mine["settings"].get(name)}  # fmt: skip
+        listed = ", ".join(f"{name} {value}" for name, value in other.items())
+        what = listed or "another model, adapter or --dtype"
+        raise UserError(f"--load-memory {file}: it was saved with {what}; give the same")
     memory = adapted.cache()
     device = adapted.model.norm.weight.device
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}

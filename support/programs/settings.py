@@ -131,15 +131,16 @@ def reach_of(adapted: AdaptedLlama) -> int:
     return round(config.context * interpolation(config, adapted.settings))
 
 
-def within_context(adapted: AdaptedLlama, tokens: int) -> None:
-    """Number keys by slot, if so many tokens pass the base's context. A base that was tuned to
-    divided positions stays as it is."""
+def within_context(adapted: AdaptedLlama, tokens: int, new: int) -> None:
+    """Number keys by slot, if so many tokens of a text and new ones behind it pass the base's
+    context. A base that was tuned to divided positions stays as it is."""
     s, config, reach = adapted.settings, adapted.model.config, reach_of(adapted)
     by_slot = replace(s, positions="slots")
     same = interpolation(config, by_slot) == interpolation(config, s)
-    if s.mem and s.positions == "text" and same and tokens > reach:
+    if s.mem and s.positions == "text" and same and tokens + new > reach:
         adapted.settings = by_slot
-        passed = f"{tokens:,} tokens pass the base's context of {reach:,}"
+        both = f"{tokens:,} tokens and {new:,} that may follow"
+        passed = f"{both} pass the base's context of {reach:,}"
         print(f"note: {s.method}: {passed}; keys are numbered by slot", file=sys.stderr)
 
 
