@@ -276,6 +276,12 @@ def test_budgets_that_do_not_suit_are_refused(model, method, slots, words):
         AdaptedLlama(model, settings(method, budgets=slots))
 
 
+def test_a_layer_without_merged_slots_is_refused():
+    """One merged slot of 16 leaves none of 8."""
+    with pytest.raises(UserError, match="8 slots of a layer are too few"):
+        settings("selection", mem=16, heavy=14, recent=1, budgets=[8, 24])
+
+
 # --- Positions, LoRA --------------------------------------------------------------------
 
 

@@ -60,6 +60,8 @@ def test_the_papers_recipes():
         assert recipe.seq == length
         assert recipe.steps * recipe.batch * recipe.seq == pytest.approx(104e6, rel=0.01)
     assert (inference.steps, inference.lora_rank) == (200, 0)  # section 4.1
+    # Another method does not take the rate of ours.
+    assert parsed("--recipe inference --method lococo+h2o").conv_lr == 5e-2
 
 
 def test_a_recipe_is_named_for_another_base(run):
