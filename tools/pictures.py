@@ -37,6 +37,7 @@ def write_picture(file: Path, figure: pyplot.Figure) -> None:
 LABELS = {
     "window": "window",
     "h2o": "H2O",
+    "h2o 5/8 forget budgets": "H2O with budgets of layers",
     "ours": "ours, trained",
     "ours budgets": "ours with budgets of layers, trained",
 }

@@ -160,7 +160,9 @@ FACTS = ("window", "h2o", "official code", "lococo", "lococo+h2o", "ours", "ours
          "ours, one filter", "ours, at once", "ours, unattended")  # fmt: skip
 TABLES = {
     "frozen": FROZEN,
-    "frozen, ours": replace(FROZEN, rows=("full", "window", "h2o", *OURS, "stored")),
+    "frozen, ours": replace(
+        FROZEN, rows=("full", "window", "h2o", "h2o 5/8 forget budgets", *OURS, "stored")
+    ),
     "frozen, 2,048 tokens": replace(FROZEN, rows=PAPERS + OURS, mem=128, seq=2048),
     "ablations": replace(
         FROZEN, rows=ABLATIONS, part="choosing", steps=40, against=("ours",)
