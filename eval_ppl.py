@@ -138,15 +138,16 @@ def print_differences(losses: dict[str, Tensor], first: str | None) -> dict[str,
     by_piece = {name: nats.double().mean(dim=1) for name, nats in losses.items()}
     number, length = losses[first or next(iter(losses))].shape
     title = f"nats per token, {counted(number, 'piece')} of {length + 1:,}"
-    print(f"\n{title:{NAME}}    mean   error", f"  above {first}  error" if first else "")
+    compared = f"  above {first.removeprefix('base, ')}" if first else ""
+    print(f"\n{title:{NAME}}    mean   error", f"{compared}  error" if first else "")
     rows = {}
     for name, nats in by_piece.items():
         row = {"mean": nats.mean().item(), "error": standard_error(nats)}
-        line = f"{name:{NAME}} {row['mean']:>7.4f} {row['error']:>7.4f}"
+        line = f"{name.removeprefix('base, '):{NAME}} {row['mean']:>7.4f} {row['error']:>7.4f}"
         if first:
             above = nats - by_piece[first]
             row |= {"above first": above.mean().item(), "error of above": standard_error(above)}
-            line += f" {row['above first']:>+{len(first) + 8}.4f} {row['error of above']:>6.4f}"
+            line += f" {row['above first']:>+{len(compared)}.4f} {row['error of above']:>6.4f}"
         print(line)
         rows[name] = row
     return rows
