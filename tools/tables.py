@@ -95,7 +95,7 @@ ROWS = {
                          f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
     "h2o 5/8 forget": Row("ours without merged slots: 5M/8 heavy, 3M/8 last, forgetting",
                           OURS_KEPT),
-    "h2o 5/8 forget budgets": Row("ours without merged slots, with budgets of layers",
+    "h2o 5/8 forget budgets": Row("H2O with budgets of layers (ours without merged slots)",
                                   f"{OURS_KEPT} --budgets {BUDGETS}"),
     "ours soft": Row("ours as mixtures: not sharpened in use", "", sharpness=1),
     "ours": Row("**ours**", ""),
