@@ -225,10 +225,10 @@ def continue_text(
     most = 0 if flags.save_memory or flags.layer_and_head else flags.max_new_tokens
     if flags.load_memory:
         cache = load_memory(flags.load_memory, adapted, flags.positions)
+    elif flags.layer_and_head:
+        cache = memory_of_layer(adapted, *flags.layer_and_head)
     else:
         cache = adapted.cache()
-    if flags.layer_and_head:
-        cache = memory_of_layer(adapted, *flags.layer_and_head)
     settings = adapted.settings
     warn_if_too_long(adapted, cache.seen + len(ids) + most)
 

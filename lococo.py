@@ -2,8 +2,7 @@
 
 Equation numbers are those of the paper (arXiv 2406.05317), letters are those of model.py,
 and R is the number of entries that go into merged slots: those that are neither pinned (in
-sinks or heavy slots) nor recent.
-Three matrices have similar names:
+sinks or heavy slots) nor recent. Three matrices have similar names:
 
     logits          the paper's W of (6), as the convolution gives it
     w               the paper's w of (7): each row sums to 1
@@ -148,9 +147,9 @@ class Compressor(nn.Module):
         compressors: list["Compressor"], entries: list[Tensor], from_slot: list[Tensor],
         scores: list[Tensor] | list[None],
     ) -> Tensor:  # fmt: skip
-        """w of several layers, one after the other, (layers * N, slots, R). A compressor
-        whose slots choose one after the other has a loop over slots; another form of this
-        function lets one loop serve all layers. Others need `weights` alone."""
+        """w of several layers, one after the other, (layers * N, slots, R). A subclass needs
+        only `weights`. Ours replaces this function, too, so that its loop over slots runs
+        once for all layers."""
         layers = zip(compressors, entries, from_slot, scores)
         return torch.cat([compressor.weights(*layer) for compressor, *layer in layers])
 
