@@ -196,7 +196,7 @@ def test_a_memory_is_saved_and_asked_again(run, tokenizer):
 
 def test_a_text_beyond_the_context_is_read_by_slot(run):
     """If nothing else is asked for. A question after it goes on so."""
-    ask = "--method h2o --mem 16 --temperature 0 --max-new-tokens 3 --prompt"
+    ask = "--method h2o --mem 128 --temperature 0 --max-new-tokens 3 --prompt"
     Path("book").write_text(Path("text/0.py").read_text() * 6)
     note = "that may follow pass the base's context of 1,024; keys are numbered by slot"
     code, out, err = run(generate, f"{ask} book")

@@ -1,5 +1,6 @@
 """tools/budgets.py: from needs to slots. tools/needle.py: what is found and what is not."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -21,7 +22,8 @@ def test_needs_become_budgets():
 def test_a_window_finds_what_it_holds_and_ours_finds_all(run):
     """Of the embedded model and its adapter, with 128 slots and a text of 700 tokens."""
     words = f"{TINY} --method streaming --mem 128 --positions slots --lengths 700 --documents 2"
-    code, out, err = run(needle, f"{words} --json found.json")
+    text = f"--data {argparse.__file__} --part all"
+    code, out, err = run(needle, f"{words} {text} --json found.json")
     found = json.loads(Path("found.json").read_text())["found"]
     full, window, ours = (shares["700"] for shares in found.values())
     assert code == 0 and len(full) == 9 and np.mean(full) > 0.8, err
