@@ -200,14 +200,13 @@ def decode_time(adapted: AdaptedLlama, n: int, options: Options) -> float:
 def compress_time(adapted: AdaptedLlama, options: Options) -> float:
     """Seconds of a compression in one layer. It is not the first one of a text, so that some
     entries come from a slot."""
-    layers = list(range(adapted.model.config.n_layers))
     caches = [filled(adapted, 10 * adapted.settings.capacity, options) for _ in range(4)]
 
     def compress() -> None:
         for cache in caches:
-            cache.compress(layers)
+            cache.enter(options.segment, options.device)
 
-    return seconds(compress, options) / len(caches) / len(layers)
+    return seconds(compress, options) / len(caches) / adapted.model.config.n_layers
 
 
 # --- The table --------------------------------------------------------------------------
