@@ -218,8 +218,8 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
 # --- Memory (algorithm 2) ---------------------------------------------------------------
 
-# Entries of a head, in all layers that are compressed together. More do not fit a
-# processor's cache: with 512 slots all 30 layers of SmolLM2 take 1.4 times as long.
+# So many entries of a head, in all layers together, are compressed at a time. More do not fit
+# a processor's cache: with 512 slots all 30 layers of SmolLM2 take 1.4 times as long.
 AT_ONCE = 4096
 
 

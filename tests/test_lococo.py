@@ -8,6 +8,7 @@ import torch
 from conftest import settings
 from reference import by_loop, slow_memory
 
+import lococo
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory, Selection
 from lococo import check_rows, in_layer, interpolation, merge
 from model import KVCache, Llama, rope, rotate
@@ -210,6 +211,15 @@ def test_later_tokens_leave_earlier_logits_as_they_are(model, method):
     after = logits_of(model, adapted.cache(), others)
     assert torch.equal(before[:, :27], after[:, :27])
     assert not torch.allclose(before[:, 27:], after[:, 27:])
+
+
+@torch.no_grad()
+def test_layers_are_compressed_together_or_one_after_the_other(model, monkeypatch):
+    adapted, read = AdaptedLlama(model, settings("selection")).eval(), []
+    for entries in (4096, 1):
+        monkeypatch.setattr(lococo, "AT_ONCE", entries)
+        read.append(logits_of(model, adapted.cache()))
+    assert torch.allclose(*read, atol=1e-5)
 
 
 # --- Budgets of layers, and other sizes than those of training --------------------------
