@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -194,9 +195,11 @@ def losses_of(source: str, model: Llama) -> torch.Tensor:
 # --- Python -----------------------------------------------------------------------------
 
 
-def test_the_program_that_made_tiny_starts():
-    line = [sys.executable, str(HERE / "tiny" / "pretrain.py"), "--help"]
-    assert subprocess.run(line, capture_output=True).returncode == 0
+def test_the_program_that_made_tiny_starts(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(HERE / "tiny" / "pretrain.py"), run_name="__main__")
+    assert stop.value.code == 0 and "usage: pretrain.py" in capsys.readouterr().out
 
 
 def test_the_example_in_python_runs(own_folders):
