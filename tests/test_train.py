@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -224,16 +225,26 @@ def test_what_a_job_leaves_in_the_environment(monkeypatch):
 
 
 def test_two_processes_train_as_one(own_folders, whole):
-    """Three sequences are dealt out to two processes. The log has the losses and norms of one
-    process. What process 0 has to do at the end is done once."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    """Three sequences are dealt out to two processes, with the variables that torchrun sets. The
+    log has the losses and norms of one process. What process 0 has to do at the end is done once."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
     variables = {"PYTHONPATH": str(HERE), "LOCOCO_CACHE": support.text.CACHE}
-    done = subprocess.run(
-        [*launch, train.__file__, *RUN.split()],
-        capture_output=True, text=True, env=os.environ | variables, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert [done.stdout.count(word) for word in ("recipe", "text:", "adapter: run")] == [1] * 3
+    variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, train.__file__, *RUN.split()], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | variables | {"RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    ended = [process.communicate(timeout=200) for process in started]
+    assert [process.returncode for process in started] == [0, 0], ended
+    (out, _), (other, _) = ended
+    assert not other
+    assert [out.count(word) for word in ("recipe", "text:", "adapter: run")] == [1] * 3
     logs = Path("run/log.jsonl").read_text(), whole["log.jsonl"].decode()
     logs = [[json.loads(line) for line in log.splitlines()] for log in logs]
     assert len(logs[0]) == 3

@@ -83,6 +83,8 @@ PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2"
 OURS_KEPT = "--method h2o --heavy {most} --forget 0.75"
 ROWS = {
     "full": Row("full attention", "--method full"),
+    # --seq is the base's context here, so that positions beyond it are not interpolated.
+    "full as it is": Row("full attention", "--method full --seq 8192"),
     "window": Row("window: 4 first, M - 4 last", "--method streaming"),
     "h2o": Row("H2O by slot: M/2 heavy, M/2 last", "--method h2o --positions slots"),
     "h2o text": Row("H2O, by positions of the text", "--method h2o --positions text"),
@@ -97,6 +99,8 @@ ROWS = {
                           OURS_KEPT),
     "h2o 5/8 forget budgets": Row("H2O with budgets of layers (ours without merged slots)",
                                   f"{OURS_KEPT} --budgets {BUDGETS}"),
+    "h2o budgets by slot": Row("H2O with budgets of layers, by slot",
+                               f"{OURS_KEPT} --budgets {BUDGETS} --positions slots"),
     "ours soft": Row("ours as mixtures: not sharpened in use", "", sharpness=1),
     "ours": Row("**ours**", ""),
     "ours budgets": Row("**ours with budgets of layers**", f"--budgets {BUDGETS}"),
@@ -156,6 +160,7 @@ LONG = Table(
     (*PAPERS, "ours, one filter", "ours, filter of each", *OURS, *STORED_ROWS), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
 )  # fmt: skip
+BEYOND = ("full as it is", "window", "h2o", "h2o budgets by slot", "stored by slot")
 FACTS = ("window", "h2o", "official code", "lococo", "lococo+h2o", "ours", "ours soft",
          "ours, one filter", "ours, at once", "ours, unattended")  # fmt: skip
 TABLES = {
@@ -170,6 +175,7 @@ TABLES = {
     "long": LONG,
     "long, M = 256": replace(LONG, mem=256),
     "long, M = 128": replace(LONG, mem=128),
+    "beyond the context": replace(LONG, rows=BEYOND, seq=32768, documents=2),
     "long, choosing": replace(LONG, part="long choosing", documents=8),
     "tuned": replace(FROZEN, rows=TUNED, flags=LORA, ending=" lora"),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded --positions slots",
