@@ -24,7 +24,6 @@ Every row has LoRA of rank 8, also in prefill and decoding; --lora-rank sets ano
 """
 
 import argparse
-import copy
 import statistics
 import sys
 import time
@@ -43,6 +42,7 @@ from model import Entries, KVCache, Llama, LlamaConfig, load_llama  # noqa: E402
 from support.command_line import TINY, Machine, at_least, prepare  # noqa: E402
 from support.command_line import run_program  # noqa: E402
 from support.facts import fact_tokens, tell  # noqa: E402
+from support.programs.adapter import shared_copy  # noqa: E402
 from support.programs.settings import settings_for  # noqa: E402
 from support.tokenizer import Tokenizer  # noqa: E402
 from train import TrainConfig, gradients, make_optimizer  # noqa: E402
@@ -79,7 +79,7 @@ def make(row: str, model: Llama, options: Options) -> AdaptedLlama:
     segment = options.seq if row == "full" else options.segment
     rank = options.lora_rank
     settings = settings_for(ROWS[row], options.mem, segment, options.seq, lora_rank=rank)
-    return AdaptedLlama(copy.deepcopy(model), settings)
+    return AdaptedLlama(shared_copy(model), settings)
 
 
 # --- Training ---------------------------------------------------------------------------
