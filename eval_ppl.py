@@ -41,7 +41,7 @@ def scoring_bar(tokens: int) -> tqdm:
 def token_losses(
     adapted: AdaptedLlama, documents: Tensor, machine: Machine, micro_batch: int,
     bar: tqdm | None = None,
-) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+) -> tuple[Tensor, Tensor, int]:
     """Score documents (N, L), `micro_batch` of them at once. Returns the nats of each token
     after the first, whether it was the likeliest one, both (N, L - 1), and the bytes that
     the cache of one document has at the end. `bar` counts the tokens."""
@@ -53,8 +53,9 @@ def token_losses(
         batch = batch.to(machine.device)
         cache = adapted.cache()  # each batch of documents begins with an empty one
         segment = adapted.settings.segment
-        losses = segment_losses(adapted.model, batch, cache, segment, machine.precision)
-        pieces = [(scored, logits.argmax(dim=-1)) for scored, logits in losses]
+        losses = segment_losses(adapted.model, batch, cache, segment)
+        with machine.precision():
+            pieces = [(scored, logits.argmax(dim=-1)) for scored, logits in losses]
         scored, likeliest = (torch.cat(piece, dim=1) for piece in zip(*pieces))
         nats.append(scored.cpu())
         hits.append((likeliest == batch[:, 1:]).cpu())
@@ -100,7 +101,7 @@ class Scores(NamedTuple):
 def score_all(
     models: dict[str, AdaptedLlama], documents: dict[int, Tensor], told: Tensor | None,
     machine: Machine, micro_batch: int,
-) -> Scores:  # fmt: skip
+) -> Scores:
     """Score `documents` and, if there are any, texts with facts (N, L). Print a row for each
     model."""
     print(f"cache bytes are those after {[*documents][-1]:,} tokens")
@@ -200,8 +201,8 @@ def main() -> None:
     L, last = [*documents.items()][-1]
     told = told_ago = None
     if flags.recall:
-        # Facts have names of their own for each part, too. With all parts take some that do
-        # not train.
+        # The names of facts are divided into parts, as texts are. If all parts are scored, take
+        # the held-out names, which no training has seen.
         names = parts[0] if len(parts) == 1 else "held-out"
         told, told_ago = tell_all(last, names, tokenizer, flags.fact_form)
     note_limits(models, [*documents])

@@ -83,7 +83,7 @@ def sample(logits: Tensor, temperature: float) -> int:
 
 @torch.no_grad()
 def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
-           most: int, temperature: float) -> Iterator[int]:  # fmt: skip
+           most: int, temperature: float) -> Iterator[int]:
     """Yield up to `most` token ids that continue the text in the cache. It stops before a
     token that ends the text. `logits` (1, vocab_size) are those after the last token that
     was read."""

@@ -9,7 +9,6 @@ sinks or heavy slots) nor recent. Three matrices have similar names:
     mixing matrix   ours: the rows of w, and one-hot rows that copy what is kept
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Callable, Iterator
 
@@ -25,8 +24,8 @@ from support.files import UserError
 # --- Methods: what a memory of M slots holds --------------------------------------------
 
 # Sinks keep the first tokens, heavy slots the entries that have received most attention,
-# and recent slots the last tokens. The compressor fills the merged slots with the rest. The
-# paper's mixes entries, and ours lets each slot choose one; the name is the paper's.
+# and recent slots the last tokens. The compressor fills the merged slots with the rest: the
+# paper's mixes entries, and ours lets each slot choose one.
 KINDS = ("sinks", "heavy", "merged", "recent")  # in their order in the cache
 
 # A method is a function of M. It gives the fields of Settings (below) that it sets. Another
@@ -97,8 +96,8 @@ class Settings:
 
     @property
     def capacity(self) -> int:
-        """M + T, the most entries that a layer holds. With budgets it is the mean of the
-        layers."""
+        """M + T, the most entries that a layer holds. With budgets it is the mean over the
+        layers, and some hold more."""
         return self.mem + self.segment
 
     @property
@@ -126,7 +125,7 @@ class Compressor(nn.Module):
         self.slots = slots
         # g of (6)
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
-        # (7) divides the scale out. In a softmax, as ours has, it matters.
+        # The scale of these weights cancels in (7), but not in the softmax of ours.
         nn.init.normal_(self.conv.weight, std=start)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
@@ -146,7 +145,7 @@ class Compressor(nn.Module):
     def weights_of_layers(
         compressors: list["Compressor"], entries: list[Tensor], from_slot: list[Tensor],
         scores: list[Tensor] | list[None],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """w of several layers, one after the other, (layers * N, slots, R). A subclass needs
         only `weights`. Ours replaces this function, too, so that its loop over slots runs
         once for all layers."""
@@ -157,7 +156,7 @@ class Compressor(nn.Module):
 def merge(
     compressors: list[Compressor], k: Tensor, v: Tensor, from_slot: Tensor,
     scores: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Equations (4) to (7) for layers that have equally many entries. One layer follows the
     other on the first axis, so that B is layers * texts: k and v (B, G, R, D), `from_slot`
     and `scores` (B, G, R) -> K' and V' (B, G, slots, D), and w (B, G, slots, R).
@@ -253,7 +252,7 @@ class Memory(KVCache):
     def __init__(
         self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList,
         recompute: bool = False,
-    ):  # fmt: skip
+    ):
         """`recompute` is that of Block, here for the compressors."""
         super().__init__(config, interpolation(config, settings))
         self.settings, self.compressors, self.recompute = settings, compressors, recompute
@@ -272,7 +271,7 @@ class Memory(KVCache):
 
         We compress lazily, so that the loss of segment n trains the compression that made
         room for it; algorithm 2 gives the same slots at the end of a segment. While decoding,
-        the paper compresses at each token, and we do it once per segment after the first time.
+        the paper compresses at each token, and we do it once for `segment` tokens.
         """
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
@@ -287,9 +286,10 @@ class Memory(KVCache):
         super().enter(T, device)
 
     def is_full(self, layer: int, T: int) -> bool:
-        """Whether more than M entries are held, and T more would make the new ones more than a
-        segment. Before the first compression all entries are new, so that, as in algorithm 2, a
-        layer may be full although T more would fit into M + T."""
+        """Whether a compression must make room for T tokens: the layer holds more than M
+        entries, and with T more those since its last compression would be more than a segment.
+        Before the first compression all entries count. With M = T = 512 and 700 entries a layer
+        is full, although one more would fit into M + T, as in algorithm 2."""
         size, M = self.keys[layer].size, self.layer_settings[layer].mem
         new = size - M if self.was_compressed(layer) else size
         return size > M and new + T > self.settings.segment
@@ -298,14 +298,14 @@ class Memory(KVCache):
         return self.keys[layer].size < self.seen
 
     def first_positions(self) -> list[int]:
-        """By slot a token stands where it is in the cache of its layer."""
+        """With positions by slot a token's position is its place in the layer's cache."""
         if self.by_slot:
             return [keys.size for keys in self.keys]
         return super().first_positions()
 
     @property
     def nbytes(self) -> int:
-        """By slot also of the keys without a rotation."""
+        """As in a KVCache, and with positions by slot the keys without a rotation, too."""
         plain = [keys.held.nbytes for keys in self.plain if self.by_slot and keys.size]
         return super().nbytes + sum(plain)
 
@@ -319,7 +319,8 @@ class Memory(KVCache):
 
         Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in sum
         over all queries so far and as a mean of the query heads that share a key/value head.
-        Ours: a decoded token forgets as much as its share of a segment.
+        Ours: earlier attention is multiplied by `forget` once in a segment, and T tokens count
+        as T / segment of one.
         """
         if not self.scoring:
             return super().read(layer, q)
@@ -378,7 +379,7 @@ class Memory(KVCache):
     def fill_merged(
         self, layers: list[int], k: Tensor, v: Tensor, from_slot: Tensor,
         scores: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """K', V' and w of the layers' compressors. If the method has no merged slots, the
         entries are dropped."""
         if not self.compressors:
@@ -438,23 +439,20 @@ class Memory(KVCache):
 
 
 def segment_losses(
-    model: Llama, tokens: Tensor, cache: KVCache, segment: int,
-    precision: Callable[[], AbstractContextManager] = nullcontext,
-) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    model: Llama, tokens: Tensor, cache: KVCache, segment: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Read tokens (B, L) one segment after the other, into a cache that may hold earlier
     ones. For each segment yield the loss of every token after the first, in nats,
     (B, segment), and the logits that predicted it, (B, segment, vocab_size). The last target
     of a segment is the first token of the next.
 
-    `precision()`, such as torch.autocast, is entered around the forward pass and the loss.
     The graph grows with each segment until `cache.detach()` cuts it.
     """
     inputs = tokens[:, :-1].split(segment, dim=1)
     targets = tokens[:, 1:].split(segment, dim=1)
     for x, y in zip(inputs, targets):
-        with precision():
-            logits = model(x, cache)  # the cache compresses first, if it is full
-            nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+        logits = model(x, cache)  # the cache compresses first, if it is full
+        nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
         yield nats.view_as(y), logits
 
 
@@ -500,7 +498,8 @@ class LoRALinear(nn.Module):
 
 # --- Ours: slots that learn which entries to keep ---------------------------------------
 
-# AdamW changes all parameters equally fast. The shared filter learns three times as fast.
+# AdamW changes all parameters about equally fast. The shared filter is multiplied by 3, so
+# that it learns three times as fast.
 COMMON_SCALE = 3
 # At the start, in training, an entry with twice the attention gets 2^2 times the weight.
 TRUST_SCALE = 2
@@ -520,6 +519,8 @@ class Selection(Compressor):
     While it trains, a slot is a mixture: its row of w is a softmax of the relevance, so that
     gradients flow. In use the relevance is 16 times as sharp, and a slot holds nearly one
     entry: the model cannot read a fact out of a mixture of several.
+
+    A subclass changes `relevance` or `normalise`. Its `weights` would not be called.
     """
 
     reads_scores = True
@@ -558,7 +559,7 @@ class Selection(Compressor):
     def normalise(self, relevance: Tensor, entries: Tensor) -> Tensor:
         """This takes the place of the ReLU and of (7): w (N, slots, R); each row sums to 1."""
         sharpness = 1 if self.training else self.sharpness
-        return (sharpness * (relevance - taken(relevance, entries))).softmax(dim=-1)
+        return (sharpness * (relevance - copy_penalty(relevance, entries))).softmax(dim=-1)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
         return self.weights_of_layers([self], [entries], [from_slot], [scores])
@@ -574,7 +575,7 @@ class Selection(Compressor):
 
 
 @torch.no_grad()
-def taken(relevance: Tensor, entries: Tensor) -> Tensor:
+def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
     """The penalty of each of R entries for each slot: relevance (N, slots, R), entries
     (N, 2D, R) -> (N, slots, R). This is maximal marginal relevance (Carbonell and Goldstein
     1998): for each earlier slot the penalty grows by PENALTY times how alike the entry is to
@@ -618,13 +619,17 @@ def in_layer(settings: Settings, layer: int) -> Settings:
 def with_slots(settings: Settings, M: int) -> Settings:
     """The same memory with M slots in each layer. It has all sinks; the rest is divided among
     the kinds in the same proportions, and what rounding leaves over goes to the largest."""
-    sinks = settings.sinks
-    whole = max(1, settings.mem - sinks)
-    divided = ("heavy", "merged", "recent")
-    counts = {kind: (M - sinks) * getattr(settings, kind) // whole for kind in divided}
-    largest = max(divided, key=counts.get)
-    counts[largest] += M - sinks - sum(counts.values())
-    return replace(settings, budgets=[], **counts)
+    kinds = ("heavy", "merged", "recent")
+    counts = divided(M - settings.sinks, [getattr(settings, kind) for kind in kinds])
+    return replace(settings, budgets=[], **dict(zip(kinds, counts)))
+
+
+def divided(total: int, shares: list[int]) -> list[int]:
+    """A total in the proportions of shares, whose sum is positive. What rounding leaves over
+    goes to the largest."""
+    parts = [total * share // sum(shares) for share in shares]
+    parts[parts.index(max(parts))] += total - sum(parts)
+    return parts
 
 
 # --- All together: the adapted model ----------------------------------------------------

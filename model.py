@@ -11,8 +11,8 @@ row.
 Letters:
 
     B  texts in a batch
-    T  tokens of one call of the model; `segment` is the most that may enter a memory
-       together, and "M + T" means such a whole segment (the paper calls it B)
+    T  tokens of one call of the model. A memory takes at most `segment` tokens at once, which
+       the paper calls B; in "M + T", T is a whole segment
     S  entries in the cache
     M  slots of a memory
     H  query heads
@@ -25,7 +25,7 @@ Letters:
 
 import copy
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterator
 
@@ -36,8 +36,9 @@ from torch.utils.checkpoint import checkpoint
 
 from support.files import FOREIGN, read_given, read_tensors
 from support.tokenizer import Tokenizer
-from support.weights import blamed_on, checked, config_file, hugging_face_fields
-from support.weights import hugging_face_weights, meta_fields, meta_shards, weight_files
+from support.weights import blamed_on, check_numbers, checked, config_file
+from support.weights import hugging_face_fields, hugging_face_weights, meta_fields
+from support.weights import meta_shards, weight_files
 
 
 @dataclass(frozen=True)
@@ -95,25 +96,6 @@ class LlamaConfig:
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
-
-
-# No whole number in a configuration may be larger. The longest context today is 10 million.
-LARGEST = 2**24
-
-
-def check_numbers(config: "LlamaConfig | Llama3Rope") -> None:
-    """Convert each number to its field's type, so that 10000 and 10000.0 in a file are the
-    same model. Raises ValueError if one is of another type, not positive or too large."""
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if f.type in (int, float, bool):
-            if f.type(value) != value:
-                raise ValueError(f"{f.name} {value!r} is not of type {f.type.__name__}")
-            if f.type is not bool and not 0 < value < math.inf:
-                raise ValueError(f"{f.name} {value!r} is not positive")
-            if f.type is int and value > LARGEST:
-                raise ValueError(f"{f.name} {value!r} is larger than {LARGEST:,}")
-            object.__setattr__(config, f.name, f.type(value))  # as the class is frozen
 
 
 def widened(t: Tensor) -> Tensor:

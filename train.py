@@ -1,4 +1,5 @@
-"""Train a memory: its convolutions and, with LoRA, its base's embeddings and norms.
+"""Train a memory: its convolutions and, unless --lora-rank is 0, LoRA on its base together with
+the base's embeddings and norms.
 
     python train.py                            # the embedded model, on a CPU
     python train.py --mem 512 --seq 8192       # 8 times its pretrained context
@@ -40,7 +41,7 @@ from support.programs.run_folder import State, claim, read_state, restore, write
 from support.programs.scoring import baselines, name_of
 from support.programs.settings import settings_for
 from support.programs.train_flags import check_use, flags_given, make_parser
-from support.programs.train_report import name_a_recipe, print_scores, print_start
+from support.programs.train_report import refuse_without_recipe, print_scores, print_start
 from support.text import Texts, read_texts, sequence
 from support.tokenizer import Tokenizer
 
@@ -127,7 +128,7 @@ RECIPES = {  # what each changes of the defaults above
         steps=240, batch=None, micro_batch=2, bptt=4,
         facts=8, answer_weight=20.0, score_tokens=65536, save_every=10,
     ),
-}  # fmt: skip
+}
 
 WHAT_FOR = {
     "paper": "the paper's context extension",
@@ -139,7 +140,7 @@ WHAT_FOR = {
 # What a recipe sets for its own method. It does not suit another --method.
 OF_THE_METHOD = (
     "sinks", "heavy", "merged", "positions", "forget", "kernel", "start", "conv_lr",
-)  # fmt: skip
+)
 
 
 def completed(config: TrainConfig) -> TrainConfig:
@@ -150,15 +151,12 @@ def completed(config: TrainConfig) -> TrainConfig:
 
 
 def settings_of(config: TrainConfig) -> Settings:
-    """The memory of a configuration. Raises UserError if its slots do not fit, or if
-    there is nothing to train."""
+    """The memory of a configuration. Raises UserError if its slots do not fit."""
     changes = method_flags(asdict(config))
     if config.recent is None and config.merged is not None:
         changes["merged"] = min(config.merged, config.mem // 4)
     c = config
-    settings = settings_for(c.method, c.mem, c.segment, c.seq, **changes)
-    check_use(settings)
-    return settings
+    return settings_for(c.method, c.mem, c.segment, c.seq, **changes)
 
 
 # --- What a run is made of --------------------------------------------------------------
@@ -210,7 +208,7 @@ class ShiftedGroups(KVCache):
 def gradients(
     adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
     step: int, done: Callable[[int], None] = lambda tokens: None,
-) -> float:  # fmt: skip
+) -> float:
     """Add the gradient of a step's loss to p.grad; return the loss in nats per token.
 
     draw(i) is sequence i, as `Setup.draw` returns it. The processes share the sequences
@@ -233,7 +231,7 @@ def gradients(
 def backward(
     adapted: AdaptedLlama, tokens: Tensor, answers: Tensor, config: TrainConfig,
     machine: Machine, step: int,
-) -> float:  # fmt: skip
+) -> float:
     """Read sequences (B, L) in pieces of `bptt` segments, and go back through each piece
     before the next one, so that the graph never spans more. Returns what they add to the
     loss of the step. `answers` (B, L) marks the tokens that count more, see
@@ -241,17 +239,17 @@ def backward(
     """
     longlora = adapted.settings.method == "longlora"
     cache = adapted.cache(plain=ShiftedGroups if longlora else KVCache)
-    segment = config.seq if longlora else config.segment
+    # Full attention has no segments: its gradient reaches over the whole sequence.
+    segment = config.segment if adapted.settings.mem else config.seq
     length = config.bptt * segment  # targets of a piece
     targets = config.batch * (config.seq - 1)  # of the whole step
     total = 0.0
     for number, start in enumerate(range(0, config.seq - 1, length)):
         # The last target of a piece is the first token of the next.
         piece = slice(start, start + length + 1)
-        segments = segment_losses(
-            adapted.model, tokens[:, piece], cache, segment, machine.precision
-        )
-        losses = torch.cat([nats for nats, _ in segments], dim=1) / targets
+        segments = segment_losses(adapted.model, tokens[:, piece], cache, segment)
+        with machine.precision():  # such as torch.autocast
+            losses = torch.cat([nats for nats, _ in segments], dim=1) / targets
         loss = losses.sum()
         # With --lora-rank 0 nothing before the first compression has a gradient.
         if loss.requires_grad:
@@ -302,7 +300,7 @@ def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
 def train(
     setup: Setup, adapted: AdaptedLlama, optimizer: AdamW, begin: int,
     save: Callable[[int], None], log: TextIO,
-) -> int:  # fmt: skip
+) -> int:
     """Steps from `begin` to `steps`; save(steps done) is called after every
     `save_every`. A signal to any process ends all after the step that is under way.
     Returns the signal's number, or 0 if all steps are done."""
@@ -312,7 +310,7 @@ def train(
     bar = tqdm(
         desc="training", total=config.steps * own, initial=begin * own,
         unit=" tokens", unit_scale=True, mininterval=1, disable=RANK > 0,
-    )  # fmt: skip
+    )
     adapted.train()
     with noted_signals() as noted, bar:
         for step in range(begin, config.steps):
@@ -359,7 +357,7 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
     model = given.get("model", str(TINY))
     if "recipe" not in given and model != str(TINY):
         machine = prepare(given.get("device"), given.get("dtype"))
-        name_a_recipe(Path(model), machine, recipes, WHAT_FOR)
+        refuse_without_recipe(Path(model), machine, recipes, WHAT_FOR)
     recipe = named[given.get("recipe", "embedded")]
     if given.get("method", recipe.get("method")) != recipe.get("method"):
         recipe = {key: value for key, value in recipe.items() if key not in OF_THE_METHOD}
@@ -389,6 +387,7 @@ def run(config: TrainConfig, state: State | None) -> int:
     """Train and score, or go on from a state. All that is written goes into the folder
     of the run. Returns the exit code."""
     settings = settings_of(config)
+    check_use(settings)
     machine = prepare(config.device, config.dtype, config.seed)
     usual = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
     out, log = claim(config.out, usual, state.step if state else None)

@@ -199,7 +199,7 @@ class Parser(argparse.ArgumentParser):
 def method_flags(flags: dict) -> dict:
     """Those of the flags, or of a configuration of train.py, that change a row of METHODS."""
     names = ("sinks", "heavy", "recent", "positions", "forget", "budgets", "compressor",
-             "kernel", "start", "lora_rank")  # fmt: skip
+             "kernel", "start", "lora_rank")
     return {name: flags[name] for name in names if name in flags}
 
 

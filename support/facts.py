@@ -89,7 +89,7 @@ def schedule(
 def tell(
     tokens: Tensor, facts: int, part: str, seed: int, i: int, tokenizer: Tokenizer,
     form: str = "line",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Write facts into text number i, (L,). Each is told at the first line break after
     it is due.
 

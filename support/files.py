@@ -31,7 +31,7 @@ FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 # What a library can raise that reads damaged weights. A .bin file is a pickle, and a damaged pickle
 # can raise nearly anything. Code of ours should not run under this, as its bugs would be hidden.
 DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionError, TypeError,
-           AttributeError, ArithmeticError, pickle.UnpicklingError, SafetensorError)  # fmt: skip
+           AttributeError, ArithmeticError, pickle.UnpicklingError, SafetensorError)
 
 # What writing a file can raise: the system, safetensors, and torch.save on a full disk.
 CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
@@ -58,7 +58,7 @@ def read_json(file: Path, object_hook: Callable[[dict], dict] | None = None) -> 
 
 
 def read_given(file: Path) -> Any:
-    """A configuration of another program. A key that is null is as one that is not given."""
+    """A configuration of another program. A key whose value is null counts as missing."""
     return read_json(file, lambda keys: {k: v for k, v in keys.items() if v is not None})
 
 

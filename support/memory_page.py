@@ -26,7 +26,7 @@ def token_texts(ids: list[int], tokenizer: Tokenizer) -> tuple[list[str], dict[i
 def write_page(
     file: Path, tokens: list[str], names: dict[int, str], memories: list[dict],
     new: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """The template with its data; `new` as in `write_whole`. In a script a `<` could end it or
     begin a comment, so each one is written as an escape."""
     data = {"tokens": tokens, "names": names, "memories": memories}

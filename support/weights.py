@@ -8,6 +8,7 @@ cannot be a plain Llama-2 is refused.
 import math
 import re
 from contextlib import contextmanager
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Iterable, Iterator
 
@@ -30,6 +31,26 @@ def blamed_on(file: Path, *errors: type[Exception]) -> Iterator[None]:
 
 
 # --- Configurations ---------------------------------------------------------------------
+
+
+# No whole number in a configuration may be larger. The longest context today is 10 million.
+LARGEST = 2**24
+
+
+def check_numbers(config) -> None:
+    """Convert each number of a LlamaConfig or a Llama3Rope to its field's type, so that 10000
+    and 10000.0 in a file are the same model. Raises ValueError if one is of another type, not
+    positive or too large."""
+    for f in fields_of(config):
+        value = getattr(config, f.name)
+        if f.type in (int, float, bool):
+            if f.type(value) != value:
+                raise ValueError(f"{f.name} {value!r} is not of type {f.type.__name__}")
+            if f.type is not bool and not 0 < value < math.inf:
+                raise ValueError(f"{f.name} {value!r} is not positive")
+            if f.type is int and value > LARGEST:
+                raise ValueError(f"{f.name} {value!r} is larger than {LARGEST:,}")
+            object.__setattr__(config, f.name, f.type(value))  # as the class is frozen
 
 
 def config_file(path: Path) -> Path:
@@ -108,7 +129,7 @@ NAMES = {
 }
 LLAMA3_ROPE = (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-)  # fmt: skip
+)
 ROTATED = "lococo_rotated_share"  # LlamaConfig.turned; tools/chatglm3.py writes this key
 
 

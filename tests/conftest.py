@@ -12,18 +12,18 @@ from pathlib import Path
 # thread, and adapters are equal to the last bit only if sums have one order.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import pytest
+import torch
 
-from lococo import AdaptedLlama, Settings  # noqa: E402
-from model import Llama, LlamaConfig, load_llama  # noqa: E402
-from support.programs.adapter import write_adapter  # noqa: E402
-from support.programs.settings import settings_for  # noqa: E402
-from support.command_line import HERE, TINY, run_program  # noqa: E402
-from support.files import UserError  # noqa: E402
-from support.text import PARTS  # noqa: E402
-from support.tokenizer import Tokenizer  # noqa: E402
+from lococo import AdaptedLlama, Settings
+from model import Llama, LlamaConfig, load_llama
+from support.programs.adapter import write_adapter
+from support.programs.settings import settings_for
+from support.command_line import HERE, TINY, run_program
+from support.files import UserError
+from support.text import PARTS
+from support.tokenizer import Tokenizer
 
 sys.path.insert(0, str(HERE / "tools"))  # tests import its programs
 

@@ -104,7 +104,7 @@ def test_an_adapter_with_an_unknown_name_is_refused(model, tmp_path, kind):
     lambda tensors, about: tensors.update({LORA_A: tensors[LORA_A][:1]}),  # it could broadcast
     lambda tensors, about: tensors.update(more=tensors.pop(LORA_A)),
     lambda tensors, about: about["settings"].pop("method"),
-    lambda tensors, about: about.pop("base")])  # fmt: skip
+    lambda tensors, about: about.pop("base")])
 def test_adapters_of_another_version_are_refused(model, tmp_path, change):
     base, adapted = copy.deepcopy(model), adapter(model)
     tensors, about = adapted.trained(), identity(adapted) | {"parts": []}

@@ -19,7 +19,7 @@ from support.tokenizer import Tokenizer
 CONFIG = dict(model_type="chatglm", rmsnorm=True, add_bias_linear=False, add_qkv_bias=True,
               num_layers=2, hidden_size=64, num_attention_heads=4, multi_query_group_num=2,
               ffn_hidden_size=48, padded_vocab_size=2064, seq_length=256, layernorm_epsilon=1e-5,
-              rope_ratio=0.001)  # so small that every channel that is turned shows  # fmt: skip
+              rope_ratio=0.001)  # so small that every channel that is turned shows
 OURS = LlamaConfig(64, 2, 4, 2, 48, 2064, rope_theta=10.0, qkv_bias=True, turned=0.5)
 
 
@@ -33,7 +33,7 @@ def random_weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     w = meta_state(model)
     official = {"embedding.word_embeddings.weight": w["tok_embeddings.weight"],
                 "output_layer.weight": w["output.weight"], "rotary_pos_emb.inv_freq": torch.ones(4),
-                "encoder.final_layernorm.weight": w["norm.weight"]}  # fmt: skip
+                "encoder.final_layernorm.weight": w["norm.weight"]}
     for n in range(2):
         x, a, f = f"encoder.layers.{n}.", f"layers.{n}.attention", f"layers.{n}.feed_forward"
         for kind in ("weight", "bias"):
@@ -45,7 +45,7 @@ def random_weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
                      f"{x}mlp.dense_4h_to_h.weight": w[f"{f}.w2.weight"],
                      f"{x}input_layernorm.weight": w[f"{a}_norm.weight"],
                      f"{x}post_attention_layernorm.weight": w[f"layers.{n}.ffn_norm.weight"],
-                     }  # fmt: skip
+                     }
     return {f"transformer.{name}": t for name, t in official.items()}, w
 
 

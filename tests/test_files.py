@@ -15,7 +15,7 @@ from support.files import read_file, read_json, write_file, write_json, write_wh
 TENSORS = {
     "a.b": torch.randn(3, 5), "steps": torch.tensor(7.0), "none": torch.empty(0, 3),
     "half": torch.randn(4, 3).bfloat16().T, "every other": torch.arange(9)[::2],
-}  # fmt: skip
+}
 ABOUT = {"step": 3, "words": "na\u00efve", "a": [None, 0.1]}
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-import official_code  # noqa: F401, it adds a compressor
+import official_code  # it adds a compressor
 import pytest
 import torch
 from conftest import settings
@@ -37,7 +37,7 @@ def logits_of(model, cache, tokens=TOKENS, segment=6):
     ("lococo+h2o", 512, {}, (0, 256, 256, 0)),
     ("lococo", 512, dict(sinks=4, heavy=8, recent=444), (4, 8, 56, 444)),
     ("lococo+sinks", 512, {}, (4, 0, 508, 0)), ("selection", 64, {}, (0, 24, 16, 24)),
-    ("selection", 128, dict(sinks=4, heavy=0, recent=100), (4, 0, 24, 100))])  # fmt: skip
+    ("selection", 128, dict(sinks=4, heavy=0, recent=100), (4, 0, 24, 100))])
 def test_a_method_is_four_counts(method, mem, changes, counts):
     s = settings(method, mem, **changes)
     assert (s.sinks, s.heavy, s.merged, s.recent, s.mem) == (*counts, sum(counts))
@@ -49,7 +49,7 @@ def test_a_method_is_four_counts(method, mem, changes, counts):
     ("full", dict(recent=4), "keeps everything and has no slots"),
     ("lococo", dict(heavy=8), "needs merged slots"),
     ("h2o", dict(heavy=9), "from 1 to 8, and none negative"),
-    ("h2o", dict(heavy=0, recent=0), "from 1 to 8")])  # fmt: skip
+    ("h2o", dict(heavy=0, recent=0), "from 1 to 8")])
 def test_counts_that_do_not_fit_are_refused(method, changes, words):
     with pytest.raises(UserError, match=words):
         settings(method, 8, **changes)
@@ -78,7 +78,7 @@ def test_rows_that_do_not_sum_to_1_are_refused(model, monkeypatch, dim):
     """As those of a softmax over the slots, or over the heads."""
     for compressor in COMPRESSORS.values():
         check_rows(compressor(4, 3, 5), 4)
-    wrong = lambda self, entries, *_: self.conv(entries).softmax(dim)  # noqa: E731
+    wrong = lambda self, entries, *_: self.conv(entries).softmax(dim)
     monkeypatch.setattr(Compressor, "weights", wrong)
     with pytest.raises(UserError, match="Compressor.weights: the rows of w sum to .* instead of 1"):
         AdaptedLlama(model, settings("lococo"))
@@ -248,8 +248,10 @@ def test_what_was_trained_with_m_slots_is_used_with_others():
     assert resized(settings("selection", 128, budgets=[2, 6]), budgets=[]).budgets == []
     as_in_the_paper = settings("streaming", 8, sinks=8, recent=0)
     assert resized(as_in_the_paper) == as_in_the_paper
-    with pytest.raises(UserError, match="full keeps everything"):
+    with pytest.raises(UserError, match="full has no slots to divide"):
         resized(settings("full"), mem=8)
+    with pytest.raises(UserError, match="streaming has no slots to divide"):
+        resized(as_in_the_paper, mem=512)
     with pytest.raises(UserError, match="4 slots of a layer are too few for lococo"):
         resized(settings("lococo+sinks"), mem=4)
 
@@ -280,7 +282,7 @@ def test_each_layer_has_its_budget(model, positions):
     ("h2o", [2, 14], "2 slots of a layer are too few"),
     ("streaming", [4, 12], "4 slots of a layer are too few"),  # the sinks fill them
     ("selection", [3, 13], "3 slots of a layer are too few"),
-    ("full", [6, 10], "keeps everything and has no slots")])  # fmt: skip
+    ("full", [6, 10], "keeps everything and has no slots")])
 def test_budgets_that_do_not_suit_are_refused(model, method, slots, words):
     with pytest.raises(UserError, match=words):
         AdaptedLlama(model, settings(method, budgets=slots))
@@ -300,7 +302,7 @@ def test_a_layer_without_merged_slots_is_refused():
     (1.0, dict(length=2048, mem=122, positions="slots"), 2.0),  # slots end at M + T = 128
     (1.0, dict(length=64, mem=122, positions="slots"), 1.0),  # but L is not above 64
     (1.0, dict(length=512, mem=90, positions="slots", budgets=[58, 122]), 2.0),  # of the largest
-    (3.0, dict(length=256), 4.0), (3.0, dict(length=128), 3.0)])  # fmt: skip
+    (3.0, dict(length=256), 4.0), (3.0, dict(length=128), 3.0)])
 def test_positions_are_divided_to_fit_into_the_context(config, rope_scale, changes, factor):
     model = Llama(replace(config, rope_scale=rope_scale))
     adapted = AdaptedLlama(model, settings(**changes))

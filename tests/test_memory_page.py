@@ -22,7 +22,7 @@ from support.programs.tracing import TracedMemory, memory_of_layer
 BROWSER = shutil.which("chromium")
 TEXTS = ["</script><!-- <script> ]]> &amp; THE_DATA_OF_THE_PAGE\n",
          "say \"a\" and 'b', a \\ and ${d}\r\n\ttab\x00\x1f a\u2028b\u2029c\ufffd",
-         "snake \N{SNAKE}, \u0645\u0631\u062d\u0628\u0627, e\u0301 and \u5317"]  # fmt: skip
+         "snake \N{SNAKE}, \u0645\u0631\u062d\u0628\u0627, e\u0301 and \u5317"]
 
 
 def data_of(file: str | Path) -> dict:
@@ -42,7 +42,7 @@ def pairs(record: int | list[int]) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("counts, compressor", [
-    ((0, 0, 8, 0), "selection"), ((2, 2, 3, 1), "paper")])  # fmt: skip
+    ((0, 0, 8, 0), "selection"), ((2, 2, 3, 1), "paper")])
 def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, compressor):
     """8 slots read 40 tokens in segments of 8. After each compression keys and values are those
     that once entered, mixed by the shares; tracing changes nothing."""
@@ -102,7 +102,7 @@ def test_three_memories_on_one_page(run, stock):
     assert "".join(data["tokens"]) == prompt
     memories = data["memories"]
     assert [[*memory["counts"].values()] for memory in memories] == [
-        [0, 6, 4, 6], [4, 0, 0, 12], [0, 8, 0, 8]]  # fmt: skip
+        [0, 6, 4, 6], [4, 0, 0, 12], [0, 8, 0, 8]]
     tokens, nbytes = len(data["tokens"]), 2 * 4 * 2 * 64 * 4  # of an entry
     for memory in memories:
         held = (16 + tokens - memory["read"][-1]) * memory["entry_bytes"]

@@ -17,10 +17,10 @@ SMALL = LlamaConfig(32, 2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, c
 
 
 @pytest.mark.parametrize("cuts, gradients", [
-    ((12,), True), ((5, 7), True), ((5, 6, 1), False)])  # fmt: skip
+    ((12,), True), ((5, 7), True), ((5, 6, 1), False)])
 @pytest.mark.parametrize("config", [
     SMALL, replace(SMALL, n_kv_heads=4),
-    replace(SMALL, n_kv_heads=1, rope_scale=2.5, rope_theta=100.0, norm_eps=0.1)])  # fmt: skip
+    replace(SMALL, n_kv_heads=1, rope_scale=2.5, rope_theta=100.0, norm_eps=0.1)])
 def test_logits_equal_a_llama_written_a_second_time(model, cuts, gradients):
     """Read at once, and in pieces with a cache."""
     state, cache = meta_state(model), KVCache(model.config)
@@ -37,11 +37,11 @@ def test_frequencies_of_llama_3(tmp_path):
     """Of Llama 3.2 1B, by the published rule: a wave is longer than 8,192 tokens: divided by 32;
     shorter than a quarter of it: kept; in between: a blend."""
     scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
+               "original_max_position_embeddings": 8192, "rope_type": "llama3"}
     content = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
                "intermediate_size": 8, "vocab_size": 9, "rms_norm_eps": 1e-5,
                "rope_theta": 500000.0,
-               "max_position_embeddings": 131072, "rope_scaling": scaling}  # fmt: skip
+               "max_position_embeddings": 131072, "rope_scaling": scaling}
     (tmp_path / "config.json").write_text(json.dumps(content))
     config, expected = read_config(tmp_path / "config.json"), []
     for i in range(32):

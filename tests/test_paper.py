@@ -15,7 +15,7 @@ TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(
 
 @pytest.mark.parametrize("kernel", [1, 3, 21])
 @pytest.mark.parametrize("kind, training", [
-    (Compressor, True), (Selection, True), (Selection, False)])  # fmt: skip
+    (Compressor, True), (Selection, True), (Selection, False)])
 def test_compressors_equal_a_loop_over_the_equations(in_float64, kind, kernel, training):
     """Two layers at once, each with its own compressor."""
     torch.manual_seed(0)

@@ -120,7 +120,7 @@ def test_ranges_of_distances():
 
 @pytest.mark.parametrize("words, scored", [
     ("adapter whole", "held-out): 2"), ("whole", "all parts): 20"),
-    ("whole --part training", "training): ")])  # fmt: skip
+    ("whole --part training", "training): ")])
 def test_which_part_of_the_texts_is_scored(run, words, scored):
     """What a run has held out. If no run has, all that the user names."""
     rows = [json.dumps({"text": f"{n} {'some words ' * 30}"}) for n in range(20)]
@@ -140,10 +140,10 @@ def test_the_usual_lengths_that_no_text_has_are_left_out(run):
     ("streaming", 128, {}, 9999, ""),  # positions end at M + T = 256
     ("streaming", 1024, {}, 9999, "take a smaller --mem or --segment"),  # M + T = 2048
     ("full", 16, {}, 1025, "--method h2o --mem 512 --positions slots keeps them small"),
-])  # fmt: skip
+])
 def test_a_warning_if_positions_pass_the_context(
     capsys, method, mem, changes, tokens, remedy
-):  # fmt: skip
+):
     warn_if_too_long(untrained(load_llama(TINY), method, mem, mem, **changes), tokens)
     err = capsys.readouterr().err
     assert err.startswith(f"warning: {method}: positions may reach ") == bool(remedy)
@@ -220,7 +220,7 @@ def test_a_prompt_with_special_tokens(run):
 
 @pytest.mark.parametrize("temperature, expected", [
     (0, [0, 1, 0, 0]), (1, [0.04, 0.64, 0.16, 0.16]),
-    (2, [1 / 9, 4 / 9, 2 / 9, 2 / 9])])  # roots: 0.2, 0.8, 0.4, 0.4; the sum is 1.8  # fmt: skip
+    (2, [1 / 9, 4 / 9, 2 / 9, 2 / 9])])  # roots: 0.2, 0.8, 0.4, 0.4; the sum is 1.8
 def test_sampling_and_the_end_of_a_text(tokenizer, temperature, expected):
     """Of a model of 8 ids more than the tokenizer has, which it likes best: they are padding."""
     torch.manual_seed(0)
@@ -274,7 +274,7 @@ MISTAKES = [
     (eval_ppl, f"{EVAL} -- nowhere", "nowhere: there is no such folder"),
     (eval_ppl, f"{EVAL} -- latin", "or texts by --data"),
     (eval_ppl, f"{EVAL} --json no/x", "no/x: there is no folder no; make it first"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("program, words, sentence", MISTAKES)
@@ -289,7 +289,7 @@ def test_a_mistake_is_one_sentence(run, program, words, sentence):
     (torch.OutOfMemoryError("CUDA out of memory."), 2, "smaller --mem"),
     (RuntimeError("not enough memory: you tried to allocate 8 bytes."), 2, "smaller --mem"),
     (MemoryError(), 2, "smaller --mem"), (OSError(28, "No space left"), 2, "No space left"),
-    (KeyboardInterrupt(), 130, ""), (RuntimeError("x"), None, "")], ids=repr)  # fmt: skip
+    (KeyboardInterrupt(), 130, ""), (RuntimeError("x"), None, "")], ids=repr)
 def test_which_errors_are_a_sentence_and_which_a_traceback(capsys, error, code, sentence):
     with pytest.raises(type(error) if code is None else SystemExit) as raised:
         run_program(Mock(side_effect=error))

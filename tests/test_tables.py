@@ -26,15 +26,25 @@ def test_the_table_by_hand(monkeypatch):
            cell("ours", [9.0, 9.0], mem=128)]
     stored = [*old, cell("h2o", [3.0, 5.0]), cell("h2o text", [3.5, 5.5]),
               cell("ours", [2.0, 4.0], scored="s", base="x"),
-              cell("ours", [2.5, 4.5], seed=1, scored="s", base="x")]  # fmt: skip
+              cell("ours", [2.5, 4.5], seed=1, scored="s", base="x")]
     made = tables.all_tables(stored)
     assert rows_of(made["frozen, M, float32"]) == [
-        ["-", "-", "2.0000", "7.389", "-2.0000 ± 0.0000", "100 |"],
-        ["-", "-", "4.0000", "54.598", "+0.0000 ± 0.0000", "0 |"],
-        ["-", "-", "4.5000", "90.017", "+0.5000 ± 0.0000", "-25 |"],
-        ["60", "2", "3.2500", "25.790", "-0.7500 ± 0.0000", "50, 25 |"],
+        ["-", "2.0000", "-2.0000 ± 0.0000", "100 |"],
+        ["-", "4.0000", "+0.0000 ± 0.0000", "0 |"],
+        ["-", "4.5000", "+0.5000 ± 0.0000", "-25 |"],
+        ["60 steps, 2 seeds", "3.2500", "-0.7500 ± 0.0000", "50, 25 |"],
     ]
     # Another base: nothing of the old one is beside it. Some cells do not say their base.
     other = tables.all_tables([*stored, cell("window", [7.0, 7.0], base="y", scored="s")])
-    losses = [row[2] for row in rows_of(other["frozen, M, float32"])]
+    losses = [row[1] for row in rows_of(other["frozen, M, float32"])]
     assert losses == ["7.0000", "4.0000", "4.5000", "9.0000"]
+
+
+def test_a_gap_on_two_texts():
+    """Documents are of two texts, one after the other: a mean of the seeds for each text."""
+    long = dict(mem=512, seq=8192, part="long", documents=16) | {"by position": {}}
+    stored = [cell("full", [1.0, 3.0], **long), cell("h2o text", [3.0, 7.0], **long),
+              cell("ours budgets", [2.0, 4.0], steps=15, **long),
+              cell("ours budgets", [1.0, 4.0], steps=15, seed=1, **long)]
+    rows = rows_of(tables.all_tables(stored)["result, M, float32"])
+    assert [row[3] for row in rows] == ["100, 100 |", "0, 0 |", "75, 75 |"]

@@ -28,7 +28,7 @@ TEXT += "\ndef f(x, y):\n    return x["  # three segments
     ("U.S.", "US", "", (1, 1, 0, 0, 0)), ("", "cat", "", (0,) * 5),
     # Shared: one, two twice, three, four; two two, three four; in order one .. three four
     ("One two two three four five", "two, one six THREE four-two two_two", " ",
-     (0, 5 / 7, 2 * 5 / (6 + 8), 2 * 2 / (5 + 7), 2 * 3 / (6 + 8)))])  # fmt: skip
+     (0, 5 / 7, 2 * 5 / (6 + 8), 2 * 2 / (5 + 7), 2 * 3 / (6 + 8)))])
 def test_metrics(text, answer, mark, expected):
     for pair in ((text, answer), (answer, text)):
         found = tasks.compare(*pair, {"punctuation": mark}).values()
@@ -45,7 +45,7 @@ def test_metrics(text, answer, mark, expected):
     ("trec", "a b c", "a b c", ["a", "b", "c", "a b c"], 1 / 2),  # its code passes over "b"
     ("passage_count", "3 or 4, 3", "3", None, 2 / 3),
     ("passage_retrieval_en", "Paragraph 12", "Paragraph 12 or 3", None, 1),
-    ("lcc", "# no\nx = y\nz", "x = z", None, 0.8)])  # fmt: skip
+    ("lcc", "# no\nx = y\nz", "x = z", None, 0.8)])
 def test_metrics_of_longbench(data, text, answer, classes, expected):
     found = tasks.compare(text, answer, {"longbench": data, "classes": classes}).values()
     assert [*found] == pytest.approx([expected])

@@ -45,7 +45,7 @@ def test_text_files_folders_and_json_lines(tokenizer, capsys):
         "mark.txt": MARK + b"marked", "mark.jsonl": MARK + b'{"text": "marked row"}',
         "rows.json": b'{"text": "one"}\n{"text": "two"}\n',
         "list.json": b"[1]", "object.json": b'{\n"text": "x"}',
-    }.items():  # fmt: skip
+    }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     expected = ["a?b", "first\r\n  document <s>\n", "line 1", "marked", "marked row"]
@@ -66,7 +66,7 @@ PACKED, LIST = "texts that are packed so are not read; unpack it", "a list of te
     ("a.jsonl", b'{"content": "x"}', HELP), ("a.jsonl.gz", b"not gzip", HELP),
     ("a.jsonl.gz", gzip.compress(ROW)[:-6], HELP), ("a.jsonl.zst", b"x", PACKED),
     ("a.json", b"[" + ROW + b"]", LIST),
-])  # fmt: skip
+])
 def test_text_that_cannot_be_used_is_named(tokenizer, name, content, sentence):
     if content:
         Path(name).write_bytes(content)

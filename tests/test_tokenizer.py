@@ -58,7 +58,7 @@ def test_tokens_one_by_one_have_the_text(request, kind, monkeypatch):
     monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or whole(ids))
     rng = np.random.default_rng(0)
     letters = [*" \n\tabc<0xE1>", *map(chr, range(0xC0, 0x100)), *map(chr, range(0x1200, 0x1240)),
-               *"\ufffd\ufffd\u0301\u200d\U0001f40d\U0010ffff\x00"]  # fmt: skip
+               *"\ufffd\ufffd\u0301\u200d\U0001f40d\U0010ffff\x00"]
     for _ in range(200):
         prompt, more = ("".join(rng.choice(letters, rng.integers(0, 40))) for _ in range(2))
         ids = tokenizer.encode(prompt)
@@ -90,7 +90,7 @@ def test_a_tokenizer_without_a_token_that_begins_a_text(tmp_path, bos, eos, begi
     (tmp_path / "text").write_text("the cat sat on the mat and ran\n" * 20)
     SentencePieceTrainer.train(
         input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=24,
-        model_type="bpe", bos_id=bos, eos_id=eos, minloglevel=2)  # fmt: skip
+        model_type="bpe", bos_id=bos, eos_id=eos, minloglevel=2)
     if begins is None:
         refusal(Tokenizer, tmp_path, "names a token that begins or ends a text")
     else:
@@ -103,7 +103,7 @@ def test_what_files_beside_it_add(tmp_path, tokenizer):
     shutil.copy(tokenizer.file, tmp_path)
     write(tmp_path, "added_tokens", **{"<end>": 2048, "[PAD]": 2051})
     write(tmp_path, "tokenizer_config", eos_token={"content": "<end>"}, bos_token=None,
-          added_tokens_decoder={"2049": {"content": "<user>"}})  # fmt: skip
+          added_tokens_decoder={"2049": {"content": "<user>"}})
     write(tmp_path, "config", bos_token_id=1, eos_token_id=[2, 7])
     write(tmp_path, "generation_config", eos_token_id=9)
     found = Tokenizer(tmp_path)
@@ -138,7 +138,7 @@ def test_ids_by_hand(folder):
     assert tokenizer.encode("hello") == [296, 258, o]
     assert tokenizer.encode("hello aaa") == [296, 258, o, 262]
     assert [tokenizer.piece(i) for i in (258, o, 262, 296, 297, 298)] == [
-        "hell", "o", " aaa", "<begin>", "<end>", "<298>"]  # fmt: skip
+        "hell", "o", " aaa", "<begin>", "<end>", "<298>"]
     assert tokenizer.vocab_size == 298
     assert len(fact_tokens(tokenizer).words) == 12
 
@@ -172,7 +172,7 @@ def test_a_text_is_read_whole_whatever_length_its_file_asks_for(folder):
 
 @pytest.mark.parametrize("file, content, sentence", [
     ("generation_config", "[]", "generation_config.json is of another form"),
-    ("tokenizer", "{", "tokenizer.json is not a readable tokenizer")])  # fmt: skip
+    ("tokenizer", "{", "tokenizer.json is not a readable tokenizer")])
 def test_what_cannot_be_used_is_one_sentence(folder, file, content, sentence):
     (folder / "tokenizer_config.json").unlink()
     (folder / f"{file}.json").write_text(content)

@@ -33,7 +33,7 @@ CPU = Machine("cpu", torch.float32)  # without autocast
 
 
 @pytest.mark.parametrize("weight, told, bptt, micro_batch", [
-    (7.5, 1, 2, 1), (7.5, 1, 1, 2), (7.5, 0, 2, 1)])  # fmt: skip
+    (7.5, 1, 2, 1), (7.5, 1, 1, 2), (7.5, 0, 2, 1)])
 def test_the_gradient_of_a_step(in_float64, model, weight, told, bptt, micro_batch):
     """A step's loss and gradient are those of single nats, in float64. In the
     convolutions' gradient those of answers count `weight` times, on the mean of three
@@ -239,7 +239,7 @@ def test_two_processes_train_as_one(own_folders, whole):
             env=os.environ | variables | {"RANK": rank, "LOCAL_RANK": rank},
         )
         for rank in "01"
-    ]  # fmt: skip
+    ]
     ended = [process.communicate(timeout=200) for process in started]
     assert [process.returncode for process in started] == [0, 0], ended
     (out, _), (other, _) = ended

@@ -114,7 +114,7 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, mon
     ("--model missing", "missing: there is no such"),
     ("--method h2o --lora-rank 0", "there is nothing to train"),
     ("--out file", "file: this is a file; name a folder"), ("--out ''", "this name is empty"),
-])  # fmt: skip
+])
 def test_a_mistake_is_one_sentence(run, words, sentence):
     Path("file").touch()
     code, _, err = run(train, f"{LINE} {words}")

@@ -34,7 +34,7 @@ def configuration(c: LlamaConfig, meta: bool) -> dict:
         intermediate_size=c.ffn_dim, num_hidden_layers=c.n_layers, rms_norm_eps=c.norm_eps,
         num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads,
         tie_word_embeddings=False, max_position_embeddings=c.context,
-    )  # fmt: skip
+    )
 
 
 def write_model(path, model, files, edit=lambda state: None, **changes) -> Path:
@@ -77,7 +77,7 @@ UNNAMED = {"context": 4096}  # Meta's configuration does not say it
 # As Hugging Face writes what is not given.
 NULLS = dict.fromkeys([
     "attention_bias", "mlp_bias", "sliding_window", "partial_rotary_factor", "rope_theta",
-    "rope_scaling", "tie_word_embeddings", "qkv_bias"])  # fmt: skip
+    "rope_scaling", "tie_word_embeddings", "qkv_bias"])
 
 
 @pytest.mark.parametrize("files, changes, expected", [
@@ -89,7 +89,7 @@ NULLS = dict.fromkeys([
     ([HF], {"rope_theta": 10000, "hidden_size": 32.0}, {}),  # the same numbers
     (SHARDS, {"rope_theta": 5e5}, {"rope_theta": 5e5}),
     (BINS, {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9.0}},
-     {"rope_scale": 8.0, "rope_theta": 9.0})])  # fmt: skip
+     {"rope_scale": 8.0, "rope_theta": 9.0})])
 def test_both_layouts(tmp_path, model, files, changes, expected):
     load(write_model(tmp_path, model, files, **changes), model, **expected)
     half = load_llama(tmp_path, torch.bfloat16)
@@ -141,7 +141,7 @@ def test_a_model_of_transformers_in_memory(tmp_path, model):
     ({"num_hidden_layers": 3}, "3 layers, but 2 in the weights"),  # a million would take hours
     ({"intermediate_size": 2**60}, f"ffn_dim {2**60} is larger than 16,777,216"),
     ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads, 3 of keys and values, do not"),
-])  # fmt: skip
+])
 def test_a_config_json_that_is_no_llamas(tmp_path, model, changes, sentence):
     """It is refused when it is read, not when it has made other figures."""
     write_model(tmp_path, model, [HF], **changes)
@@ -160,7 +160,7 @@ def test_a_params_json_that_contradicts_its_weights(tmp_path, model, changes, se
     ([HF], "config.json", ["no config.json and no params.json; docs/models.md says"]),
     ([HF], HF, ["there is no model*.safetensors and no pytorch_model*.bin in it"]),
     (SHARDS, SHARDS[0], ["missing", "model.embed_tokens.weight"]),
-    (META[:2], META[1], ["is a file consolidated.NN.pth missing"])])  # fmt: skip
+    (META[:2], META[1], ["is a file consolidated.NN.pth missing"])])
 def test_a_missing_file(tmp_path, model, files, lost, parts):
     (write_model(tmp_path, model, files) / lost).unlink()
     refusal(load_llama, tmp_path, *parts)
@@ -173,7 +173,7 @@ def test_a_missing_file(tmp_path, model, files, lost, parts):
     (lambda s, q: s.update({q: s[q].to(torch.float8_e5m2)}), [Q_PROJ, "float8_e5m2"]),
     (lambda s, q: s[q].__setitem__((0, 0), math.nan), [Q_PROJ, "not finite"]),
     (lambda s, q: s.update({q: s[q][:, 1:].clone()}), [Q_PROJ, "(32, 31)", "(32, 32)"]),
-])  # fmt: skip
+])
 def test_a_wrong_tensor_is_named(tmp_path, model, fault, parts):
     write_model(tmp_path, model, [HF], lambda state: fault(state, Q_PROJ))
     refusal(load_llama, tmp_path, *parts)

@@ -17,7 +17,6 @@ import json
 import math
 import sys
 import time
-import zlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,21 +30,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import token_losses  # noqa: E402
-from model import Llama, LlamaConfig, hugging_face_name, rope, rotate  # noqa: E402
-from support.command_line import Machine, at_least, run_program  # noqa: E402
-from support.facts import tell  # noqa: E402
-from support.files import write_text, write_whole  # noqa: E402
-from support.programs.settings import untrained  # noqa: E402
-from support.text import (  # noqa: E402
-    PARTS, find_files, long_documents, sequence, token_streams,
-)  # fmt: skip
-from support.tokenizer import Tokenizer  # noqa: E402
+from eval_ppl import token_losses
+from model import Llama, LlamaConfig, hugging_face_name, rope, rotate
+from support.command_line import Machine, at_least, run_program
+from support.facts import tell
+from support.files import write_text, write_whole
+from support.programs.settings import untrained
+from support.text import (
+    find_files, long_documents, part_of, sequence, token_streams,
+)
+from support.tokenizer import Tokenizer
 
 CONFIG = LlamaConfig(
     dim=128, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=344, vocab_size=2048, context=1024,
     rope_theta=1e6,  # slow, so that half of a head's channels can match tokens 1,000 apart
-)  # fmt: skip
+)
 
 
 def train_tokenizer(out: Path) -> None:
@@ -53,7 +52,7 @@ def train_tokenizer(out: Path) -> None:
 
     def lines():
         for file in find_files([]):
-            if zlib.crc32(file.name.encode()) % 20 in PARTS["training"]:
+            if part_of(file.name) == "training":
                 try:
                     yield from file.read_text(encoding="utf-8").splitlines()
                 except UnicodeDecodeError:
@@ -66,7 +65,7 @@ def train_tokenizer(out: Path) -> None:
         remove_extra_whitespaces=False, split_digits=True, allow_whitespace_only_pieces=True,
         character_coverage=0.9995, input_sentence_size=200_000, shuffle_input_sentence=True,
         num_threads=2, minloglevel=2,
-    )  # fmt: skip
+    )
     file = out / "tokenizer.model"
     write_whole(file, lambda beside: beside.write_bytes(content.getbuffer()))
 
@@ -241,7 +240,7 @@ def save(model: Llama, out: Path) -> None:
         rms_norm_eps=c.norm_eps, max_position_embeddings=c.context, rope_theta=c.rope_theta,
         rope_scaling=None, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
         torch_dtype="float32",
-    )  # fmt: skip
+    )
     weights = {hugging_face_name(n): p.detach().contiguous() for n, p in model.named_parameters()}
     keep = partial(save_file, weights, metadata={"format": "pt"})
     write_whole(out / "model.safetensors", keep)

@@ -36,16 +36,16 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from generate import prefill  # noqa: E402
-from lococo import AdaptedLlama  # noqa: E402
-from model import Entries, KVCache, Llama, LlamaConfig, load_llama  # noqa: E402
-from support.command_line import TINY, Machine, at_least, prepare  # noqa: E402
-from support.command_line import run_program  # noqa: E402
-from support.facts import fact_tokens, tell  # noqa: E402
-from support.programs.adapter import shared_copy  # noqa: E402
-from support.programs.settings import settings_for  # noqa: E402
-from support.tokenizer import Tokenizer  # noqa: E402
-from train import TrainConfig, gradients, make_optimizer  # noqa: E402
+from generate import prefill
+from lococo import AdaptedLlama
+from model import Entries, KVCache, Llama, LlamaConfig, load_llama
+from support.command_line import TINY, Machine, at_least, prepare
+from support.command_line import run_program
+from support.facts import fact_tokens, tell
+from support.programs.adapter import shared_copy
+from support.programs.settings import settings_for
+from support.tokenizer import Tokenizer
+from train import TrainConfig, gradients, make_optimizer
 
 ROWS = {  # the method of each
     "full": "full",
@@ -56,6 +56,7 @@ ROWS = {  # the method of each
     "lococo+h2o": "lococo+h2o",
 }
 PARTS = ("train", "prefill", "decode", "compress", "memory")
+TOKENIZER = Tokenizer(TINY)  # of the facts
 Options = argparse.Namespace  # the flags of `parse`
 
 
@@ -90,7 +91,7 @@ def train_config(adapted: AdaptedLlama, L: int, options: Options) -> TrainConfig
     return TrainConfig(
         seq=L, segment=adapted.settings.segment, bptt=options.bptt, batch=1,
         micro_batch=1, answer_weight=20.0, lr=1e-5, conv_lr=1e-5,
-    )  # fmt: skip
+    )
 
 
 def random_ids(L: int, options: Options) -> np.ndarray:
@@ -101,13 +102,13 @@ def add_gradients(
     adapted: AdaptedLlama, L: int, options: Options, step: int = 0
 ) -> None:
     """Those of a step on one sequence of L random tokens, in lines of 16."""
-    ids, tokenizer = torch.from_numpy(random_ids(L, options)), Tokenizer(TINY)
+    ids = torch.from_numpy(random_ids(L, options))
     ours = adapted.settings.method == "selection"
     facts = options.facts if ours else 0  # as the recipes have it
-    ids[::16] = min(fact_tokens(tokenizer).breaks) % options.vocab
+    ids[::16] = min(fact_tokens(TOKENIZER).breaks) % options.vocab
 
     def draw(i: int) -> tuple[Tensor, Tensor]:
-        told, ago = tell(ids, facts, "training", 0, i, tokenizer)
+        told, ago = tell(ids, facts, "training", 0, i, TOKENIZER)
         return told % options.vocab, ago
 
     config = train_config(adapted, L, options)

@@ -32,17 +32,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import token_losses  # noqa: E402
-from lococo import METHODS, AdaptedLlama, Settings  # noqa: E402
-from model import Llama, load_base  # noqa: E402
-from support.command_line import Machine, Parser, at_least, counted  # noqa: E402
-from support.command_line import method_flags, named_path  # noqa: E402
-from support.command_line import output_file, prepare, run_program  # noqa: E402
-from support.facts import FORMS, tell_all  # noqa: E402
-from support.files import UserError, write_json  # noqa: E402
-from support.programs.settings import settings_for  # noqa: E402
-from support.text import long_documents, token_streams  # noqa: E402
-from support.tokenizer import Tokenizer  # noqa: E402
+from eval_ppl import token_losses
+from lococo import METHODS, AdaptedLlama, Settings
+from model import Llama, load_base
+from support.command_line import Machine, Parser, at_least, counted
+from support.command_line import method_flags, named_path
+from support.command_line import output_file, prepare, run_program
+from support.facts import FORMS, tell_all
+from support.files import UserError, write_json
+from support.programs.settings import untrained, warn_if_too_long
+from support.text import long_documents, token_streams
+from support.tokenizer import Tokenizer
 
 LEAST = 3 / 8  # of M, for a layer that needs no more
 # A layer with twice the need gets 2^0.7 = 1.6 times the slots. With a power of 1 the loss
@@ -125,17 +125,18 @@ def parse() -> Options:
     flags = parser.parse_args()
     if flags.budgets:
         parser.error("--budgets are what this program finds; leave the flag out")
-    flags.changes = method_flags(vars(flags)) | {"lora_rank": 0}
+    flags.changes = method_flags(vars(flags))
     return flags
 
 
-def settings_of(options: Options) -> Settings:
+def settings_of(options: Options, model: Llama) -> Settings:
     """Raises UserError if nothing can be measured with them."""
     mem, segment, L = options.mem, options.segment or options.mem, options.length
-    s = settings_for(options.method, mem, segment, L, **options.changes)
-    if s.merged or not s.mem:
-        remedy = "take one that has slots and merges nothing"
-        raise UserError(f"--method {options.method}: {remedy}")
+    adapted = untrained(model, options.method, mem, segment, **options.changes)
+    warn_if_too_long(adapted, L)
+    s = adapted.settings
+    if not s.mem:
+        raise UserError(f"--method {s.method}: it keeps everything; take one that has slots")
     if L - 1 <= s.uncompressed:
         sizes = f"a memory of {mem} slots and a segment of {segment} tokens hold it"
         nothing = "so that nothing is compressed"
@@ -164,9 +165,9 @@ def what_is_scored(options: Options, settings: Settings, tokenizer: Tokenizer) -
 
 def main() -> None:
     options = parse()
-    settings = settings_of(options)
     machine = prepare(options.device, options.dtype, options.seed)
     model, tokenizer = load_base(options.model, machine.dtype, machine.device)
+    settings = settings_of(options, model)
     scored = what_is_scored(options, settings, tokenizer)
     found = measure_needs(model, settings, scored, machine, options.recall)
     what = "nats per token if it alone keeps all"

@@ -18,15 +18,15 @@ from torch import Tensor
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from model import Llama, LlamaConfig, hugging_face_name, neighbours_to_halves  # noqa: E402
-from support.command_line import run_program  # noqa: E402
-from support.files import (  # noqa: E402
+from model import Llama, LlamaConfig, hugging_face_name, neighbours_to_halves
+from support.command_line import run_program
+from support.files import (
     FOREIGN, UserError, read_given, read_tensors, write_json, write_whole,
-)  # fmt: skip
-from support.tokenizer import Tokenizer  # noqa: E402
-from support.weights import (  # noqa: E402
+)
+from support.tokenizer import Tokenizer
+from support.weights import (
     ROTATED, blamed_on, hugging_face_fields, refuse_other_depth,
-)  # fmt: skip
+)
 
 NAMES = {  # theirs, without "transformer.": ours, the rows that it is cut into
     "embedding.word_embeddings": ["model.embed_tokens"],
@@ -38,7 +38,7 @@ NAMES = {  # theirs, without "transformer.": ours, the rows that it is cut into
     "encoder.layers.*.mlp.dense_h_to_4h": [f"model.layers.*.mlp.{x}_proj" for x in ("gate", "up")],
     "encoder.layers.*.mlp.dense_4h_to_h": ["model.layers.*.mlp.down_proj"],
     "encoder.final_layernorm": ["model.norm"], "output_layer": ["lm_head"],
-}  # fmt: skip
+}
 
 
 def converted(c: dict) -> dict:
@@ -50,9 +50,9 @@ def converted(c: dict) -> dict:
               "num_attention_heads": "num_attention_heads", "intermediate_size": "ffn_hidden_size",
               "num_key_value_heads": "multi_query_group_num", "vocab_size": "padded_vocab_size",
               "rms_norm_eps": "layernorm_epsilon", "max_position_embeddings": "seq_length",
-              "qkv_bias": "add_qkv_bias"}  # fmt: skip
+              "qkv_bias": "add_qkv_bias"}
     own = {"model_type": "llama", "hidden_act": "silu", ROTATED: 0.5,
-           "rope_theta": 10000.0 * c.get("rope_ratio", 1)}  # fmt: skip
+           "rope_theta": 10000.0 * c.get("rope_ratio", 1)}
     return own | {key: c[name] for key, name in theirs.items()}
 
 

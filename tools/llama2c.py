@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from support.command_line import run_program  # noqa: E402
-from support.files import DAMAGED, UserError, why, write_json, write_whole  # noqa: E402
+from support.command_line import run_program
+from support.files import DAMAGED, UserError, why, write_json, write_whole
 
 
 def save(weights: dict[str, torch.Tensor], file: Path) -> None:
@@ -30,7 +30,7 @@ def convert(file: Path, folder: Path) -> None:
             ".ffn_norm": (n, dim), ".feed_forward.w1": (n, ffn, dim),
             ".feed_forward.w2": (n, dim, ffn), ".feed_forward.w3": (n, ffn, dim), "norm": (1, dim),
             "rope": (context, dim // H), "output": (int(V < 0), abs(V), dim),
-        }  # fmt: skip
+        }
         parts = numbers[7:].split([torch.Size(shape).numel() for shape in shapes.values()])
     except DAMAGED as error:
         raise UserError(f"{file}: not in llama2.c's first format ({why(file, error)})") from None
@@ -41,7 +41,7 @@ def convert(file: Path, folder: Path) -> None:
     weights.setdefault("output.weight", weights["tok_embeddings.weight"])
     del weights["rope.weight"]  # a table of cosines and sines
     params = {"dim": dim, "n_layers": n, "n_heads": H, "n_kv_heads": G, "vocab_size": abs(V),
-              "multiple_of": ffn, "norm_eps": 1e-5, "max_seq_len": context}  # fmt: skip
+              "multiple_of": ffn, "norm_eps": 1e-5, "max_seq_len": context}
     write_whole(folder / "consolidated.00.pth", partial(save, weights))
     write_json(folder / "params.json", params)  # last: it says that all is there
 

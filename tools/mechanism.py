@@ -13,8 +13,8 @@ from matplotlib import pyplot
 from matplotlib.patches import Rectangle
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from support.command_line import HERE, run_program  # noqa: E402
-from support.files import write_whole  # noqa: E402
+from support.command_line import HERE, run_program
+from support.files import write_whole
 
 FILE = HERE / "assets" / "mechanism.png"
 COLOURS = {"heavy": "#009e73", "merged": "#e69f00", "recent": "#0072b2", "new": "white"}
@@ -71,7 +71,7 @@ def main() -> None:
     draw_compression(panels[0], LOCOCO, LOCOCO_PARTS, "LoCoCo mixes", mixed)
     draw_compression(panels[1], OURS, OURS_PARTS, "Ours chooses", chosen)
     labels = {"heavy": "heavy: most attended", "merged": "merged: learned",
-              "recent": "recent: the last ones"}  # fmt: skip
+              "recent": "recent: the last ones"}
     boxes = [Rectangle((0, 0), 1, 1, facecolor=COLOURS[kind]) for kind in labels]
     look = dict(ncols=3, fontsize=16, frameon=False, handlelength=1)
     figure.legend(boxes, labels.values(), loc="outside lower center", **look)

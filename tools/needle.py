@@ -2,7 +2,11 @@
 
     python tools/needle.py runs/facts --model SmolLM2-135M --data book.txt \\
         --method streaming h2o --mem 512 --positions slots --json needle.json
+    python tools/needle.py --model SmolLM2-135M --data book.txt \\
+        --method h2o --budgets budgets.json --mem 512 --positions slots --json needle.json
     python tools/pictures.py needle --figures needle.json
+
+The second command adds a panel to those that are in the file already.
 
 Nine facts with other names are told in each text, each once, at nine depths: the first one
 after an 18th of the text, the last one an 18th before its end. A text is read once, and each
@@ -21,16 +25,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from generate import prefill  # noqa: E402
-from lococo import AdaptedLlama  # noqa: E402
-from model import load_base  # noqa: E402
-from support.command_line import Parser, at_least, prepare, run_program  # noqa: E402
-from support.facts import choose_facts, fact_tokens  # noqa: E402
-from support.files import UserError, write_json  # noqa: E402
-from support.programs.scoring import add_runs_and_texts, documents_to_score  # noqa: E402
-from support.programs.scoring import models_to_score, note_limits, parse_models  # noqa: E402
-from support.programs.scoring import parts_to_score  # noqa: E402
-from support.tokenizer import Tokenizer  # noqa: E402
+from generate import prefill
+from lococo import AdaptedLlama
+from model import load_base
+from support.command_line import Parser, at_least, prepare, run_program
+from support.facts import choose_facts, fact_tokens
+from support.files import UserError, read_json, write_json
+from support.programs.scoring import add_runs_and_texts, documents_to_score
+from support.programs.scoring import models_to_score, note_limits, parse_models
+from support.programs.scoring import parts_to_score
+from support.tokenizer import Tokenizer
 
 DEPTHS = 9
 
@@ -71,7 +75,7 @@ def found(
 def panel(
     adapted: AdaptedLlama, documents: dict[int, Tensor], tokenizer: Tokenizer, form: str,
     bar: tqdm,
-) -> dict[int, list[float]]:  # fmt: skip
+) -> dict[int, list[float]]:
     """By length the share of facts that are found at each depth."""
     _, breaks, before, between, _ = fact_tokens(tokenizer, form)
     asked = len(before) + 2 + len(between)
@@ -89,6 +93,16 @@ def panel(
             bar.update(L)
         shares[L] = torch.tensor(hits, dtype=torch.float64).nanmean(dim=0).tolist()
     return shares
+
+
+def stored_panels(flags: argparse.Namespace, texts: dict[int, int]) -> dict[str, dict]:
+    """The panels that are in --json already. Raises UserError if they are of other texts."""
+    if not flags.json or not flags.json.is_file():
+        return {}
+    stored = read_json(flags.json)
+    if stored["texts"] != {str(L): number for L, number in texts.items()}:
+        raise UserError(f"--json {flags.json}: it has other texts; name another file")
+    return stored["found"]
 
 
 def parse() -> argparse.Namespace:
@@ -109,7 +123,9 @@ def main() -> None:
     parts, usual = parts_to_score(flags), (1024, 2048, 4096, 8192)
     documents = documents_to_score(flags, parts, tokenizer, usual)
     note_limits(models, [*documents])
-    figures = {}
+    numbers = {L: len(rows) for L, rows in documents.items()}
+    figures = stored_panels(flags, numbers)
+    models = {name: adapted for name, adapted in models.items() if name not in figures}
     total = len(models) * sum(rows.numel() for rows in documents.values())
     bar = tqdm(total=total, desc="reading", unit=" tokens", leave=False, disable=None)
     with machine.precision(), bar:
@@ -118,9 +134,8 @@ def main() -> None:
             print(f"\n{name}: facts found at each depth, from the first tokens to the last")
             for L, shares in figures[name].items():
                 print(f"{L:>8,} tokens ", *(f"{share:5.2f}" for share in shares), flush=True)
-    if flags.json:
-        numbers = {L: len(rows) for L, rows in documents.items()}
-        write_json(flags.json, {"texts": numbers, "found": figures})
+            if flags.json:
+                write_json(flags.json, {"texts": numbers, "found": figures})
 
 
 if __name__ == "__main__":

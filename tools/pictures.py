@@ -23,9 +23,9 @@ from matplotlib import pyplot
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import tables  # noqa: E402
-from support.command_line import HERE, TINY, run_program  # noqa: E402
-from support.files import UserError, read_json, write_whole  # noqa: E402
+import tables
+from support.command_line import HERE, TINY, run_program
+from support.files import UserError, read_json, write_whole
 
 
 def write_picture(file: Path, figure: pyplot.Figure) -> None:
@@ -37,12 +37,11 @@ def write_picture(file: Path, figure: pyplot.Figure) -> None:
 LABELS = {
     "window": "window",
     "h2o text": "H2O",
-    "h2o 5/8 forget budgets": "H2O with budgets of layers",
-    "stored, equal": "ours with equal slots",
-    "stored": "ours with budgets of layers",
+    "h2o 5/8 forget budgets": "H2O that forgets, with budgets",
+    "ours budgets": "ours with budgets",
 }
 BASELINE, OURS = "#999999", "#d55e00"  # all can tell them apart
-COLOURS = {"stored, equal": OURS, "stored": OURS}
+COLOURS = {"ours budgets": OURS}
 
 
 def losses_above_full(dtype: str) -> dict[str, tuple[float, float]]:
@@ -90,14 +89,16 @@ def draw_needle(figures: Path, file: Path) -> None:
     """From the file of tools/needle.py: a panel for each memory, with a row for each length
     and a column for each depth."""
     found = read_json(figures)["found"]
+    found = dict(sorted(found.items(), key=lambda panel: not panel[0].startswith("base")))
     panels, places = pyplot.subplots(
-        1, len(found), figsize=(3.2 * len(found), 2.6), layout="constrained", sharey=True
+        1, len(found), figsize=(2.6 * len(found), 2.6), layout="constrained", sharey=True
     )
     for axes, (name, shares) in zip(places, found.items()):
         grid = list(shares.values())
         picture = axes.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         method = name.removeprefix("base, ").split()[0]
-        axes.set_title(NAMES.get(method, "ours"))
+        budgets = ", same budgets" if name.endswith(" budgets") else ""
+        axes.set_title(NAMES.get(method, "ours") + budgets)
         axes.set_xticks([0, len(grid[0]) - 1], ["first", "last"])
         axes.set_yticks(range(len(shares)), [f"{int(L):,}" for L in shares])
         axes.set_xlabel("where the fact is")

@@ -34,21 +34,21 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train  # noqa: E402
-from eval_ppl import perplexity, ranges, standard_error, token_losses  # noqa: E402
-from lococo import AdaptedLlama, Settings  # noqa: E402
-from model import load_base  # noqa: E402
-from support.programs.adapter import identity, load_adapter  # noqa: E402
-from support.command_line import HERE, SIZES, TINY, at_least, prepare  # noqa: E402
-from support.command_line import run_program  # noqa: E402
-from support.facts import tell_all  # noqa: E402
-from support.files import UserError, as_json, checksum  # noqa: E402
-from support.files import write_text  # noqa: E402
-from support.programs.settings import untrained  # noqa: E402
-from support.text import long_documents, read_rows, token_streams  # noqa: E402
-from support.tokenizer import Tokenizer  # noqa: E402
-import official_code  # noqa: E402, F401, it adds a compressor
-import variants  # noqa: E402, F401, it adds compressors
+import train
+from eval_ppl import perplexity, ranges, standard_error, token_losses
+from lococo import AdaptedLlama, Settings
+from model import load_base
+from support.programs.adapter import identity, load_adapter
+from support.command_line import HERE, SIZES, TINY, at_least, counted, prepare
+from support.command_line import run_program
+from support.facts import tell_all
+from support.files import UserError, as_json, checksum
+from support.files import write_text
+from support.programs.settings import untrained
+from support.text import long_documents, read_rows, token_streams
+from support.tokenizer import Tokenizer
+import official_code  # it adds a compressor
+import variants  # it adds compressors
 
 RESULTS = HERE / "docs" / "results.jsonl"
 RUNS = HERE / "runs" / "tables"
@@ -95,11 +95,10 @@ ROWS = {
                       f"--method lococo+h2o {PAPER}"),
     "official code": Row("the official code's LoCoCo",
                          f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
-    "h2o 5/8 forget": Row("ours without merged slots: 5M/8 heavy, 3M/8 last, forgetting",
-                          OURS_KEPT),
-    "h2o 5/8 forget budgets": Row("H2O with budgets of layers (ours without merged slots)",
+    "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", OURS_KEPT),
+    "h2o 5/8 forget budgets": Row("H2O that forgets, with budgets of layers",
                                   f"{OURS_KEPT} --budgets {BUDGETS}"),
-    "h2o budgets by slot": Row("H2O with budgets of layers, by slot",
+    "h2o budgets by slot": Row("H2O that forgets, with budgets of layers",
                                f"{OURS_KEPT} --budgets {BUDGETS} --positions slots"),
     "ours soft": Row("ours as mixtures: not sharpened in use", "", sharpness=1),
     "ours": Row("**ours**", ""),
@@ -123,7 +122,7 @@ ROWS = {
     "ours, 3 taps": Row("3 taps instead of 1", "--kernel 3"),
     "ours, half merged": Row("M/2 merged, M/8 heavy slots", "--heavy {eighth}"),
     "ours, no forgetting": Row("no forgetting", "--forget 1"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -144,25 +143,26 @@ class Table:
 
 
 PAPERS = ("full", "window", "h2o", "h2o text", "official h2o", "lococo", "lococo+h2o",
-          "official code", "h2o 5/8 forget", "h2o 5/8 forget budgets")  # fmt: skip
+          "official code", "h2o 5/8 forget", "h2o 5/8 forget budgets")
 OURS = ("ours", "ours budgets")
-STORED_ROWS = ("stored", "stored by slot", "stored, equal")
 FROZEN = Table(PAPERS, 64, 1024, "test", "--recipe inference")
 ABLATIONS = (
     "full", "h2o", "h2o text", "h2o 5/8 forget", "ours", "ours untrained", "ours soft",
     "ours, one filter", "ours, top-k", "ours, at once", "ours, unattended",
     "ours, softmax", "ours, paper's compressor", "ours, 3 taps", "ours, half merged",
     "ours, no forgetting",
-)  # fmt: skip
+)
 TUNED = ("full", "window", "h2o", "h2o 5/8 forget", "ours")
 LORA = "--recipe inference --lora-rank 8 --lr 3e-4 --bptt 4"
 LONG = Table(
-    (*PAPERS, "ours, one filter", "ours, filter of each", *OURS, *STORED_ROWS), 512, 8192, "long",
+    (*PAPERS, "ours, one filter", *OURS, "stored by slot", "stored, equal"), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
-)  # fmt: skip
+)
+RESULT = ("full", "window", "h2o text", "official h2o", "official code", "h2o 5/8 forget budgets",
+          "ours budgets")
 BEYOND = ("full as it is", "window", "h2o", "h2o budgets by slot", "stored by slot")
 FACTS = ("window", "h2o", "official code", "lococo", "lococo+h2o", "ours", "ours soft",
-         "ours, one filter", "ours, at once", "ours, unattended")  # fmt: skip
+         "ours, one filter", "ours, at once", "ours, unattended")
 TABLES = {
     "frozen": FROZEN,
     "frozen, ours": replace(
@@ -172,6 +172,7 @@ TABLES = {
     "ablations": replace(
         FROZEN, rows=ABLATIONS, part="choosing", steps=40, against=("ours",)
     ),
+    "result": replace(LONG, rows=RESULT, by_position=False),
     "long": LONG,
     "long, M = 256": replace(LONG, mem=256),
     "long, M = 128": replace(LONG, mem=128),
@@ -180,7 +181,7 @@ TABLES = {
     "tuned": replace(FROZEN, rows=TUNED, flags=LORA, ending=" lora"),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded --positions slots",
                    steps=400, documents=64),
-}  # fmt: skip
+}
 # By how many tokens ago a fact was told.
 ANSWERS = {"to 256": (0, 256), "256-512": (256, 512), "512-2,048": (512, 2048)}
 
@@ -236,10 +237,7 @@ def words_of(flags: str) -> list[str]:
 
 
 def settings_of(flags: str, options: Options) -> Settings:
-    """Those of a row that is not trained, too: train.py refuses to train nothing."""
-    config = train.parse([*words_of(flags), "--model", str(options.model)])[0]
-    settings = train.settings_of(replace(config, lora_rank=config.lora_rank or 1))
-    return replace(settings, lora_rank=config.lora_rank)
+    return train.settings_of(train.parse([*words_of(flags), "--model", str(options.model)])[0])
 
 
 def origin() -> dict:
@@ -456,34 +454,40 @@ def difference(line: Line, other: Line | None) -> str:
     return f"{values.mean():+.4f} ± {standard_error(torch.from_numpy(values)):.4f}"
 
 
-def gap_closed(line: Line, h2o: Line | None, full: Line | None) -> str:
-    """How much of the way from H2O to full attention a memory goes, by each seed."""
-    shares = []
-    for seed in common_seeds(line, h2o, full):
-        start, end, here = (some.nats(seed).mean() for some in (h2o, full, line))
-        shares.append(round(100 * (start - here) / (start - end)))
-    return ", ".join(map(str, shares))
+def gap_closed(line: Line, h2o: Line | None, full: Line | None, texts: int) -> str:
+    """How much of the way from H2O to full attention a memory goes: with each seed, or, if
+    documents are of several texts, on each text, as a mean of the seeds."""
+    seeds = common_seeds(line, h2o, full)
+    if not seeds:
+        return ""
+    nats = np.array([[some.nats(seed) for seed in seeds] for some in (h2o, full, line)])
+    if texts > 1:
+        nats = nats.mean(axis=1).reshape(3, texts, -1)
+    start, end, here = nats.mean(axis=2)
+    return ", ".join(f"{share:.0f}" for share in 100 * (start - here) / (start - end))
 
 
 def loss_table(table: Table, lines: Lines) -> str:
     """Losses are in nats per token, the mean of a row's seeds."""
+    texts = len(SCORED[table.part])
     other = "ours" if table.against == ("ours",) else "H2O"
-    text = "| memory | steps | seeds | nats per token | perplexity "
-    text += f"| from {other} | gap closed, % |"
+    columns = ["memory", "trained", "nats per token", f"from {other}"]
+    columns.append("gap closed, %" + " (novel, articles)" * (texts > 1))
     *_, last = lines.values()
     places = [*last.where()][1:] if table.by_position else []  # the first has no compression
-    text += "".join(f" {place} |" for place in places)
-    text += "\n" + "|---" * (7 + len(places)) + "|\n"
+    columns += places
+    text = "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n"
     for line in lines.values():
         against, h2o, full = (
             counterpart(rows, lines, line, table.steps)
             for rows in (table.against, ("h2o", "h2o text"), ("full",))
         )
-        counts = f"{line.steps} | {len(line.cells)}" if line.steps else "- | -"
-        nats = line.mean()
-        text += f"| {line.label} | {counts} | {nats:.4f} | {np.exp(nats):.3f} "
-        text += f"| {difference(line, against)} | {gap_closed(line, h2o, full)} |"
-        text += "".join(f" {line.where()[place]:.4f} |" for place in places) + "\n"
+        seeds = counted(len(line.cells), "seed")
+        trained = f"{line.steps} steps, {seeds}" if line.steps else "-"
+        cells = [line.label, trained, f"{line.mean():.4f}", difference(line, against)]
+        cells.append(gap_closed(line, h2o, full, texts))
+        cells += [f"{line.where()[place]:.4f}" for place in places]
+        text += "| " + " | ".join(cells) + " |\n"
     return text
 
 

@@ -30,7 +30,6 @@ import argparse
 import json
 import re
 import sys
-import zlib
 from itertools import islice
 from pathlib import Path
 from typing import Callable, Iterator
@@ -40,20 +39,20 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import NAME  # noqa: E402
-from generate import as_text, decode, prefill  # noqa: E402
-from lococo import AdaptedLlama, segment_losses  # noqa: E402
-from metrics import LONGBENCH, compare  # noqa: E402
-from model import KVCache, load_base  # noqa: E402
-from support.command_line import (  # noqa: E402
+from eval_ppl import NAME
+from generate import as_text, decode, prefill
+from lococo import AdaptedLlama, segment_losses
+from metrics import LONGBENCH, compare
+from model import KVCache, load_base
+from support.command_line import (
     TINY, Machine, Parser, at_least, counted, note_special, prepare, run_program,
-)  # fmt: skip
-from support.facts import fact_tokens  # noqa: E402
-from support.files import DAMAGED, UserError, read_json  # noqa: E402
-from support.files import write_json, write_text  # noqa: E402
-from support.programs.scoring import add_shared_flags, models_to_score, parse_models  # noqa: E402
-from support.text import PARTS, long_documents, read_rows, token_streams  # noqa: E402
-from support.tokenizer import Tokenizer  # noqa: E402
+)
+from support.facts import fact_tokens
+from support.files import DAMAGED, UserError, read_json
+from support.files import write_json, write_text
+from support.programs.scoring import add_shared_flags, models_to_score, parse_models
+from support.text import long_documents, part_of, read_rows, token_streams
+from support.tokenizer import Tokenizer
 
 # --- Rows from the official files -------------------------------------------------------
 
@@ -111,7 +110,7 @@ def scrolls(row: dict, file: Path) -> dict:
         question, text = text[:end], text[end + 2 :]
     most = 1024 if summary else 512 if name == "qmsum" else 128
     return {"prompt": f"{text}\n\nQuestion: {question}\nAnswer:", "answers": [row["output"]],
-            "max_tokens": most, "punctuation": "", "id": row["id"]}  # fmt: skip
+            "max_tokens": most, "punctuation": "", "id": row["id"]}
 
 
 def longbench(row: dict, file: Path) -> dict:
@@ -122,7 +121,7 @@ def longbench(row: dict, file: Path) -> dict:
     most = read_json(config / "dataset2maxlen.json")[name]
     stop = "\n" if name in ("trec", "triviaqa", "samsum") else "\0"  # a text that never comes
     return {"prompt": prompt.format(**row), "answers": row["answers"], "max_tokens": most,
-            "stop": stop, "longbench": name, "classes": row["all_classes"]}  # fmt: skip
+            "stop": stop, "longbench": name, "classes": row["all_classes"]}
 
 
 DATA = {  # the files with the shots, the files with the questions, how a row is converted
@@ -134,7 +133,7 @@ DATA = {  # the files with the shots, the files with the questions, how a row is
                  "unfiltered-web-dev.json or qa/web-dev.json", triviaqa),
     "scrolls": ("train.jsonl", "validation.jsonl", scrolls),
     "longbench": ("no training file", "data/NAME.jsonl itself", longbench),
-}  # fmt: skip
+}
 
 
 def items(file: Path, lines: bool) -> Iterator[tuple[int, bytes | dict]]:
@@ -202,7 +201,7 @@ def recall(shots: int, seed: int) -> Iterator[dict]:
         values = rng.choice(words, 8, replace=False).tolist()
         while len(facts) < 8:
             a, b = rng.choice(words, 2)
-            if zlib.crc32(f"\u2581{a}\u2581{b}".encode()) % 20 in PARTS["held-out"]:
+            if part_of(f"\u2581{a}\u2581{b}") == "held-out":
                 facts.setdefault(f"@ {a} {b} =", values[len(facts)])
         told = [f"{question} {value}" for question, value in facts.items()]
         for line in told:
@@ -339,7 +338,8 @@ def score_rows(
         score_row = score_choices if "choices" in row else score_answer
         with machine.precision():
             metrics, cache = score_row(adapted, row, tokenizer, machine.device)
-        values = {"compressed": any(keys.size < cache.seen for keys in cache.keys), "cache, MB": cache.nbytes / 1e6} | metrics
+        compressed = any(keys.size < cache.seen for keys in cache.keys)
+        values = {"compressed": compressed, "cache, MB": cache.nbytes / 1e6} | metrics
         for column, value in values.items():
             columns.setdefault(column, []).append(float(value))
         if cache.seen > trained:
@@ -390,7 +390,7 @@ def score(flags: argparse.Namespace) -> None:
 def score_file(
     models: dict[str, AdaptedLlama], rows: list[tuple[int, dict]], tokenizer: Tokenizer,
     machine: Machine,
-) -> dict[str, dict]:  # fmt: skip
+) -> dict[str, dict]:
     """Print a line for each model. Returns its cells by its name."""
     methods = {}
     for name, adapted in models.items():

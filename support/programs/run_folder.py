@@ -93,7 +93,7 @@ class State(NamedTuple):
 def write_state(
     out: Path, adapted: AdaptedLlama, optimizer: Optimizer, config: dict, owner: dict,
     scores: dict, step: int,
-) -> None:  # fmt: skip
+) -> None:
     """Nothing in a step is random, so that a run which goes on from here ends with the
     same bytes."""
     tensors = {}

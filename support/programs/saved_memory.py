@@ -40,7 +40,7 @@ def load_memory(
     mine = owner(adapted)
     if saved != mine:
         other = {name: value for name, value in settings.items()
-                 if value != mine["settings"].get(name)}  # fmt: skip
+                 if value != mine["settings"].get(name)}
         listed = ", ".join(f"{name} {value}" for name, value in other.items())
         what = listed or "another model, adapter or --dtype"
         raise UserError(f"--load-memory {file}: it was saved with {what}; give the same")

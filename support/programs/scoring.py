@@ -25,12 +25,12 @@ def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
     """Add the flags that eval_ppl.py and tools/tasks.py share. Returns the group that others
     may join."""
     parser.memory.add_argument("--method", nargs="+", default=[], choices=METHODS,
-                               help="methods without training (default: none)")  # fmt: skip
+                               help="methods without training (default: none)")
     group = parser.add_argument_group("scoring and output")
     group.add_argument(
         "--json", type=output_file, metavar="FILE",
         help="write the tables there, too; null is infinite, or of no tokens",
-    )  # fmt: skip
+    )
     return group
 
 

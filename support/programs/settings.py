@@ -4,8 +4,8 @@ import argparse
 import sys
 from dataclasses import replace
 
-from lococo import KINDS, METHODS, AdaptedLlama, Settings, in_layer, interpolation
-from lococo import with_slots
+from lococo import KINDS, METHODS, AdaptedLlama, Settings, divided, in_layer
+from lococo import interpolation, with_slots
 from model import Llama
 from support.files import UserError
 
@@ -14,12 +14,10 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     """Settings from a row of METHODS at M = mem. Each of `changes` that is not None replaces
     a field.
 
-    Slots that are left over go to the merged ones, or else to the recent ones. With
-    `selection`, M = 128 and sinks=4, heavy=0, recent=100 there are 24 merged slots. With
-    merged=24 in the place of recent=100 there are 100 recent slots. If both counts are given,
-    or the only one that the row has, there may be fewer than M slots: `h2o` with M = 128 and
-    recent=0 has 64. A row without slots keeps all entries. Budgets are scaled to M slots on
-    average. Raises UserError.
+    What is missing to M slots goes to one kind: to merged, if the row has merged slots and
+    `merged` is not among the changes, or else to recent. If that kind was given, too, there may
+    be fewer than M slots: `h2o` with M = 128 and recent=0 has 64. A row without slots keeps all
+    entries. Budgets are scaled to M slots on average. Raises UserError.
     """
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
@@ -43,7 +41,7 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
 def resized(
     settings: Settings, mem: int | None = None, segment: int | None = None,
     budgets: list[int] | None = None, positions: str | None = None,
-) -> Settings:  # fmt: skip
+) -> Settings:
     """A trained memory in another size. None leaves a number as it was in training. Budgets
     are scaled to M slots on average, and an empty list means M in every layer. Raises
     UserError."""
@@ -52,8 +50,8 @@ def resized(
     )
     if mem is None and budgets is None:
         return changed
-    if not settings.mem:
-        raise UserError(f"--mem, --budgets: {settings.method} keeps everything")
+    if settings.mem == settings.sinks:  # 0 if all is kept
+        raise UserError(f"--mem, --budgets: {settings.method} has no slots to divide")
     budgets = settings.budgets if budgets is None else budgets
     changed = with_slots(changed, mem or settings.mem)
     changed = replace(changed, budgets=scaled(budgets, changed.mem) if budgets else [])
@@ -62,12 +60,8 @@ def resized(
 
 
 def scaled(budgets: list[int], mem: int) -> list[int]:
-    """Slots of layers in the same proportions, `mem` on average. What rounding leaves over
-    goes to the largest."""
-    total = mem * len(budgets)
-    slots = [n * total // sum(budgets) for n in budgets]
-    slots[slots.index(max(slots))] += total - sum(slots)
-    return slots
+    """Slots of layers in the same proportions, `mem` on average."""
+    return divided(mem * len(budgets), budgets)
 
 
 def broken_rule(row: dict, counts: dict[str, int], mem: int) -> str | None:

@@ -17,7 +17,7 @@ from support.text import Texts
 from support.programs.train_flags import described
 
 
-def name_a_recipe(
+def refuse_without_recipe(
     model: Path, machine: Machine, recipes: dict[str, Any], what_for: dict[str, str]
 ) -> NoReturn:
     """Raises UserError, which says what each recipe is for and about how long it takes with
@@ -49,7 +49,7 @@ def print_start(config: Any, settings: Settings, machine: Machine, texts: Texts)
     print(texts.summary)
     if not config.data and Path(config.model) != TINY:
         print("no --data: it trains on Python's standard library; "
-              "name your own text by --data")  # fmt: skip
+              "name your own text by --data")
     tokens = config.steps * config.batch * config.seq
     passes = tokens / len(texts.ids)
     print(f"training reads {tokens:,} tokens, each token of the text {passes:.2g} times")
