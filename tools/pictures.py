@@ -119,7 +119,7 @@ def draw_memory(run: Path, file: Path) -> None:
     words = ["--prompt", str(HERE / "assets" / "prompt.txt"), "--adapter", str(run)]
     words += ["--method", "streaming", "h2o", "--positions", "slots"]
     flags = ["--headless", "--disable-gpu", "--hide-scrollbars"]
-    flags += ["--window-size=1400,1290"]
+    flags += ["--window-size=1050,1330"]
     flags += ["--virtual-time-budget=2000"]  # milliseconds that the page is given
     flags += ["--no-sandbox"] * (os.geteuid() == 0)  # with a sandbox it refuses root
     with TemporaryDirectory() as folder:
@@ -130,6 +130,7 @@ def draw_memory(run: Path, file: Path) -> None:
         command = [browser, *flags, f"--screenshot={picture}", view]
         subprocess.run(command, check=True, capture_output=True)
         drawn = Image.open(picture).convert("RGB")
+        drawn = drawn.crop((0, 335, *drawn.size))  # the legend and the controls go
         small = drawn.quantize(256, Image.Quantize.MAXCOVERAGE)  # a third of its size
         write_whole(file, partial(small.save, format="png", optimize=True))
 
