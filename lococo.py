@@ -119,6 +119,7 @@ class Compressor(nn.Module):
     """
 
     reads_scores = False  # True: the memory counts attention, also without heavy slots
+    recompute = False  # as in model.Block
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
         super().__init__()
@@ -250,12 +251,10 @@ class Memory(KVCache):
     """
 
     def __init__(
-        self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList,
-        recompute: bool = False,
+        self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList
     ):
-        """`recompute` is that of Block, here for the compressors."""
         super().__init__(config, interpolation(config, settings))
-        self.settings, self.compressors, self.recompute = settings, compressors, recompute
+        self.settings, self.compressors = settings, compressors
         self.layer_settings = [in_layer(settings, n) for n in range(config.n_layers)]
         self.capacity = [s.capacity for s in self.layer_settings]
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
@@ -385,7 +384,7 @@ class Memory(KVCache):
         if not self.compressors:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
         compressors = [self.compressors[n] for n in layers]
-        if self.recompute:
+        if compressors[0].recompute:
             return checkpoint(merge, compressors, k, v, from_slot, scores, use_reentrant=False)
         return merge(compressors, k, v, from_slot, scores)
 
@@ -652,7 +651,6 @@ class AdaptedLlama(nn.Module):
             raise UserError("this base is adapted already, with LoRA; load the base once more")
         self.settings = settings
         self.model = model.requires_grad_(False)
-        self.recompute = False
         config = model.config
         if settings.budgets and len(settings.budgets) != config.n_layers:
             numbers = f"{len(settings.budgets)} numbers for {config.n_layers} layers"
@@ -690,14 +688,13 @@ class AdaptedLlama(nn.Module):
     def recompute_in_backward(self) -> None:
         """Train with less memory and more time: the backward pass runs the layers, apart
         from attention, and the compressors again."""
-        self.recompute = True
-        for block in self.model.layers:
-            block.recompute = True
+        for part in (*self.model.layers, *self.compressors):
+            part.recompute = True
 
     def cache(self, memory: Callable = Memory, plain: Callable = KVCache) -> KVCache:
         """An empty cache for one batch of sequences: of class `memory`, or `plain` if the
         method keeps all."""
         config = self.model.config
         if self.settings.mem:
-            return memory(config, self.settings, self.compressors, self.recompute)
+            return memory(config, self.settings, self.compressors)
         return plain(config, interpolation(config, self.settings))

@@ -83,8 +83,6 @@ PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2"
 OURS_KEPT = "--method h2o --heavy {most} --forget 0.75"
 ROWS = {
     "full": Row("full attention", "--method full"),
-    # --seq is the base's context here, so that positions beyond it are not interpolated.
-    "full as it is": Row("full attention", "--method full --seq 8192"),
     "window": Row("window: 4 first, M - 4 last", "--method streaming"),
     "h2o": Row("H2O by slot: M/2 heavy, M/2 last", "--method h2o --positions slots"),
     "h2o text": Row("H2O, by positions of the text", "--method h2o --positions text"),
@@ -160,7 +158,7 @@ LONG = Table(
 )
 RESULT = ("full", "window", "h2o text", "official h2o", "official code", "h2o 5/8 forget budgets",
           "ours budgets")
-BEYOND = ("full as it is", "window", "h2o", "h2o budgets by slot", "stored by slot")
+BEYOND = ("window", "h2o", "h2o budgets by slot", "stored by slot")
 FACTS = ("window", "h2o", "official code", "lococo", "lococo+h2o", "ours", "ours soft",
          "ours, one filter", "ours, at once", "ours, unattended")
 TABLES = {
