@@ -462,7 +462,7 @@ def gap_closed(line: Line, h2o: Line | None, full: Line | None, texts: int) -> s
     if texts > 1:
         nats = nats.mean(axis=1).reshape(3, texts, -1)
     start, end, here = nats.mean(axis=2)
-    return ", ".join(f"{share:.0f}" for share in 100 * (start - here) / (start - end))
+    return ", ".join(str(round(share)) for share in 100 * (start - here) / (start - end))
 
 
 def loss_table(table: Table, lines: Lines) -> str:
