@@ -41,7 +41,7 @@ from support.programs.run_folder import State, claim, read_state, restore, write
 from support.programs.scoring import baselines, name_of
 from support.programs.settings import settings_for
 from support.programs.train_flags import check_use, flags_given, make_parser
-from support.programs.train_report import refuse_without_recipe, print_scores, print_start
+from support.programs.train_report import print_scores, print_start, refuse_without_recipe
 from support.text import Texts, read_texts, sequence
 from support.tokenizer import Tokenizer
 
