@@ -211,9 +211,10 @@ class Machine:
     dtype: torch.dtype
 
     def precision(self) -> torch.autocast:
-        """Compute in `dtype`; what trains is kept in float32."""
-        device = torch.device(self.device).type
-        return torch.autocast(device, self.dtype, enabled=self.dtype != torch.float32)
+        """Compute in `dtype`; what trains is kept in float32. Weights are converted at each
+        use: a cache of them would add up the gradients of segments in `dtype`."""
+        device, enabled = torch.device(self.device).type, self.dtype != torch.float32
+        return torch.autocast(device, self.dtype, enabled=enabled, cache_enabled=False)
 
 
 def prepare(device: str | None, dtype: str | None, seed: int = 0) -> Machine:

@@ -310,7 +310,8 @@ def main() -> None:
         sizes = dict(ffn_dim=options.ffn, vocab_size=options.vocab)
         heads = dict(n_heads=options.heads, n_kv_heads=options.heads)
         config = LlamaConfig(options.dim, options.layers, **heads, **sizes)
-        model = Llama(config).to(options.device, dtype)
+        with torch.device(options.device):
+            model = Llama(config).to(dtype)
     rows = [row for row in ROWS if row == "window" or row in options.rows]
     sizes = f"M = {options.mem}, T = {options.segment}, L = {options.seq:,}"
     machine = f"{options.dtype} on {options.device}, {torch.get_num_threads()} threads"

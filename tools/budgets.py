@@ -40,7 +40,7 @@ from support.command_line import method_flags, named_path
 from support.command_line import output_file, prepare, run_program
 from support.facts import FORMS, tell_all
 from support.files import UserError, write_json
-from support.programs.settings import untrained, warn_if_too_long
+from support.programs.settings import settings_for
 from support.text import long_documents, token_streams
 from support.tokenizer import Tokenizer
 
@@ -125,18 +125,22 @@ def parse() -> Options:
     flags = parser.parse_args()
     if flags.budgets:
         parser.error("--budgets are what this program finds; leave the flag out")
-    flags.changes = method_flags(vars(flags))
+    flags.changes = method_flags(vars(flags)) | {"lora_rank": 0}
     return flags
 
 
 def settings_of(options: Options, model: Llama) -> Settings:
     """Raises UserError if nothing can be measured with them."""
     mem, segment, L = options.mem, options.segment or options.mem, options.length
-    adapted = untrained(model, options.method, mem, segment, **options.changes)
-    warn_if_too_long(adapted, L)
-    s = adapted.settings
-    if not s.mem:
-        raise UserError(f"--method {s.method}: it keeps everything; take one that has slots")
+    # Positions are divided as in use, also for the layers that keep all.
+    length = int(model.config.context * model.config.rope_scale)
+    s = settings_for(options.method, mem, segment, length, **options.changes)
+    if s.merged or s.mem == s.sinks:
+        remedy = "take one with heavy or recent slots, which merges nothing"
+        raise UserError(f"--method {options.method}: {remedy}")
+    if L > length:
+        passed = f"a layer that keeps all would pass the base's context of {length:,} tokens"
+        raise UserError(f"--length {L}: {passed}; take a smaller --length")
     if L - 1 <= s.uncompressed:
         sizes = f"a memory of {mem} slots and a segment of {segment} tokens hold it"
         nothing = "so that nothing is compressed"

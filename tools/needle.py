@@ -30,7 +30,7 @@ from lococo import AdaptedLlama
 from model import load_base
 from support.command_line import Parser, at_least, prepare, run_program
 from support.facts import choose_facts, fact_tokens
-from support.files import UserError, read_json, write_json
+from support.files import UserError, checksum, read_json, write_json
 from support.programs.scoring import add_runs_and_texts, documents_to_score
 from support.programs.scoring import models_to_score, note_limits, parse_models
 from support.programs.scoring import parts_to_score
@@ -95,13 +95,15 @@ def panel(
     return shares
 
 
-def stored_panels(flags: argparse.Namespace, texts: dict[int, int]) -> dict[str, dict]:
-    """The panels that are in --json already. Raises UserError if they are of other texts."""
+def stored_panels(flags: argparse.Namespace, about: dict) -> dict[str, dict]:
+    """The panels that are in --json already. Raises UserError if they are not `about` the same
+    texts and base."""
     if not flags.json or not flags.json.is_file():
         return {}
     stored = read_json(flags.json)
-    if stored["texts"] != {str(L): number for L, number in texts.items()}:
-        raise UserError(f"--json {flags.json}: it has other texts; name another file")
+    if {**stored, **about} != stored:
+        others = "it has other texts, or another base, form of facts or --dtype"
+        raise UserError(f"--json {flags.json}: {others}; name another file")
     return stored["found"]
 
 
@@ -123,9 +125,13 @@ def main() -> None:
     parts, usual = parts_to_score(flags), (1024, 2048, 4096, 8192)
     documents = documents_to_score(flags, parts, tokenizer, usual)
     note_limits(models, [*documents])
-    numbers = {L: len(rows) for L, rows in documents.items()}
-    figures = stored_panels(flags, numbers)
-    models = {name: adapted for name, adapted in models.items() if name not in figures}
+    about = {"texts": {str(L): len(rows) for L, rows in documents.items()}}
+    of_texts = {str(L): rows for L, rows in documents.items()}
+    about["of"] = checksum(of_texts, f"{flags.model.name} {flags.fact_form} {machine.dtype}")
+    figures = stored_panels(flags, about)
+    for name in figures.keys() & models.keys():
+        del models[name]
+        print(f"note: {flags.json} has {name} already", file=sys.stderr)
     total = len(models) * sum(rows.numel() for rows in documents.values())
     bar = tqdm(total=total, desc="reading", unit=" tokens", leave=False, disable=None)
     with machine.precision(), bar:
@@ -135,7 +141,7 @@ def main() -> None:
             for L, shares in figures[name].items():
                 print(f"{L:>8,} tokens ", *(f"{share:5.2f}" for share in shares), flush=True)
             if flags.json:
-                write_json(flags.json, {"texts": numbers, "found": figures})
+                write_json(flags.json, about | {"found": figures})
 
 
 if __name__ == "__main__":

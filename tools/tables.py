@@ -110,8 +110,6 @@ ROWS = {
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
     "ours, one filter": Row("one filter for all slots", "--compressor one-filter"),
-    "ours, filter of each": Row("ours with equal slots, a filter for each",
-                                "--compressor filter-of-each"),
     "ours, top-k": Row("one filter, copies are taken, too (top-k)", "--compressor top-k"),
     "ours, at once": Row("all slots choose at once", "--compressor at-once"),
     "ours, unattended": Row("without the attention received", "--compressor unattended"),
@@ -137,7 +135,7 @@ class Table:
     documents: int = 48  # that are scored, at most
     ending: str = ""  # of the names of its rows
     segment: int | None = None  # tokens T of a segment; None: M
-    by_position: bool = False  # if it also shows where in a document the loss is
+    by_position: bool = False  # if it shows where in a document the loss is
 
 
 PAPERS = ("full", "window", "h2o", "h2o text", "official h2o", "lococo", "lococo+h2o",
@@ -317,7 +315,7 @@ def make_cell(
     means = losses.double().mean(dim=1)
     figures = {"cache bytes": held, "nats": means.mean().item(), "perplexity": perplexity(losses)}
     figures["by document"] = [round(nats, 5) for nats in means.tolist()]
-    if table.by_position:
+    if table.part.startswith("long"):
         position = torch.arange(1, table.seq).expand(len(losses), -1)
         masks = ranges("", position, table.mem + adapted.settings.segment)
         where = {label: losses[mask].double().mean().item() for label, mask in masks.items()}

@@ -43,13 +43,6 @@ class OneFilter(Selection):
             self.slot_filters.zero_()
 
 
-class FilterOfEach(Selection):
-    """Each slot has a filter of its own."""
-
-    def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
-        super().__init__(head_dim, slots, kernel, start, filters=slots)
-
-
 class TopK(OneFilter):
     """A learnt score with top-k: the slots take the entries with the highest scores, one
     each, although some of them may be copies of others."""
@@ -67,5 +60,4 @@ COMPRESSORS["softmax"] = Softmax
 COMPRESSORS["at-once"] = AtOnce
 COMPRESSORS["unattended"] = Unattended
 COMPRESSORS["one-filter"] = OneFilter
-COMPRESSORS["filter-of-each"] = FilterOfEach
 COMPRESSORS["top-k"] = TopK

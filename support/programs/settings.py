@@ -80,10 +80,12 @@ def check_layers(settings: Settings) -> None:
     """Raises UserError if a layer has too few slots, or budgets do not suit the method."""
     if not settings.mem:
         raise UserError(f"budgets: {settings.method} keeps everything and has no slots")
+    if settings.mem == settings.sinks:
+        raise UserError(f"budgets: {settings.method} has only sinks, and no slots to divide")
     layers = [in_layer(settings, layer) for layer in range(len(settings.budgets) or 1)]
     least = min(layer.mem for layer in layers)
     # At least 4, as for --mem. Each layer has all sinks, and room for something else.
-    too_few = least < max(4, settings.sinks + 1) or settings.mem == settings.sinks
+    too_few = least < max(4, settings.sinks + 1)
     if too_few or (settings.merged and min(layer.merged for layer in layers) == 0):
         few = f"{least} slots of a layer are too few for {settings.method}"
         raise UserError(f"{few}; take a larger --mem")
