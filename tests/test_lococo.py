@@ -294,6 +294,11 @@ def test_a_layer_without_merged_slots_is_refused():
         settings("selection", mem=16, heavy=14, recent=1, budgets=[8, 24])
 
 
+def test_sinks_alone_have_no_budgets():
+    with pytest.raises(UserError, match="streaming has only sinks"):
+        settings("streaming", mem=8, sinks=8, recent=0, budgets=[8, 8])
+
+
 # --- Positions, LoRA --------------------------------------------------------------------
 
 
