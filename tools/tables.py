@@ -468,7 +468,8 @@ def loss_table(table: Table, lines: Lines) -> str:
     texts = len(SCORED[table.part])
     other = "ours" if table.against == ("ours",) else "H2O"
     columns = ["memory", "trained", "nats per token", f"from {other}"]
-    columns.append("gap closed, %" + " (novel, articles)" * (texts > 1))
+    if "full" in table.rows:
+        columns.append("gap closed, %" + " (novel, articles)" * (texts > 1))
     *_, last = lines.values()
     places = [*last.where()][1:] if table.by_position else []  # the first has no compression
     columns += places
@@ -481,7 +482,8 @@ def loss_table(table: Table, lines: Lines) -> str:
         seeds = counted(len(line.cells), "seed")
         trained = f"{line.steps} steps, {seeds}" if line.steps else "-"
         cells = [line.label, trained, f"{line.mean():.4f}", difference(line, against)]
-        cells.append(gap_closed(line, h2o, full, texts))
+        if "full" in table.rows:
+            cells.append(gap_closed(line, h2o, full, texts))
         cells += [f"{line.where()[place]:.4f}" for place in places]
         text += "| " + " | ".join(cells) + " |\n"
     return text
