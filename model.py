@@ -366,7 +366,12 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # nn.Embedding(V, dim) would do the same, but on the meta device, on which a model is made
+        # before its weights are loaded, its random numbers take 2 seconds.
+        embeddings = torch.empty(config.vocab_size, config.dim)
+        if not embeddings.is_meta:
+            embeddings.normal_()
+        self.tok_embeddings = nn.Embedding.from_pretrained(embeddings, freeze=False)
         blocks = (Block(config, layer) for layer in range(config.n_layers))
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.dim, config.norm_eps)
