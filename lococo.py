@@ -519,7 +519,7 @@ class Selection(Compressor):
     gradients flow. In use the relevance is 16 times as sharp, and a slot holds nearly one
     entry: the model cannot read a fact out of a mixture of several.
 
-    A subclass changes `relevance` or `normalise`: `merge` calls no `weights` of its own.
+    A subclass changes `relevance` or `normalise`, and not `weights`, which `merge` does not call.
     """
 
     reads_scores = True

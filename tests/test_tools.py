@@ -29,7 +29,7 @@ def test_a_window_finds_what_it_holds_and_ours_finds_all(run):
     assert code == 0 and len(full) == 9 and np.mean(full) > 0.8, err
     assert not any(window[:4]) and np.mean(ours) > 0.7
     assert f" 700 tokens  {window[0]:5.2f}" in out
-    # What is in the file is not measured again, and must be of as many texts.
+    # What is in the file is not measured again, and must be of the same texts.
     code, out, err = run(needle, f"{words} {text} --json found.json")
     assert code == 0 and "700 tokens" not in out.split("pieces of texts")[1].partition("\n")[2]
     code, _, err = run(needle, f"{words} {text} --json found.json --documents 1")

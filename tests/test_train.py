@@ -86,6 +86,20 @@ def test_which_keys_longlora_sees_while_it_trains(config, L):
                 assert seen[head, t, key] == (together and key <= t), (head, t, key)
 
 
+def test_full_attention_has_a_gradient_through_the_whole_sequence(in_float64, model):
+    """Although a segment has 6 tokens: it is that of one loss of all tokens."""
+    adapted = AdaptedLlama(model, settings_for("full", 8, 6, 41, lora_rank=2))
+    tokens = torch.randint(3, 64, (1, 41))
+    config = train.TrainConfig(batch=1, micro_batch=1, seq=41, segment=6, bptt=1)
+    train.gradients(adapted, lambda i: (tokens[0], torch.zeros(41)), config, CPU, 0)
+    found = [p.grad.clone() for p in adapted.trained().values()]
+    adapted.zero_grad()
+    p = adapted.model(tokens[:, :-1])[0].log_softmax(dim=-1)
+    (-p[torch.arange(40), tokens[0, 1:]].mean()).backward()
+    for grad, p in zip(found, adapted.trained().values(), strict=True):
+        torch.testing.assert_close(grad, p.grad)
+
+
 # --- Runs -------------------------------------------------------------------------------
 
 
