@@ -80,8 +80,9 @@ class Settings:
     # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets nothing;
     # 0 counts only the queries that entered last.
     forget: float = 1.0
-    # Slots of each layer; an empty list means M in every layer.
-    budgets: list[int] = field(default_factory=list)
+    # Slots of the key/value heads of each layer, as [[24, 96, 24], ...]; one number, as [48],
+    # is for all heads of a layer. An empty list means M everywhere.
+    budgets: list[list[int]] = field(default_factory=list)
 
     @property
     def pinned(self) -> int:
@@ -90,19 +91,24 @@ class Settings:
 
     @property
     def mem(self) -> int:
-        """M, slots in each layer and key/value head; 0 if all entries are kept. With
+        """M, slots of each layer and key/value head; 0 if all entries are kept. With
         budgets it is their mean."""
         return self.sinks + self.heavy + self.merged + self.recent
 
     @property
     def capacity(self) -> int:
-        """M + T, the most entries that a layer holds. With budgets it is the mean over the
-        layers, and some hold more."""
+        """M + T, the most entries that a head holds. With budgets it is the mean over the
+        heads, and some hold more."""
         return self.mem + self.segment
 
     @property
+    def sizes(self) -> list[int]:
+        """The different numbers of slots that heads have, the smallest first."""
+        return sorted(set(sum(self.budgets, [])) or {self.mem})
+
+    @property
     def uncompressed(self) -> int:
-        """How many tokens can be read, in whole segments, before a layer of M slots is
+        """How many tokens can be read, in whole segments, before a head of M slots is
         compressed."""
         return self.mem + self.segment - self.mem % self.segment
 
@@ -112,7 +118,8 @@ class Settings:
 
 class Compressor(nn.Module):
     """A convolution says how much of each entry goes into each slot. The heads of a layer
-    share it. `slots` is the number of slots that it fills, the merged ones.
+    share it. `slots` is the number of slots that it fills, the merged ones. If heads differ,
+    it is the most, and a head with fewer takes the first rows of w.
 
     One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. All its
     parameters train at the rate of the convolutions.
@@ -144,34 +151,35 @@ class Compressor(nn.Module):
 
     @staticmethod
     def weights_of_layers(
-        compressors: list["Compressor"], entries: list[Tensor], from_slot: list[Tensor],
-        scores: list[Tensor] | list[None],
+        compressors: list["Compressor"], slots: int, entries: list[Tensor],
+        from_slot: list[Tensor], scores: list[Tensor] | list[None],
     ) -> Tensor:
         """w of several layers, one after the other, (layers * N, slots, R). A subclass needs
         only `weights`. Ours replaces this function, too, so that its loop over slots runs
         once for all layers."""
         layers = zip(compressors, entries, from_slot, scores)
-        return torch.cat([compressor.weights(*layer) for compressor, *layer in layers])
+        return torch.cat([c.weights(*layer)[:, :slots] for c, *layer in layers])
 
 
 def merge(
-    compressors: list[Compressor], k: Tensor, v: Tensor, from_slot: Tensor,
+    compressors: list[Compressor], slots: int, k: Tensor, v: Tensor, from_slot: Tensor,
     scores: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Equations (4) to (7) for layers that have equally many entries. One layer follows the
-    other on the first axis, so that B is layers * texts: k and v (B, G, R, D), `from_slot`
-    and `scores` (B, G, R) -> K' and V' (B, G, slots, D), and w (B, G, slots, R).
+    """Equations (4) to (7) for layers that have equally many entries and slots. One layer
+    follows the other on the first axis, so that B is layers * texts: k and v (B, G, R, D),
+    `from_slot` and `scores` (B, G, R) -> K' and V' (B, G, slots, D), and w (B, G, slots, R).
 
     All is computed in float32, as bfloat16 is too coarse for logits, and K' and V' are
     rounded to the dtype of k and v. With positions of the text a mixed key has no single
     position; the paper does not discuss this.
     """
-    layers, slots = len(compressors), compressors[0].slots
+    layers = len(compressors)
     with torch.autocast(k.device.type, enabled=False):
         k_wide, v_wide = widened(k), widened(v)
         entries = torch.cat((k_wide, v_wide), dim=-1).flatten(0, 1).mT  # (B * G, 2D, R)
         w = compressors[0].weights_of_layers(
             compressors,
+            slots,
             entries.chunk(layers),
             from_slot.flatten(0, 1).chunk(layers),
             [None] * layers if scores is None else scores.flatten(0, 1).chunk(layers),
@@ -231,10 +239,20 @@ def in_order(entries: Tensor, order: Tensor) -> Tensor:
     return entries[text, head, order]
 
 
-class Memory(KVCache):
-    """M slots and at most one segment of new entries in each layer.
+@dataclass(frozen=True)
+class Part:
+    """Key/value heads of one layer that have equally many slots: all, without budgets."""
 
-    When a layer is full (see `is_full`), the mixing matrix turns S entries into M slots. Each
+    layer: int
+    heads: list[int]
+    settings: Settings  # with M of these heads
+
+
+class Memory(KVCache):
+    """M slots and at most one segment of new entries in each layer and key/value head. All
+    lists, as `keys` and `scores`, have one item for each part of a layer (see `Part`).
+
+    When a part is full (see `is_full`), the mixing matrix turns S entries into M slots. Each
     method is a choice of this matrix. For M = 4 and a segment of 3, with one heavy slot, two
     merged slots and one recent slot (the paper's own methods have no recent slots), let the
     entry at place 4 have received most attention. Then
@@ -255,11 +273,13 @@ class Memory(KVCache):
     ):
         super().__init__(config, interpolation(config, settings))
         self.settings, self.compressors = settings, compressors
-        self.layer_settings = [in_layer(settings, n) for n in range(config.n_layers)]
-        self.capacity = [s.capacity for s in self.layer_settings]
+        self.parts = parts_of(config, settings)
+        self.keys = [Entries() for _ in self.parts]
+        self.values = [Entries() for _ in self.parts]
+        self.capacity = [part.settings.capacity for part in self.parts]
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         # Attention received, (B, G, S)
-        self.scores: list[Tensor | None] = [None] * config.n_layers
+        self.scores: list[Tensor | None] = [None] * len(self.parts)
         # The keys that compressions read. By slot a key moves at each compression, and is kept
         # without a rotation, too, or the errors of many rotations would add up.
         self.by_slot = settings.positions == "slots"
@@ -274,30 +294,30 @@ class Memory(KVCache):
         """
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
-        full = {}  # layers that must be compressed, by their number of slots
-        for layer, s in enumerate(self.layer_settings):
-            if self.is_full(layer, T):
-                full.setdefault(s.mem, []).append(layer)
-        for layers in full.values():
-            few = max(1, AT_ONCE // self.capacity[layers[0]])
-            for n in range(0, len(layers), few):
-                self.compress(layers[n : n + few])
+        full = {}  # parts that must be compressed, by their numbers of slots and heads
+        for n, part in enumerate(self.parts):
+            if self.is_full(n, T):
+                full.setdefault((part.settings.mem, len(part.heads)), []).append(n)
+        for parts in full.values():
+            few = max(1, AT_ONCE // self.capacity[parts[0]])
+            for n in range(0, len(parts), few):
+                self.compress(parts[n : n + few])
         super().enter(T, device)
 
-    def is_full(self, layer: int, T: int) -> bool:
-        """Whether a compression must make room for T tokens: the layer holds more than M
+    def is_full(self, n: int, T: int) -> bool:
+        """Whether a compression must make room for T tokens: part n holds more than M
         entries, and with T more those since its last compression would be more than a segment.
-        Before the first compression all entries count. With M = T = 512 and 700 entries a layer
+        Before the first compression all entries count. With M = T = 512 and 700 entries a part
         is full, although one more would fit into M + T, as in algorithm 2."""
-        size, M = self.keys[layer].size, self.layer_settings[layer].mem
-        new = size - M if self.was_compressed(layer) else size
+        size, M = self.keys[n].size, self.parts[n].settings.mem
+        new = size - M if self.was_compressed(n) else size
         return size > M and new + T > self.settings.segment
 
-    def was_compressed(self, layer: int) -> bool:
-        return self.keys[layer].size < self.seen
+    def was_compressed(self, n: int) -> bool:
+        return self.keys[n].size < self.seen
 
     def first_positions(self) -> list[int]:
-        """With positions by slot a token's position is its place in the layer's cache."""
+        """With positions by slot a token's position is its place in the part's cache."""
         if self.by_slot:
             return [keys.size for keys in self.keys]
         return super().first_positions()
@@ -309,11 +329,19 @@ class Memory(KVCache):
         return super().nbytes + sum(plain)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.by_slot:
-            self.plain[layer].append(k, self.capacity[layer])
-        return super().attend(layer, q, k, v)
+        """As in a KVCache, for which a part is a layer of fewer heads."""
+        q = q.unflatten(1, (k.shape[1], -1))  # the query heads of each key/value head
+        read = {}  # by key/value head
+        for n, part in enumerate(self.parts):
+            if part.layer == layer:
+                own = part.heads
+                if self.by_slot:
+                    self.plain[n].append(k[:, own], self.capacity[n])
+                of_part = super().attend(n, q[:, own].flatten(1, 2), k[:, own], v[:, own])
+                read |= zip(own, of_part.chunk(len(own), dim=1))
+        return torch.cat([read[head] for head in sorted(read)], dim=1)
 
-    def read(self, layer: int, q: Tensor) -> Tensor:
+    def read(self, n: int, q: Tensor) -> Tensor:
         """Attend as a KVCache does, and count the attention that each entry receives.
 
         Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in sum
@@ -322,20 +350,20 @@ class Memory(KVCache):
         as T / segment of one.
         """
         if not self.scoring:
-            return super().read(layer, q)
-        attention = attention_weights(q, self.keys[layer].held)
-        T, group = q.shape[2], q.shape[1] // self.config.n_kv_heads  # H/G query heads
+            return super().read(n, q)
+        attention = attention_weights(q, self.keys[n].held)
+        T, group = q.shape[2], q.shape[1] // len(self.parts[n].heads)  # H/G query heads
         received = attention.detach().sum(dim=2) / group  # (B, G, S)
-        if self.scores[layer] is not None:
+        if self.scores[n] is not None:
             kept = self.settings.forget ** (T / self.settings.segment)
-            received[:, :, :-T] += kept * self.scores[layer]  # the older entries
-        self.scores[layer] = received
-        read = attention.type_as(q) @ self.values[layer].held  # (B, G, H/G * T, D)
+            received[:, :, :-T] += kept * self.scores[n]  # the older entries
+        self.scores[n] = received
+        read = attention.type_as(q) @ self.values[n].held  # (B, G, H/G * T, D)
         return read.unflatten(2, (group, T)).flatten(1, 2)
 
-    def compress(self, layers: list[int]) -> tuple[Tensor, Tensor]:
-        """The operator C of (3), steps 4 and 5: S entries become M slots, in layers that
-        have equally many of both. One layer follows the other on the first axis.
+    def compress(self, parts: list[int]) -> tuple[Tensor, Tensor]:
+        """The operator C of (3), steps 4 and 5: S entries become M slots, in parts that have
+        equally many of both, and of heads. One part follows the other on the first axis.
 
         In the example of the class, 7 entries become 4 slots:
 
@@ -343,12 +371,13 @@ class Memory(KVCache):
             slots    0 |   1   2   | 3      the five of the rest go into slots 1 and 2
 
         Each head has its own order. Pinned and recent entries are copied, and only w
-        multiplies. Returns the order (layers * B, G, S) and w (layers * B, G, merged, R).
+        multiplies. Returns the order (parts * B, G, S) and w (parts * B, G, merged, R), where G
+        are the heads of a part.
         """
-        s = self.layer_settings[layers[0]]
-        k = torch.cat([self.plain[n].held for n in layers])
-        v = torch.cat([self.values[n].held for n in layers])
-        scores = torch.cat([self.scores[n] for n in layers]) if self.scoring else None
+        s = self.parts[parts[0]].settings
+        k = torch.cat([self.plain[n].held for n in parts])
+        v = torch.cat([self.values[n].held for n in parts])
+        scores = torch.cat([self.scores[n] for n in parts]) if self.scoring else None
         order = self.arrange(s, k, v, scores)
         sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
         k_pinned, k_rest, k_recent = in_order(k, order).split(sizes, dim=2)
@@ -361,42 +390,43 @@ class Memory(KVCache):
         # If compressed before, the cache was [pinned | merged | recent slots | segment].
         # Recent slots count as new.
         _, places, _ = order.split(sizes, dim=2)
-        from_slot = (places < s.pinned + s.merged) & self.was_compressed(layers[0])
-        k_new, v_new, w = self.fill_merged(layers, k_rest, v_rest, from_slot, scores_rest)
+        from_slot = (places < s.pinned + s.merged) & self.was_compressed(parts[0])
+        k_new, v_new, w = self.fill_merged(parts, k_rest, v_rest, from_slot, scores_rest)
 
-        k = torch.cat((k_pinned, k_new, k_recent), dim=2).chunk(len(layers))
-        v = torch.cat((v_pinned, v_new, v_recent), dim=2).chunk(len(layers))
+        k = torch.cat((k_pinned, k_new, k_recent), dim=2).chunk(len(parts))
+        v = torch.cat((v_pinned, v_new, v_recent), dim=2).chunk(len(parts))
         if self.scoring:
             # A merged slot gets the mean, by w, of the attention that its entries received.
             scores_new = (w.detach() * scores_rest[:, :, None]).sum(dim=3)
             scores = torch.cat((scores_pinned, scores_new, scores_recent), dim=2)
-            scores = scores.chunk(len(layers))
-        for i, layer in enumerate(layers):
-            self.hold(layer, k[i], v[i], scores[i] if self.scoring else None)
+            scores = scores.chunk(len(parts))
+        for i, n in enumerate(parts):
+            self.hold(n, k[i], v[i], scores[i] if self.scoring else None)
         return order, w
 
     def fill_merged(
-        self, layers: list[int], k: Tensor, v: Tensor, from_slot: Tensor,
+        self, parts: list[int], k: Tensor, v: Tensor, from_slot: Tensor,
         scores: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """K', V' and w of the layers' compressors. If the method has no merged slots, the
+        """K', V' and w of the parts' compressors. If the method has no merged slots, the
         entries are dropped."""
         if not self.compressors:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
-        compressors = [self.compressors[n] for n in layers]
+        compressors = [self.compressors[self.parts[n].layer] for n in parts]
+        args = (compressors, self.parts[parts[0]].settings.merged, k, v, from_slot, scores)
         if compressors[0].recompute:
-            return checkpoint(merge, compressors, k, v, from_slot, scores, use_reentrant=False)
-        return merge(compressors, k, v, from_slot, scores)
+            return checkpoint(merge, *args, use_reentrant=False)
+        return merge(*args)
 
-    def hold(self, layer: int, k: Tensor, v: Tensor, scores: Tensor | None) -> None:
-        """Replace what a layer holds: keys as compressions read them, and values, both
+    def hold(self, n: int, k: Tensor, v: Tensor, scores: Tensor | None) -> None:
+        """Replace what part n holds: keys as compressions read them, and values, both
         (B, G, S, D), and scores (B, G, S). By slot the keys are rotated to their places."""
-        self.plain[layer] = Entries(k)
+        self.plain[n] = Entries(k)
         if self.by_slot:
             places = torch.arange(k.shape[2], device=k.device)
-            self.keys[layer] = Entries(rotate(k, *self.angle(places)))
-        self.values[layer] = Entries(v)
-        self.scores[layer] = scores
+            self.keys[n] = Entries(rotate(k, *self.angle(places)))
+        self.values[n] = Entries(v)
+        self.scores[n] = scores
 
     def arrange(self, s: Settings, k: Tensor, v: Tensor, scores: Tensor | None) -> Tensor:
         """The places of all entries in the cache, (B, G, S): [pinned | rest | recent]."""
@@ -463,12 +493,11 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     (the settings' `length`) lie inside the pretrained context. A longer text may pass it.
 
     "text" (the paper): a token's position in the text, which reaches L. "slots": its place
-    in the cache, which never exceeds M + T of the largest layer.
+    in the cache, which never exceeds M + T of the largest head.
     """
     highest = settings.length
     if settings.positions == "slots" and settings.mem:
-        largest = max(settings.budgets, default=settings.mem) + settings.segment
-        highest = min(largest, settings.length)
+        highest = min(settings.sizes[-1] + settings.segment, settings.length)
     # The checkpoint may divide positions itself; they are never divided by less.
     return max(config.rope_scale, highest / config.context)
 
@@ -561,15 +590,15 @@ class Selection(Compressor):
         return (sharpness * (relevance - copy_penalty(relevance, entries))).softmax(dim=-1)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
-        return self.weights_of_layers([self], [entries], [from_slot], [scores])
+        return self.weights_of_layers([self], self.slots, [entries], [from_slot], [scores])
 
     @staticmethod
-    def weights_of_layers(compressors, entries, from_slot, scores) -> Tensor:
+    def weights_of_layers(compressors, slots, entries, from_slot, scores) -> Tensor:
         """Slots choose one after the other, but in all layers at the same time."""
         layers = zip(compressors, entries, from_slot, scores)
         relevance = torch.cat([compressor.relevance(*layer) for compressor, *layer in layers])
-        slots = torch.arange(compressors[0].slots, device=relevance.device)
-        of_slots = relevance[:, slots % relevance.shape[1]]  # in turn, (N, slots, R)
+        in_turn = torch.arange(slots, device=relevance.device) % relevance.shape[1]
+        of_slots = relevance[:, in_turn]  # (N, slots, R)
         return compressors[0].normalise(of_slots, torch.cat(entries))
 
 
@@ -601,22 +630,30 @@ def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
 
 COMPRESSORS = {"paper": Compressor, "selection": Selection}
 
-# --- Ours: budgets of layers ------------------------------------------------------------
+# --- Ours: budgets of heads -------------------------------------------------------------
 
 
-def in_layer(settings: Settings, layer: int) -> Settings:
-    """The settings of one layer.
+def parts_of(config: LlamaConfig, settings: Settings) -> list[Part]:
+    """The parts of all layers.
 
-    Layers differ in how much of a long text they read, so that equal budgets waste slots
-    (PyramidKV, arXiv 2406.02069). tools/budgets.py measures which layers need more.
+    Heads differ in how much of a long text they read, so that equal budgets waste slots: few
+    of them retrieve what was said long ago (DuoAttention, arXiv 2410.10819; HeadKV, arXiv
+    2410.19258). tools/budgets.py measures which heads need more.
     """
+    heads = list(range(config.n_kv_heads))
     if not settings.budgets:
-        return settings
-    return with_slots(settings, settings.budgets[layer])
+        return [Part(layer, heads, settings) for layer in range(config.n_layers)]
+    parts = []
+    for layer, slots in enumerate(settings.budgets):
+        slots = slots * len(heads) if len(slots) == 1 else slots
+        for M in dict.fromkeys(slots):
+            equal = [head for head in heads if slots[head] == M]
+            parts.append(Part(layer, equal, with_slots(settings, M)))
+    return parts
 
 
 def with_slots(settings: Settings, M: int) -> Settings:
-    """The same memory with M slots in each layer. It has all sinks; the rest is divided among
+    """The same memory with M slots in each head. It has all sinks; the rest is divided among
     the kinds in the same proportions, and what rounding leaves over goes to the largest."""
     kinds = ("heavy", "merged", "recent")
     counts = divided(M - settings.sinks, [getattr(settings, kind) for kind in kinds])
@@ -629,6 +666,14 @@ def divided(total: int, shares: list[int]) -> list[int]:
     parts = [total * share // sum(shares) for share in shares]
     parts[parts.index(max(parts))] += total - sum(parts)
     return parts
+
+
+def check_budgets(budgets: list[list[int]], config: LlamaConfig) -> None:
+    """Raises UserError if they are not those of such a base."""
+    layers, heads = config.n_layers, config.n_kv_heads
+    if budgets and [len(row) for row in budgets] not in ([1] * layers, [heads] * layers):
+        numbers = f"{len(sum(budgets, []))} numbers for {layers} layers of {heads} heads"
+        raise UserError(f"budgets: there are {numbers}; give one for each head")
 
 
 # --- All together: the adapted model ----------------------------------------------------
@@ -652,15 +697,14 @@ class AdaptedLlama(nn.Module):
         self.settings = settings
         self.model = model.requires_grad_(False)
         config = model.config
-        if settings.budgets and len(settings.budgets) != config.n_layers:
-            numbers = f"{len(settings.budgets)} numbers for {config.n_layers} layers"
-            raise UserError(f"budgets: there are {numbers}; give one for each")
+        check_budgets(settings.budgets, config)
+        most = {}  # merged slots of each layer
+        for part in parts_of(config, settings) if settings.merged else ():
+            most[part.layer] = max(part.settings.merged, most.get(part.layer, 0))
         compressor = COMPRESSORS[settings.compressor]
         self.compressors = nn.ModuleList(
-            compressor(
-                config.head_dim, in_layer(settings, layer).merged, settings.kernel, settings.start
-            )
-            for layer in range(config.n_layers if settings.merged else 0)
+            compressor(config.head_dim, slots, settings.kernel, settings.start)
+            for slots in most.values()
         ).to(model.norm.weight.device)
         for compressor in self.compressors[:1]:  # all are of one class
             check_rows(compressor, config.head_dim)

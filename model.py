@@ -251,7 +251,7 @@ class KVCache:
 
     def first_positions(self) -> list[int]:
         """The position of the next token in each layer: here its place in the text."""
-        return [self.seen] * self.config.n_layers
+        return [self.seen] * len(self.keys)
 
     def angle(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The cosines and sines that `rotate` needs for these positions."""

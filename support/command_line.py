@@ -66,22 +66,22 @@ def new_file(text: str) -> Path:
     return file
 
 
-def budgets_file(text: str) -> list[int]:
-    """An argparse type: a file of tools/budgets.py. Returns the slots of each layer, or for
-    the word "equal" an empty list."""
+def budgets_file(text: str) -> list[list[int]]:
+    """An argparse type: a file of tools/budgets.py. Returns the slots of each layer's heads,
+    or for the word "equal" an empty list."""
     if text == "equal":
         return []
     file = named_path(text)
     if not file.is_file():
         raise argparse.ArgumentTypeError(f"{text}: there is no such file")
     try:
-        slots = [int(n) for n in read_json(file)["budgets"]]
+        slots = [[int(n) for n in row] for row in read_json(file)["budgets"]]
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     except FOREIGN:
         slots = []
-    if min(slots, default=0) < 1:
-        remedy = "it has no list of budgets, numbers from 1 on; tools/budgets.py makes one"
+    if min(sum(slots, []), default=0) < 1 or len({len(row) for row in slots}) > 1:
+        remedy = "it has no lists of budgets, numbers from 1 on; tools/budgets.py makes them"
         raise argparse.ArgumentTypeError(f"{text}: {remedy}")
     return slots
 
@@ -174,7 +174,7 @@ class Parser(argparse.ArgumentParser):
             help="factor of the attention that an entry has received, at each segment, from "
                  "0 to 1 (default: the method's, which is 1 for most)")
         add("--budgets", type=budgets_file, metavar="FILE",
-            help="slots of each layer, scaled to M on average; tools/budgets.py writes it "
+            help="slots of each head, scaled to M on average; tools/budgets.py writes it "
                  "(default: those of an adapter, or M each, which is called equal)")
 
     def parse_methods(self) -> argparse.Namespace:

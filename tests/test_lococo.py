@@ -10,7 +10,7 @@ from reference import by_loop, slow_memory
 
 import lococo
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory, Selection
-from lococo import check_rows, in_layer, interpolation, merge
+from lococo import check_rows, interpolation, merge, with_slots
 from model import KVCache, Llama, rope, rotate
 from support.files import UserError
 from support.programs.settings import resized, untrained
@@ -70,7 +70,7 @@ def test_weights_of_another_shape_are_named(monkeypatch):
     k, v = torch.randn(2, 2, 2, 9, 4)
     sentence = r"Compressor.weights: \(4, 2, 9\) instead of \(4, 3, 9\)"
     with pytest.raises(AssertionError, match=sentence):
-        merge([compressor], k, v, torch.zeros(2, 2, 9, dtype=torch.bool), None)
+        merge([compressor], compressor.slots, k, v, torch.zeros(2, 2, 9, dtype=torch.bool), None)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -102,12 +102,12 @@ def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
         compressor.conv.weight *= 100
     k, v = torch.randn(2, 2, 2, 9, 4).bfloat16()
     from_slot, scores = torch.rand(2, 2, 9) < 0.5, torch.rand(2, 2, 9)
-    plain = merge([compressor], k, v, from_slot, scores)
+    plain = merge([compressor], compressor.slots, k, v, from_slot, scores)
     with torch.autocast("cpu", torch.bfloat16):
-        cast = merge([compressor], k, v, from_slot, scores)
+        cast = merge([compressor], compressor.slots, k, v, from_slot, scores)
     assert plain[0].dtype == torch.bfloat16
     assert all(torch.equal(one, other) for one, other in zip(plain, cast))
-    wide = merge([compressor], k.float(), v.float(), from_slot, scores)
+    wide = merge([compressor], compressor.slots, k.float(), v.float(), from_slot, scores)
     for rounded, exact in zip(plain[:2], wide):  # keys and values are rounded once
         assert torch.equal(rounded, exact.bfloat16())
 
@@ -123,7 +123,8 @@ def test_two_slots_do_not_take_copies(training):
         compressor.common[0, 2] = 10.0  # the first value says how relevant an entry is
     entries = torch.tensor([[3.0, -1.0, 9.0, 1.0], [-2, 3, 8.9, 1.0], [1.0, 1.0, 8.0, -5.0]])
     k, v = entries.view(1, 1, 3, 4).split(2, dim=3)
-    w = merge([compressor], k, v, torch.zeros(1, 1, 3, dtype=torch.bool), torch.ones(1, 1, 3))[2]
+    from_slot, scores = torch.zeros(1, 1, 3, dtype=torch.bool), torch.ones(1, 1, 3)
+    w = merge([compressor], 2, k, v, from_slot, scores)[2]
     assert w[0, 0].argmax(dim=1).tolist() == [0, 2] and w[0, 0, 1, 2] > 0.99
 
 
@@ -222,30 +223,32 @@ def test_layers_are_compressed_together_or_one_after_the_other(model, monkeypatc
     assert torch.allclose(*read, atol=1e-5)
 
 
-# --- Budgets of layers, and other sizes than those of training --------------------------
+# --- Budgets of heads, and other sizes than those of training --------------------------
 
 
 def test_a_budget_has_the_kinds_of_slots_in_proportion():
-    assert settings("h2o", 64, budgets=[1, 2]).budgets == [42, 86]  # 42.7 and 85.3
-    s = settings("selection", 64, budgets=[40, 96, 56])
-    assert [in_layer(s, n).mem for n in range(3)] == s.budgets and s.mem == 64
-    counts = [[getattr(in_layer(s, n), kind) for kind in KINDS] for n in range(3)]
-    assert counts == [[0, 15, 10, 15], [0, 36, 24, 36], [0, 21, 14, 21]]
-    s = settings("lococo+h2o", 8, budgets=[7, 9])
-    counts = [[getattr(in_layer(s, n), kind) for kind in KINDS] for n in range(2)]
-    assert counts == [[0, 4, 3, 0], [0, 5, 4, 0]]  # 3.5 and 4.5; no recent slots where none were
-    s = settings("lococo+sinks", 16, heavy=4, budgets=[8, 24])  # every layer has all sinks
-    counts = [[getattr(in_layer(s, n), kind) for kind in KINDS] for n in range(2)]
-    assert counts == [[4, 1, 3, 0], [4, 6, 14, 0]]
+    assert settings("h2o", 64, budgets=[[1], [2]]).budgets == [[42], [86]]  # 42.7 and 85.3
+    s = settings("h2o", 64, budgets=[[1, 2, 3], [1, 1, 4]])
+    assert s.budgets == [[32, 64, 96], [32, 32, 128]] and s.sizes == [32, 64, 96, 128]
+
+    def counts(s, *sizes):
+        return [[getattr(with_slots(s, M), kind) for kind in KINDS] for M in sizes]
+
+    s = settings("selection", 64)
+    assert counts(s, 40, 96, 56) == [[0, 15, 10, 15], [0, 36, 24, 36], [0, 21, 14, 21]]
+    # 3.5 and 4.5; no recent slots where none were.
+    assert counts(settings("lococo+h2o", 8), 7, 9) == [[0, 4, 3, 0], [0, 5, 4, 0]]
+    s = settings("lococo+sinks", 16, heavy=4)  # every head has all sinks
+    assert counts(s, 8, 24) == [[4, 1, 3, 0], [4, 6, 14, 0]]
 
 
 def test_what_was_trained_with_m_slots_is_used_with_others():
     trained = settings("selection", 64, segment=32)
     assert resized(trained, mem=512) == settings("selection", 512, segment=32)
-    changes = dict(mem=128, segment=64, budgets=[1, 3], positions="slots")
+    changes = dict(mem=128, segment=64, budgets=[[1], [3]], positions="slots")
     assert resized(trained, **changes) == settings("selection", **changes)
-    assert resized(settings("selection", 128, budgets=[2, 6]), mem=64).budgets == [32, 96]
-    assert resized(settings("selection", 128, budgets=[2, 6]), budgets=[]).budgets == []
+    assert resized(settings("selection", 128, budgets=[[2], [6]]), mem=64).budgets == [[32], [96]]
+    assert resized(settings("selection", 128, budgets=[[2], [6]]), budgets=[]).budgets == []
     as_in_the_paper = settings("streaming", 8, sinks=8, recent=0)
     assert resized(as_in_the_paper) == as_in_the_paper
     with pytest.raises(UserError, match="full has no slots to divide"):
@@ -258,45 +261,64 @@ def test_what_was_trained_with_m_slots_is_used_with_others():
 
 @torch.no_grad()
 @pytest.mark.parametrize("positions", ["text", "slots"])
-def test_each_layer_has_its_budget(model, positions):
-    """Two layers of 12 and 20 slots. The first one's input does not depend on the second, so that
-    it holds what a memory of 12 slots holds. The second compresses later, and holds 20 then."""
+@pytest.mark.parametrize("method", ["h2o", "lococo+h2o", "selection"])
+def test_each_head_has_its_budget(in_float64, model, method, positions):
+    """The heads of the first layer have 20 and 12 slots, those of the second 20 each. The first
+    layer's input does not depend on what is held, so that its heads hold what those of memories
+    of 20 and of 12 slots hold. The head of 20 compresses later."""
     changes = dict(positions=positions, length=60)
-    both = AdaptedLlama(model, settings("h2o", 16, budgets=[12, 20], **changes)).cache()
-    small = AdaptedLlama(model, settings("h2o", 12, **changes)).cache()
+    of_heads = settings(method, 18, budgets=[[20, 12], [20, 20]], **changes)
+    adapted = AdaptedLlama(model, of_heads).eval()
+    both = adapted.cache()
+    equal = [
+        Memory(model.config, with_slots(of_heads, M), adapted.compressors) for M in (20, 12)
+    ]
     sizes = []
     for x in TOKENS[:, :30].split(6, dim=1):
-        model(x, both)
-        model(x, small)
+        for cache in (both, *equal):
+            model(x, cache)
         sizes.append([keys.size for keys in both.keys])
-    assert sizes == [[6, 6], [12, 12], [18, 18], [18, 24], [18, 26]]
-    assert torch.equal(both.keys[0].held, small.keys[0].held)
-    assert torch.equal(both.scores[0], small.scores[0])
+    assert sizes == [[6, 6, 6], [12, 12, 12], [18, 18, 18], [24, 18, 24], [26, 18, 26]]
+    for head, cache in enumerate(equal):
+        for held, alone in ((both.keys, cache.keys), (both.values, cache.values)):
+            assert torch.allclose(held[head].held, alone[0].held[:, [head]], atol=1e-5)
+        assert torch.allclose(both.scores[head], cache.scores[0][:, [head]], atol=1e-5)
     whole = KVCache(model.config)
     model(TOKENS[:, :30], whole)
     assert both.full_nbytes == whole.full_nbytes == whole.nbytes
 
 
+@torch.no_grad()
+def test_equal_budgets_of_heads_change_nothing(model):
+    changes = dict(length=60, positions="slots")
+    for method in ("h2o", "selection"):
+        adapted = AdaptedLlama(model, settings(method, 16, **changes)).eval()
+        equal = replace(adapted.settings, budgets=[[16, 16], [16]])
+        of_heads = Memory(model.config, equal, adapted.compressors)
+        assert torch.equal(logits_of(model, of_heads), logits_of(model, adapted.cache()))
+
+
 @pytest.mark.parametrize("method, slots, words", [
-    ("h2o", [6, 8, 10], "there are 3 numbers for 2 layers"),
-    ("h2o", [2, 14], "2 slots of a layer are too few"),
-    ("streaming", [4, 12], "4 slots of a layer are too few"),  # the sinks fill them
-    ("selection", [3, 13], "3 slots of a layer are too few"),
-    ("full", [6, 10], "keeps everything and has no slots")])
+    ("h2o", [[6], [8], [10]], "there are 3 numbers for 2 layers of 2 heads"),
+    ("h2o", [[6, 8, 10], [6, 8, 10]], "there are 6 numbers for 2 layers of 2 heads"),
+    ("h2o", [[2], [14]], "2 slots of a head are too few"),
+    ("streaming", [[4], [12]], "4 slots of a head are too few"),  # the sinks fill them
+    ("selection", [[3], [13]], "3 slots of a head are too few"),
+    ("full", [[6], [10]], "keeps everything and has no slots")])
 def test_budgets_that_do_not_suit_are_refused(model, method, slots, words):
     with pytest.raises(UserError, match=words):
         AdaptedLlama(model, settings(method, budgets=slots))
 
 
-def test_a_layer_without_merged_slots_is_refused():
+def test_a_head_without_merged_slots_is_refused():
     """One merged slot of 16 leaves none of 8."""
-    with pytest.raises(UserError, match="8 slots of a layer are too few"):
-        settings("selection", mem=16, heavy=14, recent=1, budgets=[8, 24])
+    with pytest.raises(UserError, match="8 slots of a head are too few"):
+        settings("selection", mem=16, heavy=14, recent=1, budgets=[[8], [24]])
 
 
 def test_sinks_alone_have_no_budgets():
     with pytest.raises(UserError, match="streaming has only sinks"):
-        settings("streaming", mem=8, sinks=8, recent=0, budgets=[8, 8])
+        settings("streaming", mem=8, sinks=8, recent=0, budgets=[[8], [8]])
 
 
 # --- Positions, LoRA --------------------------------------------------------------------
@@ -306,7 +328,7 @@ def test_sinks_alone_have_no_budgets():
     (1.0, dict(length=256), 4.0), (1.0, dict(length=32), 1.0),  # never below 1
     (1.0, dict(length=2048, mem=122, positions="slots"), 2.0),  # slots end at M + T = 128
     (1.0, dict(length=64, mem=122, positions="slots"), 1.0),  # but L is not above 64
-    (1.0, dict(length=512, mem=90, positions="slots", budgets=[58, 122]), 2.0),  # of the largest
+    (1.0, dict(length=512, mem=90, positions="slots", budgets=[[58], [122]]), 2.0),  # of the largest
     (3.0, dict(length=256), 4.0), (3.0, dict(length=128), 3.0)])
 def test_positions_are_divided_to_fit_into_the_context(config, rope_scale, changes, factor):
     model = Llama(replace(config, rope_scale=rope_scale))

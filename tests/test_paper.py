@@ -25,7 +25,7 @@ def test_compressors_equal_a_loop_over_the_equations(in_float64, kind, kernel, t
     k, v = torch.randn(2, 2, 3, 12, 4)
     from_slot = torch.rand(2, 3, 12) < 0.4
     scores = torch.rand(2, 3, 12)
-    k_new, v_new, w = merge(compressors, k, v, from_slot, scores)  # (layers, G, slots, D)
+    k_new, v_new, w = merge(compressors, 5, k, v, from_slot, scores)  # (layers, G, slots, D)
     assert torch.allclose(w.sum(dim=-1), torch.ones(2, 3, 5)) and (w >= 0).all()
     for layer in range(2):
         for head in range(3):

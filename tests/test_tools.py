@@ -1,4 +1,4 @@
-"""tools/budgets.py: from needs to slots. tools/needle.py: what is found and what is not."""
+"""tools/budgets.py: needs, and slots. tools/needle.py: what is found and what is not."""
 
 import argparse
 import json
@@ -7,16 +7,50 @@ from pathlib import Path
 import budgets
 import needle
 import numpy as np
+import pytest
+import torch
+from conftest import settings
 
+from generate import prefill
+from lococo import AdaptedLlama
+from model import KVCache
 from support.command_line import TINY
 
 
 def test_needs_become_budgets():
-    """Least 6 of 16. The weights are 1 and 2^0.7 = 1.62: the other 30 slots are 11.4 and
-    18.6."""
-    assert budgets.shared_out(np.array([-1.0, 1.0, 2.0]), 16) == [4, 16, 28]
-    assert sum(budgets.shared_out(np.array([0.3, 0.1, 0.1]), 15)) == 45
-    assert budgets.shared_out(np.array([-1.0, 0.0, 2.0]), 8) == [4, 4, 16]
+    """Least 6 of 16, which leaves 40. The weights are 1, 2 and 3: 6.7, 13.3 and 20."""
+    needs = np.array([[-1.0, 1.0], [4.0, 9.0]])
+    assert budgets.shared_out(needs, 16) == [[6, 12], [19, 27]]
+    assert sum(budgets.shared_out(np.array([[0.3, 0.1, 0.1]]), 15)[0]) == 45
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gate", [0.0, 1.0])
+def test_gates_open_from_a_memory_to_a_full_cache(in_float64, model, gate):
+    tokens = torch.randint(0, 64, (1, 40))
+    of_slots = AdaptedLlama(model, settings("h2o", 8, 8)).cache()
+    gated = budgets.GatedMemory(model.config, of_slots.settings, torch.full((2, 2), gate))
+    expected = KVCache(model.config) if gate else of_slots
+    logits = [prefill(model, tokens, cache, 8) for cache in (gated, expected)]
+    assert torch.allclose(*logits)
+
+
+def test_a_need_is_what_the_loss_falls_by_with_a_gate(in_float64, model):
+    """The gates change only what the third segment reads, so that the gradient is whole."""
+    s, tokens = settings("h2o", 8, 8), torch.randint(0, 64, (1, 25))
+    mask = torch.arange(24)[None] % 3 == 0
+    needs = budgets.measure_needs(model, s, budgets.Scored(tokens, mask))
+
+    def loss(gates):
+        cache = budgets.GatedMemory(model.config, s, gates)
+        nats = torch.cat([n for n, _ in budgets.segment_losses(model, tokens, cache, 8)], dim=1)
+        return nats[mask].mean().item()
+
+    for layer, head in np.ndindex(2, 2):
+        change = torch.zeros(2, 2)
+        change[layer, head] = 1e-4
+        fall = (loss(0.5 - change) - loss(0.5 + change)) / 2e-4
+        assert needs[layer, head] == pytest.approx(fall, abs=1e-6) and abs(fall) > 1e-4
 
 
 def test_a_window_finds_what_it_holds_and_ours_finds_all(run):

@@ -1,19 +1,17 @@
-"""Which layers of a model need more slots? Measures it, and writes the slots of each one.
+"""Which heads of a model need more slots? Measures it, and writes the slots of each one.
 
     python tools/budgets.py --model SmolLM2-135M --data texts.jsonl --mem 64 --out FILE
     python tools/budgets.py --model SmolLM2-135M --data texts.jsonl --mem 128 --recall
 
-Layers differ in how much of a long text they read, so that equal budgets waste slots
-(PyramidKV, arXiv 2406.02069, gives lower layers more; here it is measured). For each
-layer in turn, that layer alone keeps all entries while every other layer has M slots;
-nothing is trained. What the loss gains by it is the layer's need. Every layer gets LEAST
-of M slots, 4 or more, and the needs share the others.
+Few heads retrieve what was said long ago, so that equal budgets waste slots (DuoAttention,
+arXiv 2410.10819; HeadKV, arXiv 2410.19258). Here each key/value head has a gate: at 0 it
+reads M slots, at 1 all entries, and between them a blend of both. A head's need is what
+the loss falls by with its gate, a gradient. All gates are one half, as several heads work
+together where a fact is recalled (integrated gradients, arXiv 1703.01365, in one step).
+Every head gets LEAST of M slots, 4 or more, and the needs share the others.
 
 With --recall facts are written into the texts, and the loss is that of answers whose
-facts were last told more than M + T tokens ago. Several layers work together where a
-fact is recalled, so that a single one gains nothing alone. So it is the other way round:
-for each layer in turn, all others keep everything while it has LEAST of M slots, and its
-need is what the loss rises by.
+facts were last told more than M + T tokens ago.
 
 The needs are measured on texts that may be trained on; what is scored must not be among
 them.
@@ -22,33 +20,29 @@ them.
 import argparse
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import token_losses
-from lococo import METHODS, AdaptedLlama, Settings
-from model import Llama, load_base
-from support.command_line import Machine, Parser, at_least, counted
+from lococo import METHODS, Memory, Settings, interpolation, segment_losses
+from model import KVCache, Llama, LlamaConfig, load_base
+from support.command_line import Parser, at_least, counted
 from support.command_line import method_flags, named_path
 from support.command_line import output_file, prepare, run_program
 from support.facts import FORMS, tell_all
 from support.files import UserError, write_json
 from support.programs.settings import settings_for
-from support.text import long_documents, token_streams
+from support.text import pieces, token_streams
 from support.tokenizer import Tokenizer
 
-LEAST = 3 / 8  # of M, for a layer that needs no more
-# A layer with twice the need gets 2^0.7 = 1.6 times the slots. With a power of 1 the loss
-# was 0.003 nats per token higher.
-POWER = 0.7
-STEP = 4  # budgets are multiples of this
+LEAST = 3 / 8  # of M, and 4 slots or more, for a head that needs no more
+# A head with four times the need gets twice the slots above LEAST.
+POWER = 0.5
 
 
 class Scored(NamedTuple):
@@ -58,46 +52,54 @@ class Scored(NamedTuple):
     mask: Tensor
 
 
-def loss(model: Llama, settings: Settings, scored: Scored, machine: Machine) -> float:
-    """Nats per token that counts."""
-    adapted = AdaptedLlama(model, settings).eval()
-    nats, _, _ = token_losses(adapted, scored.documents, machine, 4)
-    return nats[scored.mask].double().mean().item()
+class GatedMemory(Memory):
+    """A memory, and a cache that keeps everything. What a head reads is a blend of both, by
+    its gate in `gates` (layers, G)."""
+
+    def __init__(self, config: LlamaConfig, settings: Settings, gates: Tensor):
+        super().__init__(config, settings, nn.ModuleList())
+        self.whole = KVCache(config, interpolation(config, settings))
+        self.gates = gates
+
+    def enter(self, T: int, device: torch.device | str = "cpu") -> None:
+        self.whole.enter(T, device)
+        super().enter(T, device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        of_slots = super().attend(layer, q, k, v)
+        of_all = self.whole.attend(layer, q, k, v)
+        gate = self.gates[layer].repeat_interleave(q.shape[1] // k.shape[1])
+        return of_slots + gate[:, None, None] * (of_all - of_slots)
+
+    def detach(self) -> None:
+        self.whole.detach()
+        super().detach()
 
 
-def measure_needs(
-    model: Llama, settings: Settings, scored: Scored, machine: Machine, recall: bool
-) -> np.ndarray:
-    """For each layer the nats per token that are gained if it alone keeps all entries;
-    with `recall` those that are lost if it alone does not."""
-    layers, whole = model.config.n_layers, scored.documents.shape[1]
-    others, alone = (whole, least_of(settings.mem)) if recall else (settings.mem, whole)
-    usual = loss(model, replace(settings, budgets=[others] * layers), scored, machine)
-    found = []
-    for layer in tqdm(range(layers), desc="layers"):
-        budgets = [others] * layers
-        budgets[layer] = alone
-        changed = loss(model, replace(settings, budgets=budgets), scored, machine)
-        found.append(changed - usual if recall else usual - changed)
-    return np.array(found)
+def measure_needs(model: Llama, settings: Settings, scored: Scored) -> np.ndarray:
+    """What each head's gate would lower the loss by, in nats per token that counts, (layers,
+    G). A gradient reaches back over one segment."""
+    shape = (model.config.n_layers, model.config.n_kv_heads)
+    gates = torch.full(shape, 0.5, device=model.norm.weight.device, requires_grad=True)
+    model.requires_grad_(False)
+    for document, mask in zip(tqdm(scored.documents, desc="documents"), scored.mask):
+        cache = GatedMemory(model.config, settings, gates)
+        tokens = document[None].to(gates.device)
+        losses = segment_losses(model, tokens, cache, settings.segment)
+        for (nats, _), counts in zip(losses, mask.to(gates.device).split(settings.segment)):
+            (nats[0] * counts).sum().backward()
+            cache.detach()
+    return -gates.grad.cpu().numpy() / int(scored.mask.sum())
 
 
-def least_of(mem: int) -> int:
-    """Slots of a layer that needs no more."""
-    return int(max(STEP, LEAST * mem))
-
-
-def shared_out(needs: np.ndarray, mem: int) -> list[int]:
-    """Slots of each layer, `mem` on average. What is negative is noise, and no need."""
+def shared_out(needs: np.ndarray, mem: int) -> list[list[int]]:
+    """Slots of each head, `mem` on average. What is negative is noise, and no need."""
     weights = needs.clip(min=0) ** POWER
-    least = least_of(mem)
-    slots = least + (mem - least) * len(needs) * weights / weights.sum()
-    budgets = (slots // STEP * STEP).astype(int)
-    left = len(needs) * mem - budgets.sum()
-    for layer in np.argsort(-needs)[: left // STEP]:  # what rounding has left over
-        budgets[layer] += STEP
-    budgets[np.argmax(needs)] += left % STEP
-    return budgets.tolist()
+    least = max(4, LEAST * mem)
+    slots = least + (mem - least) * needs.size * weights / weights.sum()
+    slots = slots.astype(int)
+    slots.flat[np.argmax(needs)] += needs.size * mem - slots.sum()  # what rounding left over
+    return slots.tolist()
 
 
 Options = argparse.Namespace  # the flags of `parse`
@@ -113,15 +115,15 @@ def parse() -> Options:
     add("--data", type=named_path, nargs="+", metavar="PATH", required=True,
         help="files and folders")
     add("--length", type=at_least(2), default=1024, metavar="L",
-        help="tokens of a document that are read (default: 1024)")
+        help="tokens of a piece of text (default: 1024)")
     add("--documents", type=at_least(1), default=16, metavar="N",
-        help="at most (default: 16)")
+        help="pieces at most, spread evenly over the texts (default: 16)")
     add("--recall", action="store_true", help="what recalling facts needs, as said above")
     add("--fact-form", choices=FORMS, default="line",
         help="with --recall: lines `@ name name = word` (default), or sentences as "
              "RULER's needles")
     add("--out", type=output_file, metavar="FILE",
-        help="write the slots of each layer there, for --budgets (default: print them alone)")
+        help="write the slots of each head there, for --budgets (default: print them alone)")
     flags = parser.parse_args()
     if flags.budgets:
         parser.error("--budgets are what this program finds; leave the flag out")
@@ -132,14 +134,14 @@ def parse() -> Options:
 def settings_of(options: Options, model: Llama) -> Settings:
     """Raises UserError if nothing can be measured with them."""
     mem, segment, L = options.mem, options.segment or options.mem, options.length
-    # Positions are divided as in use, also for the layers that keep all.
+    # Positions are divided as in use.
     length = int(model.config.context * model.config.rope_scale)
     s = settings_for(options.method, mem, segment, length, **options.changes)
     if s.merged or s.mem == s.sinks:
         remedy = "take one with heavy or recent slots, which merges nothing"
         raise UserError(f"--method {options.method}: {remedy}")
     if L > length:
-        passed = f"a layer that keeps all would pass the base's context of {length:,} tokens"
+        passed = f"a head that reads all would pass the base's context of {length:,} tokens"
         raise UserError(f"--length {L}: {passed}; take a smaller --length")
     if L - 1 <= s.uncompressed:
         sizes = f"a memory of {mem} slots and a segment of {segment} tokens hold it"
@@ -152,9 +154,9 @@ def settings_of(options: Options, model: Llama) -> Settings:
 def what_is_scored(options: Options, settings: Settings, tokenizer: Tokenizer) -> Scored:
     """Raises UserError if there is none."""
     ids = np.concatenate([*token_streams(options.data, tokenizer).values()])
-    documents = long_documents(ids, tokenizer.bos, options.length, options.documents)
+    documents = pieces(ids, tokenizer.bos, options.length, options.documents)
     if not len(documents):
-        raise UserError(f"--data: no document has --length {options.length} tokens")
+        raise UserError(f"--data: no text has --length {options.length} tokens")
     if not options.recall:
         return Scored(documents, torch.ones_like(documents[:, 1:], dtype=torch.bool))
     # The names of facts are those for training.
@@ -173,18 +175,17 @@ def main() -> None:
     model, tokenizer = load_base(options.model, machine.dtype, machine.device)
     settings = settings_of(options, model)
     scored = what_is_scored(options, settings, tokenizer)
-    found = measure_needs(model, settings, scored, machine, options.recall)
-    what = "nats per token if it alone keeps all"
-    if options.recall:
-        what = f"nats per answer if it alone has {least_of(options.mem)} slots"
-    for layer, nats in enumerate(found):
-        print(f"layer {layer:>2}  {nats:+.4f} {what}")
+    found = measure_needs(model, settings, scored)
+    print(f"needs of heads, in nats per {'answer' if options.recall else 'token'}")
+    for layer, row in enumerate(found):
+        print(f"layer {layer:>2} ", *(f"{nats:+.5f}" for nats in row))
     if found.max() <= 0:
-        raise UserError("no layer gains by more slots; take more --documents")
+        raise UserError("no head gains by more slots; take more --documents")
     budgets = shared_out(found, settings.mem)
     if options.out:
         command = shlex.join(["python", "tools/budgets.py", *sys.argv[1:]])
-        write_json(options.out, {"made by": command, "budgets": budgets})
+        needs = [[round(nats, 6) for nats in row] for row in found.tolist()]
+        write_json(options.out, {"made by": command, "needs": needs, "budgets": budgets})
     print("budgets", *budgets)
 
 

@@ -38,11 +38,11 @@ LABELS = {
     "official code": "the official code's LoCoCo",
     "window": "window",
     "h2o text": "H2O",
-    "h2o 5/8 forget budgets": "H2O that forgets, with budgets",
-    "ours budgets": "ours with budgets",
+    "h2o heads": "H2O that forgets, with budgets",
+    "ours heads": "ours with budgets",
 }
 BASELINE, OURS = "#999999", "#d55e00"  # all can tell them apart
-COLOURS = {"ours budgets": OURS}
+COLOURS = {"ours heads": OURS}
 
 
 def losses_above_full(dtype: str) -> dict[str, float]:

@@ -79,6 +79,7 @@ class Row:
 
 STORED = HERE / "adapters" / "smollm2-135m" / "text"
 BUDGETS = "adapters/smollm2-135m/budgets.json"
+OF_LAYERS = "adapters/smollm2-135m/budgets-of-layers.json"
 PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2"
 OURS_KEPT = "--method h2o --heavy {most} --forget 0.75"
 ROWS = {
@@ -95,17 +96,20 @@ ROWS = {
                          f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", OURS_KEPT),
     "h2o 5/8 forget budgets": Row("H2O that forgets, with budgets of layers",
-                                  f"{OURS_KEPT} --budgets {BUDGETS}"),
-    "h2o budgets by slot": Row("H2O that forgets, with budgets of layers",
-                               f"{OURS_KEPT} --budgets {BUDGETS} --positions slots"),
+                                  f"{OURS_KEPT} --budgets {OF_LAYERS}"),
+    "h2o heads": Row("H2O that forgets, with budgets of heads",
+                     f"{OURS_KEPT} --budgets {BUDGETS}"),
+    "h2o heads by slot": Row("H2O that forgets, with budgets of heads",
+                             f"{OURS_KEPT} --budgets {BUDGETS} --positions slots"),
     "ours soft": Row("ours as mixtures: not sharpened in use", "", sharpness=1),
     "ours": Row("**ours**", ""),
-    "ours budgets": Row("**ours with budgets of layers**", f"--budgets {BUDGETS}"),
+    "ours budgets": Row("ours with budgets of layers", f"--budgets {OF_LAYERS}"),
+    "ours heads": Row("**ours with budgets of heads**", f"--budgets {BUDGETS}"),
     "stored": Row("ours with budgets, the adapter of 512 slots and 8,192 tokens",
                   f"--budgets {BUDGETS}", trained=False, stored=True),
     "stored by slot": Row("ours with budgets, used by slot",
                           f"--budgets {BUDGETS} --positions slots", trained=False, stored=True),
-    "stored, equal": Row("ours trained with budgets, used with equal slots", "",
+    "stored, equal": Row("ours trained with budgets of heads, used with equal slots", "",
                          trained=False, stored=True),
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
@@ -139,8 +143,8 @@ class Table:
 
 
 PAPERS = ("full", "window", "h2o", "h2o text", "official h2o", "lococo", "lococo+h2o",
-          "official code", "h2o 5/8 forget", "h2o 5/8 forget budgets")
-OURS = ("ours", "ours budgets")
+          "official code", "h2o 5/8 forget", "h2o 5/8 forget budgets", "h2o heads")
+OURS = ("ours", "ours budgets", "ours heads")
 FROZEN = Table(PAPERS, 64, 1024, "test", "--recipe inference")
 ABLATIONS = (
     "full", "h2o", "h2o text", "h2o 5/8 forget", "ours", "ours untrained", "ours soft",
@@ -154,15 +158,14 @@ LONG = Table(
     (*PAPERS, "ours, one filter", *OURS, "stored by slot", "stored, equal"), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
 )
-RESULT = ("full", "window", "h2o text", "official h2o", "official code", "h2o 5/8 forget budgets",
-          "ours budgets")
-BEYOND = ("window", "h2o", "h2o budgets by slot", "stored by slot")
+RESULT = ("full", "window", "h2o text", "official h2o", "official code", "h2o heads", "ours heads")
+BEYOND = ("window", "h2o", "h2o heads by slot", "stored by slot")
 FACTS = ("window", "h2o", "official code", "lococo", "lococo+h2o", "ours", "ours soft",
          "ours, one filter", "ours, at once", "ours, unattended")
 TABLES = {
     "frozen": FROZEN,
     "frozen, ours": replace(
-        FROZEN, rows=("full", "window", "h2o", "h2o 5/8 forget budgets", *OURS, "stored")
+        FROZEN, rows=("full", "window", "h2o", *PAPERS[-2:], *OURS, "stored")
     ),
     "frozen, 2,048 tokens": replace(FROZEN, rows=PAPERS + OURS, mem=128, seq=2048),
     "ablations": replace(
@@ -229,7 +232,7 @@ def all_flags(row: Row, table: Table) -> str:
 
 def words_of(flags: str) -> list[str]:
     """The flags as train.py gets them, in whatever folder the user is."""
-    return [str(HERE / word) if word == BUDGETS else word for word in flags.split()]
+    return [str(HERE / word) if word.endswith(".json") else word for word in flags.split()]
 
 
 def settings_of(flags: str, options: Options) -> Settings:

@@ -58,6 +58,7 @@ def read_adapter(run: Path) -> Adapter:
     tensors, about = read_file(run / "adapter.safetensors")
     try:
         settings = Settings(**about["settings"])
+        settings.sizes  # a TypeError if budgets are one list of numbers, as they were once
         base, parts = about["base"], about["parts"]
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None

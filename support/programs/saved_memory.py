@@ -15,14 +15,14 @@ def owner(adapted: AdaptedLlama) -> dict:
 
 
 def save_memory(file: Path | str, memory: Memory, adapted: AdaptedLlama) -> None:
-    """Write what each layer holds, and the number of tokens seen, into a new file. Raises
+    """Write what each part of a layer holds, and the number of tokens seen, into a new file. Raises
     UserError."""
     tensors = {}
-    for layer in range(memory.config.n_layers):
-        tensors[f"keys {layer}"] = memory.plain[layer].held  # as compressions read them
-        tensors[f"values {layer}"] = memory.values[layer].held
+    for n in range(len(memory.parts)):
+        tensors[f"keys {n}"] = memory.plain[n].held  # as compressions read them
+        tensors[f"values {n}"] = memory.values[n].held
         if memory.scoring:
-            tensors[f"scores {layer}"] = memory.scores[layer]
+            tensors[f"scores {n}"] = memory.scores[n]
     write_file(Path(file), tensors, new=True, seen=memory.seen, owner=owner(adapted))
 
 
@@ -47,8 +47,8 @@ def load_memory(
     memory = adapted.cache()
     device = adapted.model.norm.weight.device
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    for layer in range(memory.config.n_layers):
-        kept = [tensors.get(f"{what} {layer}") for what in ("keys", "values", "scores")]
-        memory.hold(layer, *kept)
+    for n in range(len(memory.parts)):
+        kept = [tensors.get(f"{what} {n}") for what in ("keys", "values", "scores")]
+        memory.hold(n, *kept)
     memory.seen = about["seen"]
     return memory

@@ -4,8 +4,8 @@ import argparse
 import sys
 from dataclasses import replace
 
-from lococo import KINDS, METHODS, AdaptedLlama, Settings, divided, in_layer
-from lococo import interpolation, with_slots
+from lococo import KINDS, METHODS, AdaptedLlama, Settings, divided, interpolation
+from lococo import with_slots
 from model import Llama
 from support.files import UserError
 
@@ -34,16 +34,16 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     settings = Settings(method, segment, length, **chosen | counts)
     if settings.budgets:
         settings = replace(settings, budgets=scaled(settings.budgets, settings.mem))
-        check_layers(settings)
+        check_sizes(settings)
     return settings
 
 
 def resized(
     settings: Settings, mem: int | None = None, segment: int | None = None,
-    budgets: list[int] | None = None, positions: str | None = None,
+    budgets: list[list[int]] | None = None, positions: str | None = None,
 ) -> Settings:
     """A trained memory in another size. None leaves a number as it was in training. Budgets
-    are scaled to M slots on average, and an empty list means M in every layer. Raises
+    are scaled to M slots on average, and an empty list means M everywhere. Raises
     UserError."""
     changed = replace(
         settings, segment=segment or settings.segment, positions=positions or settings.positions
@@ -55,13 +55,15 @@ def resized(
     budgets = settings.budgets if budgets is None else budgets
     changed = with_slots(changed, mem or settings.mem)
     changed = replace(changed, budgets=scaled(budgets, changed.mem) if budgets else [])
-    check_layers(changed)
+    check_sizes(changed)
     return changed
 
 
-def scaled(budgets: list[int], mem: int) -> list[int]:
-    """Slots of layers in the same proportions, `mem` on average."""
-    return divided(mem * len(budgets), budgets)
+def scaled(budgets: list[list[int]], mem: int) -> list[list[int]]:
+    """Slots of heads in the same proportions, `mem` on average."""
+    shares, heads = sum(budgets, []), len(budgets[0])
+    slots = divided(mem * len(shares), shares)
+    return [slots[n : n + heads] for n in range(0, len(slots), heads)]
 
 
 def broken_rule(row: dict, counts: dict[str, int], mem: int) -> str | None:
@@ -76,18 +78,17 @@ def broken_rule(row: dict, counts: dict[str, int], mem: int) -> str | None:
     return None
 
 
-def check_layers(settings: Settings) -> None:
-    """Raises UserError if a layer has too few slots, or budgets do not suit the method."""
+def check_sizes(settings: Settings) -> None:
+    """Raises UserError if a head has too few slots, or budgets do not suit the method."""
     if not settings.mem:
         raise UserError(f"budgets: {settings.method} keeps everything and has no slots")
     if settings.mem == settings.sinks:
         raise UserError(f"budgets: {settings.method} has only sinks, and no slots to divide")
-    layers = [in_layer(settings, layer) for layer in range(len(settings.budgets) or 1)]
-    least = min(layer.mem for layer in layers)
-    # At least 4, as for --mem. Each layer has all sinks, and room for something else.
+    least = settings.sizes[0]
+    # At least 4, as for --mem. Each head has all sinks, and room for something else.
     too_few = least < max(4, settings.sinks + 1)
-    if too_few or (settings.merged and min(layer.merged for layer in layers) == 0):
-        few = f"{least} slots of a layer are too few for {settings.method}"
+    if too_few or (settings.merged and with_slots(settings, least).merged == 0):
+        few = f"{least} slots of a head are too few for {settings.method}"
         raise UserError(f"{few}; take a larger --mem")
 
 
@@ -145,7 +146,7 @@ def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
     at `tokens`, those in the cache at M + T."""
     settings, reach = adapted.settings, reach_of(adapted)
     by_slot = settings.positions == "slots" and settings.mem
-    largest = max(settings.budgets, default=settings.mem) + settings.segment
+    largest = settings.sizes[-1] + settings.segment
     positions = min(tokens, largest) if by_slot else tokens
     if positions <= reach:
         return

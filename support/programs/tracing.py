@@ -31,37 +31,38 @@ class TracedMemory(Memory):
     layers or in all."""
 
     def __init__(self, *args, layers: Iterable[int]):
-        """`args` as those of Memory."""
+        """`args` as those of Memory. A part of a layer is one of lococo.Part."""
         super().__init__(*args)
-        self.seen_at = []  # tokens that had entered at each compression of layer 0
-        # shares[layer][g, slot, place] is how much of the slot is the token at this place of
-        # the text, (G, M, tokens).
-        self.shares = {layer: torch.zeros(self.config.n_kv_heads, 0, 0) for layer in layers}
-        # For each layer, after each compression: the three largest shares of each slot, and
+        self.seen_at = []  # tokens that had entered at each compression of part 0
+        traced = [n for n, part in enumerate(self.parts) if part.layer in layers]
+        # shares[n][g, slot, place] is how much of the slot of part n is the token at this
+        # place of the text, (G, M, tokens).
+        self.shares = {n: torch.zeros(len(self.parts[n].heads), 0, 0) for n in traced}
+        # For each part, after each compression: the three largest shares of each slot, and
         # their tokens' places, both (G, M, 3). `shares` grows with the text, these do not.
-        self.largest = {layer: [] for layer in layers}
+        self.largest = {n: [] for n in traced}
 
-    def compress(self, layers: list[int]) -> tuple[Tensor, Tensor]:
-        order, w = super().compress(layers)
-        if 0 in layers:
+    def compress(self, parts: list[int]) -> tuple[Tensor, Tensor]:
+        order, w = super().compress(parts)
+        if 0 in parts:
             self.seen_at.append(self.seen)
-        for layer, *part in zip(layers, order.chunk(len(layers)), w.chunk(len(layers))):
-            if layer in self.shares:
-                matrix = mixing_matrix(self.layer_settings[layer], *part)
-                self.follow(layer, matrix[0].float().cpu())
+        for n, *of_part in zip(parts, order.chunk(len(parts)), w.chunk(len(parts))):
+            if n in self.shares:
+                matrix = mixing_matrix(self.parts[n].settings, *of_part)
+                self.follow(n, matrix[0].float().cpu())
         return order, w
 
-    def follow(self, layer: int, matrix: Tensor) -> None:
-        """Multiply the shares by a mixing matrix (G, M, S)."""
-        before = self.shares[layer]
+    def follow(self, n: int, matrix: Tensor) -> None:
+        """Multiply the shares of part n by a mixing matrix (G, M, S)."""
+        before = self.shares[n]
         # Entries in slots: 0 before the first compression, then M. Every other entry is one
         # whole token.
         in_slots = before.shape[1]
         old, new = matrix.tensor_split([in_slots], dim=2)
         with torch.autocast("cpu", enabled=False):
             shares = torch.cat((old @ before, new), dim=2)
-        self.shares[layer] = shares
-        self.largest[layer].append(shares.topk(min(3, shares.shape[2])))
+        self.shares[n] = shares
+        self.largest[n].append(shares.topk(min(3, shares.shape[2])))
 
 
 # What to try where there is no adapter.
@@ -89,7 +90,7 @@ def memory_of_page(adapted: AdaptedLlama) -> TracedMemory:
     """An empty memory that is traced in all layers. Raises UserError if the layers are
     compressed at different times, which a page does not show."""
     if adapted.settings.budgets:
-        reason = "a page does not show layers with budgets; give --show-memory LAYER HEAD"
+        reason = "a page does not show heads with budgets; give --show-memory LAYER HEAD"
         raise UserError(f"{adapted.settings.method}: {reason}")
     layers = range(adapted.model.config.n_layers)
     return adapted.cache(partial(TracedMemory, layers=layers))
@@ -103,22 +104,23 @@ def describe_slots(
     The bars at a line's end follow its first token, one bar for each compression. A bar is
     the token's largest share among the slots in which it came first then.
     """
-    held = memory.keys[layer].size
-    yield f"layer {layer}, head {head}: {held} entries after {len(ids)} tokens"
-    counts = memory.layer_settings[layer]
-    kinds = [kind for kind in KINDS for _ in range(getattr(counts, kind))]
-    for slot, kind in enumerate(kinds if memory.largest[layer] else []):
+    parts = enumerate(memory.parts)
+    n, part = next((n, p) for n, p in parts if p.layer == layer and head in p.heads)
+    yield f"layer {layer}, head {head}: {memory.keys[n].size} entries after {len(ids)} tokens"
+    own = part.heads.index(head)
+    kinds = [kind for kind in KINDS for _ in range(getattr(part.settings, kind))]
+    for slot, kind in enumerate(kinds if memory.largest[n] else []):
         line = f"{slot:>4} {kind:7}"
-        last = memory.largest[layer][-1]  # after the last compression
-        shares, places = (part[head, slot].tolist() for part in last)
+        last = memory.largest[n][-1]  # after the last compression
+        shares, places = (tensor[own, slot].tolist() for tensor in last)
         for share, place in zip(shares, places):
             if share >= 0.01:
                 piece = repr(tokenizer.piece(ids[place]))
                 bar = "█" * round(4 * share)
                 line += f"  {bar:·<4} {share:.2f} {piece:<10} {place:<5}"
         bars = ""
-        for shares_then, places_then in memory.largest[layer]:
-            same = places_then[head, :, 0] == places[0]
-            first = shares_then[head, :, 0] * same
+        for shares_then, places_then in memory.largest[n]:
+            same = places_then[own, :, 0] == places[0]
+            first = shares_then[own, :, 0] * same
             bars += " ▁▂▃▄▅▆▇█"[round(8 * float(first.max()))]
         yield f"{line}  {bars}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from lococo import COMPRESSORS, METHODS, Settings, in_layer
+from lococo import COMPRESSORS, METHODS, Settings, with_slots
 from support.command_line import Parser, at_least, named_path
 from support.facts import FORMS
 from support.files import UserError
@@ -139,9 +139,10 @@ def check_use(settings: Settings) -> None:
         chosen = f"--lora-rank 0 --method {settings.method}"
         remedy = "take --lora-rank 8, or a method with merged slots"
         raise UserError(f"{chosen}: there is nothing to train; {remedy}")
-    layers = [in_layer(settings, layer) for layer in range(len(settings.budgets) or 1)]
-    least = min(layers, key=lambda layer: layer.mem)
-    if settings.merged and settings.length - 1 <= least.uncompressed:
+    if not settings.merged:
+        return
+    least = with_slots(settings, settings.sizes[0])
+    if settings.length - 1 <= least.uncompressed:
         sizes = f"a memory of {least.mem} slots and a segment of {least.segment} tokens"
         nothing = f"it fits into {sizes}, so that nothing is compressed"
         remedy = "take a larger --seq, or a smaller --mem and --segment"
