@@ -44,7 +44,7 @@ def test_a_gap_on_two_texts():
     """Documents are of two texts, one after the other: a mean of the seeds for each text."""
     long = dict(mem=512, seq=8192, part="long", documents=16) | {"by position": {}}
     stored = [cell("full", [1.0, 3.0], **long), cell("h2o text", [3.0, 7.0], **long),
-              cell("ours budgets", [2.0, 4.0], steps=15, **long),
-              cell("ours budgets", [1.0, 4.0], steps=15, seed=1, **long)]
+              cell("ours heads", [2.0, 4.0], steps=15, **long),
+              cell("ours heads", [1.0, 4.0], steps=15, seed=1, **long)]
     rows = rows_of(tables.all_tables(stored)["result, M, float32"])
     assert [row[3] for row in rows] == ["100, 100 |", "0, 0 |", "75, 75 |"]
