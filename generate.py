@@ -175,7 +175,8 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
 def print_figures(cache: KVCache, settings: Settings, seconds: float) -> None:
     """How much is held, what the full cache would hold, and how long reading and writing
     took."""
-    held = sum(keys.size for keys in cache.keys) // len(cache.keys)  # mean over the layers
+    sizes = [keys.size for keys in cache.keys for _ in range(keys.held.shape[1])]
+    held = sum(sizes) // len(sizes)  # a mean over all heads
     slots, most = "all entries", ""
     if settings.mem:
         slots, most = f"{settings.mem} slots", f" (at most M + T = {settings.capacity:,})"

@@ -80,8 +80,9 @@ class Settings:
     # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets nothing;
     # 0 counts only the queries that entered last.
     forget: float = 1.0
-    # Slots of the key/value heads of each layer, as [[24, 96, 24], ...]; one number, as [48],
-    # is for all heads of a layer. An empty list means M everywhere.
+    # Slots of the key/value heads of each layer, as [[24, 96, 24], [48, 48, 48], ...]. Rows of
+    # one number, as [[80], [312], ...], give it to all heads of a layer. An empty list means M
+    # everywhere.
     budgets: list[list[int]] = field(default_factory=list)
 
     @property
@@ -91,7 +92,7 @@ class Settings:
 
     @property
     def mem(self) -> int:
-        """M, slots of each layer and key/value head; 0 if all entries are kept. With
+        """M, the slots of each key/value head in each layer; 0 if all entries are kept. With
         budgets it is their mean."""
         return self.sinks + self.heavy + self.merged + self.recent
 
@@ -102,7 +103,7 @@ class Settings:
         return self.mem + self.segment
 
     @property
-    def sizes(self) -> list[int]:
+    def slot_numbers(self) -> list[int]:
         """The different numbers of slots that heads have, the smallest first."""
         return sorted(set(sum(self.budgets, [])) or {self.mem})
 
@@ -150,39 +151,40 @@ class Compressor(nn.Module):
         return w / w.sum(dim=-1, keepdim=True)  # (7)
 
     @staticmethod
-    def weights_of_layers(
+    def weights_of_parts(
         compressors: list["Compressor"], slots: int, entries: list[Tensor],
         from_slot: list[Tensor], scores: list[Tensor] | list[None],
     ) -> Tensor:
-        """w of several layers, one after the other, (layers * N, slots, R). A subclass needs
-        only `weights`. Ours replaces this function, too, so that its loop over slots runs
-        once for all layers."""
-        layers = zip(compressors, entries, from_slot, scores)
-        return torch.cat([c.weights(*layer)[:, :slots] for c, *layer in layers])
+        """w of several parts, one after the other, (parts * N, slots, R). A compressor with
+        more slots gives its first rows. A subclass needs only `weights`. Ours replaces this
+        function, too, so that its loop over slots runs once for all parts."""
+        parts = zip(compressors, entries, from_slot, scores)
+        return torch.cat([c.weights(*part)[:, :slots] for c, *part in parts])
 
 
 def merge(
     compressors: list[Compressor], slots: int, k: Tensor, v: Tensor, from_slot: Tensor,
     scores: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Equations (4) to (7) for layers that have equally many entries and slots. One layer
-    follows the other on the first axis, so that B is layers * texts: k and v (B, G, R, D),
-    `from_slot` and `scores` (B, G, R) -> K' and V' (B, G, slots, D), and w (B, G, slots, R).
+    """Equations (4) to (7) for layers, or parts of layers (see `Part`), that have equally many
+    heads, entries and slots. One follows the other on the first axis, so that B is parts *
+    texts: k and v (B, G, R, D), `from_slot` and `scores` (B, G, R) -> K' and V'
+    (B, G, slots, D), and w (B, G, slots, R).
 
     All is computed in float32, as bfloat16 is too coarse for logits, and K' and V' are
     rounded to the dtype of k and v. With positions of the text a mixed key has no single
     position; the paper does not discuss this.
     """
-    layers = len(compressors)
+    parts = len(compressors)
     with torch.autocast(k.device.type, enabled=False):
         k_wide, v_wide = widened(k), widened(v)
         entries = torch.cat((k_wide, v_wide), dim=-1).flatten(0, 1).mT  # (B * G, 2D, R)
-        w = compressors[0].weights_of_layers(
+        w = compressors[0].weights_of_parts(
             compressors,
             slots,
-            entries.chunk(layers),
-            from_slot.flatten(0, 1).chunk(layers),
-            [None] * layers if scores is None else scores.flatten(0, 1).chunk(layers),
+            entries.chunk(parts),
+            from_slot.flatten(0, 1).chunk(parts),
+            [None] * parts if scores is None else scores.flatten(0, 1).chunk(parts),
         )
         expected = (len(entries), slots, k.shape[2])
         name = type(compressors[0]).__name__
@@ -193,15 +195,19 @@ def merge(
 
 @torch.no_grad()
 def check_rows(compressor: Compressor, head_dim: int) -> None:
-    """Raises UserError if the rows of w do not sum to 1 on random entries, as with a softmax
-    over the wrong dimension: (4) and (5) would not mix."""
+    """Raises UserError if w of random entries has another shape, or if its rows do not sum to
+    1, as with a softmax over the wrong dimension: (4) and (5) would not mix."""
     generator = torch.Generator().manual_seed(0)
     entries = torch.randn((2, 2 * head_dim, compressor.slots + 8), generator=generator)
     entries = entries.to(next(compressor.parameters()).device)
     from_slot = torch.zeros_like(entries[:, 0], dtype=torch.bool)
-    sums = compressor.weights(entries, from_slot, entries[:, 0].exp()).sum(dim=-1)
+    w = compressor.weights(entries, from_slot, entries[:, 0].exp())
+    name = f"{type(compressor).__name__}.weights"
+    expected = (2, compressor.slots, entries.shape[2])
+    if w.shape != expected:
+        raise UserError(f"{name}: w has the shape {tuple(w.shape)} instead of {expected}")
+    sums = w.sum(dim=-1)
     if not torch.allclose(sums, torch.ones_like(sums), atol=1e-2):
-        name = f"{type(compressor).__name__}.weights"
         found = f"the rows of w sum to {sums.min():.3g} to {sums.max():.3g} instead of 1"
         raise UserError(f"{name}: {found}; divide by `w.sum(dim=-1, keepdim=True)`")
 
@@ -226,7 +232,7 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
 # --- Memory (algorithm 2) ---------------------------------------------------------------
 
-# So many entries of a head, in all layers together, are compressed at a time. More do not fit
+# So many entries of a head, in all parts together, are compressed at a time. More do not fit
 # a processor's cache: with 512 slots all 30 layers of SmolLM2 take 1.4 times as long.
 AT_ONCE = 4096
 
@@ -241,11 +247,12 @@ def in_order(entries: Tensor, order: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """Key/value heads of one layer that have equally many slots: all, without budgets."""
+    """Key/value heads of one layer that have equally many slots. Without budgets a part has
+    all heads of its layer."""
 
     layer: int
     heads: list[int]
-    settings: Settings  # with M of these heads
+    settings: Settings  # in which M is the number of slots of these heads
 
 
 class Memory(KVCache):
@@ -300,8 +307,8 @@ class Memory(KVCache):
                 full.setdefault((part.settings.mem, len(part.heads)), []).append(n)
         for parts in full.values():
             few = max(1, AT_ONCE // self.capacity[parts[0]])
-            for n in range(0, len(parts), few):
-                self.compress(parts[n : n + few])
+            for begin in range(0, len(parts), few):
+                self.compress(parts[begin : begin + few])
         super().enter(T, device)
 
     def is_full(self, n: int, T: int) -> bool:
@@ -329,17 +336,23 @@ class Memory(KVCache):
         return super().nbytes + sum(plain)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As in a KVCache, for which a part is a layer of fewer heads."""
-        q = q.unflatten(1, (k.shape[1], -1))  # the query heads of each key/value head
-        read = {}  # by key/value head
+        """As in a KVCache, in which each part is a layer of its own, with fewer heads."""
+        q = q.unflatten(1, (k.shape[1], -1))  # (B, G, H/G, T, D)
+        read = torch.empty_like(q)
         for n, part in enumerate(self.parts):
             if part.layer == layer:
                 own = part.heads
                 if self.by_slot:
                     self.plain[n].append(k[:, own], self.capacity[n])
                 of_part = super().attend(n, q[:, own].flatten(1, 2), k[:, own], v[:, own])
-                read |= zip(own, of_part.chunk(len(own), dim=1))
-        return torch.cat([read[head] for head in sorted(read)], dim=1)
+                read[:, own] = of_part.unflatten(1, (len(own), -1))
+        return read.flatten(1, 2)
+
+    def part_of(self, layer: int, head: int) -> int:
+        """The number of the part that has this key/value head."""
+        for n, part in enumerate(self.parts):
+            if part.layer == layer and head in part.heads:
+                return n
 
     def read(self, n: int, q: Tensor) -> Tensor:
         """Attend as a KVCache does, and count the attention that each entry receives.
@@ -372,7 +385,7 @@ class Memory(KVCache):
 
         Each head has its own order. Pinned and recent entries are copied, and only w
         multiplies. Returns the order (parts * B, G, S) and w (parts * B, G, merged, R), where G
-        are the heads of a part.
+        is the number of heads of a part.
         """
         s = self.parts[parts[0]].settings
         k = torch.cat([self.plain[n].held for n in parts])
@@ -435,7 +448,7 @@ class Memory(KVCache):
         assert enough.all(), f"Memory.choose must take {s.pinned} entries in each head"
         last = chosen[:, :, chosen.shape[2] - s.recent :]
         assert not last.any(), "Memory.choose must take none of the last entries"
-        # A stable sort keeps the order of the cache within both parts.
+        # A stable sort keeps the order of the cache among the chosen entries, and the others.
         return (~chosen).byte().argsort(dim=2, stable=True)
 
     def choose(self, s: Settings, k: Tensor, v: Tensor, scores: Tensor | None) -> Tensor:
@@ -497,7 +510,7 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     """
     highest = settings.length
     if settings.positions == "slots" and settings.mem:
-        highest = min(settings.sizes[-1] + settings.segment, settings.length)
+        highest = min(settings.slot_numbers[-1] + settings.segment, settings.length)
     # The checkpoint may divide positions itself; they are never divided by less.
     return max(config.rope_scale, highest / config.context)
 
@@ -539,7 +552,7 @@ class Selection(Compressor):
     """Slots that learn which entries to keep. They choose in order: each prefers the most
     relevant entry that no earlier slot has taken, nor a copy of it.
 
-    The relevance of an entry has three parts: a filter that all slots share, one of 24 other
+    The relevance of an entry is a sum of three terms: a filter that all slots share, one of 24 other
     filters, and the logarithm of the attention that the entry has received. Entries that
     stand in a slot already are judged by other filters, which learn to keep them. The slots
     take the 24 in turn, so that what was trained serves any number of slots.
@@ -590,13 +603,13 @@ class Selection(Compressor):
         return (sharpness * (relevance - copy_penalty(relevance, entries))).softmax(dim=-1)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
-        return self.weights_of_layers([self], self.slots, [entries], [from_slot], [scores])
+        return self.weights_of_parts([self], self.slots, [entries], [from_slot], [scores])
 
     @staticmethod
-    def weights_of_layers(compressors, slots, entries, from_slot, scores) -> Tensor:
-        """Slots choose one after the other, but in all layers at the same time."""
-        layers = zip(compressors, entries, from_slot, scores)
-        relevance = torch.cat([compressor.relevance(*layer) for compressor, *layer in layers])
+    def weights_of_parts(compressors, slots, entries, from_slot, scores) -> Tensor:
+        """Slots choose one after the other, but in all parts at the same time."""
+        parts = zip(compressors, entries, from_slot, scores)
+        relevance = torch.cat([compressor.relevance(*part) for compressor, *part in parts])
         in_turn = torch.arange(slots, device=relevance.device) % relevance.shape[1]
         of_slots = relevance[:, in_turn]  # (N, slots, R)
         return compressors[0].normalise(of_slots, torch.cat(entries))
@@ -663,17 +676,17 @@ def with_slots(settings: Settings, M: int) -> Settings:
 def divided(total: int, shares: list[int]) -> list[int]:
     """A total in the proportions of shares, whose sum is positive. What rounding leaves over
     goes to the largest."""
-    parts = [total * share // sum(shares) for share in shares]
-    parts[parts.index(max(parts))] += total - sum(parts)
-    return parts
+    counts = [total * share // sum(shares) for share in shares]
+    counts[counts.index(max(counts))] += total - sum(counts)
+    return counts
 
 
 def check_budgets(budgets: list[list[int]], config: LlamaConfig) -> None:
     """Raises UserError if they are not those of such a base."""
     layers, heads = config.n_layers, config.n_kv_heads
     if budgets and [len(row) for row in budgets] not in ([1] * layers, [heads] * layers):
-        numbers = f"{len(sum(budgets, []))} numbers for {layers} layers of {heads} heads"
-        raise UserError(f"budgets: there are {numbers}; give one for each head")
+        found = f"{len(budgets)} layers of {len(budgets[0])} heads"
+        raise UserError(f"budgets: they are for {found}; this base has {layers} layers of {heads}")
 
 
 # --- All together: the adapted model ----------------------------------------------------
@@ -698,13 +711,14 @@ class AdaptedLlama(nn.Module):
         self.model = model.requires_grad_(False)
         config = model.config
         check_budgets(settings.budgets, config)
-        most = {}  # merged slots of each layer
-        for part in parts_of(config, settings) if settings.merged else ():
-            most[part.layer] = max(part.settings.merged, most.get(part.layer, 0))
+        most = [0] * config.n_layers  # merged slots of each layer's largest head
+        for part in parts_of(config, settings):
+            most[part.layer] = max(most[part.layer], part.settings.merged)
         compressor = COMPRESSORS[settings.compressor]
         self.compressors = nn.ModuleList(
             compressor(config.head_dim, slots, settings.kernel, settings.start)
-            for slots in most.values()
+            for slots in most
+            if slots
         ).to(model.norm.weight.device)
         for compressor in self.compressors[:1]:  # all are of one class
             check_rows(compressor, config.head_dim)
@@ -732,8 +746,8 @@ class AdaptedLlama(nn.Module):
     def recompute_in_backward(self) -> None:
         """Train with less memory and more time: the backward pass runs the layers, apart
         from attention, and the compressors again."""
-        for part in (*self.model.layers, *self.compressors):
-            part.recompute = True
+        for module in (*self.model.layers, *self.compressors):
+            module.recompute = True
 
     def cache(self, memory: Callable = Memory, plain: Callable = KVCache) -> KVCache:
         """An empty cache for one batch of sequences: of class `memory`, or `plain` if the

@@ -79,7 +79,7 @@ class TrainConfig:
     recent: int | None = None
     positions: str | None = None
     forget: float | None = None
-    budgets: list[int] | None = None
+    budgets: list[list[int]] | None = None  # slots of heads, by layer
     # Text.
     # Files and folders; none: Python's own library.
     data: list[str] = field(default_factory=list)

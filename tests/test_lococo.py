@@ -71,6 +71,9 @@ def test_weights_of_another_shape_are_named(monkeypatch):
     sentence = r"Compressor.weights: \(4, 2, 9\) instead of \(4, 3, 9\)"
     with pytest.raises(AssertionError, match=sentence):
         merge([compressor], compressor.slots, k, v, torch.zeros(2, 2, 9, dtype=torch.bool), None)
+    monkeypatch.setattr(Compressor, "weights", lambda *args: torch.ones(2, 5, 11) / 11)
+    with pytest.raises(UserError, match=r"w has the shape \(2, 5, 11\) instead of \(2, 3, 11\)"):
+        check_rows(compressor, 4)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -229,7 +232,7 @@ def test_layers_are_compressed_together_or_one_after_the_other(model, monkeypatc
 def test_a_budget_has_the_kinds_of_slots_in_proportion():
     assert settings("h2o", 64, budgets=[[1], [2]]).budgets == [[42], [86]]  # 42.7 and 85.3
     s = settings("h2o", 64, budgets=[[1, 2, 3], [1, 1, 4]])
-    assert s.budgets == [[32, 64, 96], [32, 32, 128]] and s.sizes == [32, 64, 96, 128]
+    assert s.budgets == [[32, 64, 96], [32, 32, 128]] and s.slot_numbers == [32, 64, 96, 128]
 
     def counts(s, *sizes):
         return [[getattr(with_slots(s, M), kind) for kind in KINDS] for M in sizes]
@@ -299,8 +302,8 @@ def test_equal_budgets_of_heads_change_nothing(model):
 
 
 @pytest.mark.parametrize("method, slots, words", [
-    ("h2o", [[6], [8], [10]], "there are 3 numbers for 2 layers of 2 heads"),
-    ("h2o", [[6, 8, 10], [6, 8, 10]], "there are 6 numbers for 2 layers of 2 heads"),
+    ("h2o", [[6], [8], [10]], "for 3 layers of 1 heads; this base has 2 layers of 2"),
+    ("h2o", [[6, 8, 10], [6, 8, 10]], "for 2 layers of 3 heads; this base has 2 layers of 2"),
     ("h2o", [[2], [14]], "2 slots of a head are too few"),
     ("streaming", [[4], [12]], "4 slots of a head are too few"),  # the sinks fill them
     ("selection", [[3], [13]], "3 slots of a head are too few"),

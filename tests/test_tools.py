@@ -53,6 +53,14 @@ def test_a_need_is_what_the_loss_falls_by_with_a_gate(in_float64, model):
         assert needs[layer, head] == pytest.approx(fall, abs=1e-6) and abs(fall) > 1e-4
 
 
+def test_needs_can_be_measured_in_bfloat16(model):
+    tokens = torch.randint(0, 64, (1, 25))
+    scored = budgets.Scored(tokens, torch.ones(1, 24, dtype=torch.bool))
+    needs = [budgets.measure_needs(m, settings("h2o", 8, 8), scored)
+             for m in (model, model.bfloat16())]
+    assert np.corrcoef(needs[0].flat, needs[1].flat)[0, 1] > 0.9
+
+
 def test_a_window_finds_what_it_holds_and_ours_finds_all(run):
     """Of the embedded model and its adapter, with 128 slots and a text of 700 tokens."""
     words = f"{TINY} --method streaming --mem 128 --positions slots --lengths 700 --documents 2"

@@ -58,22 +58,25 @@ def read_adapter(run: Path) -> Adapter:
     tensors, about = read_file(run / "adapter.safetensors")
     try:
         settings = Settings(**about["settings"])
-        settings.sizes  # a TypeError if budgets are one list of numbers, as they were once
         base, parts = about["base"], about["parts"]
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None
-    check_names(run, settings.method, settings.compressor)
+    check_settings(run, about["settings"])
     return Adapter(settings, tensors, base, parts)
 
 
-def check_names(run: Path, method: str, compressor: str) -> None:
-    """Raises UserError if a run's method or compressor is not here any more."""
+def check_settings(run: Path, settings: dict) -> None:
+    """Raises UserError if a run's method, compressor or kind of budgets is not here any more."""
+    method, compressor = settings["method"], settings["compressor"]
     if method not in METHODS:
         known = f"lococo.METHODS has {', '.join(METHODS)}"
         raise UserError(f"{run}: its method {method!r} is unknown; {known}")
     if compressor not in COMPRESSORS:
         known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
         raise UserError(f"{run}: its compressor {compressor!r} is unknown; {known}")
+    if any(isinstance(row, int) for row in settings["budgets"]):
+        other = "its budgets are of another version, one number for each layer"
+        raise UserError(f"{run}: {other}; train it again")
 
 
 def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
@@ -84,7 +87,8 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     settings, tensors, base, _ = read_adapter(Path(run))
     remedy = "give --model as in its training; an adapter of another version must be trained again"
     other = f"{run}: its adapter is for another base; {remedy}"
-    if settings.budgets and len(settings.budgets) != model.config.n_layers:
+    layers, heads = model.config.n_layers, model.config.n_kv_heads
+    if [len(row) for row in settings.budgets] not in ([], [1] * layers, [heads] * layers):
         raise UserError(other)
     changed = resized(settings, **sizes)
     divisors = [interpolation(model.config, s) for s in (settings, changed)]
@@ -97,8 +101,8 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     stored = {name: t.shape for name, t in tensors.items()}
     needed = {name: p.shape for name, p in trained.items()}
     same = identity(adapted)["base"] == base
-    if same and stored != needed and (sizes.get("mem") or sizes.get("budgets")):
-        filters = f"it has a filter for each of {settings.merged} slots"
+    if same and stored != needed and (sizes.get("mem") or sizes.get("budgets") is not None):
+        filters = "it has a filter for each merged slot"
         raise UserError(f"{run}: {filters}; leave --mem and --budgets out")
     if stored != needed or (settings.lora_rank and not same):
         raise UserError(other)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lococo import AdaptedLlama
-from support.programs.adapter import check_names
+from support.programs.adapter import check_settings
 from support.files import UserError, read_file, write_file
 from support.processes import RANK
 
@@ -120,8 +120,7 @@ def read_state(out: Path, names: list[str]) -> State:
     if about.keys() != {*State._fields} or about["config"].keys() != {*names}:
         other = "made by another version of this program; start a new run"
         raise UserError(f"--resume {run}: {other}")
-    settings = about["owner"]["settings"]
-    check_names(out, settings["method"], settings["compressor"])
+    check_settings(out, about["owner"]["settings"])
     return State(**about)
 
 

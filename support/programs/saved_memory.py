@@ -15,8 +15,8 @@ def owner(adapted: AdaptedLlama) -> dict:
 
 
 def save_memory(file: Path | str, memory: Memory, adapted: AdaptedLlama) -> None:
-    """Write what each part of a layer holds, and the number of tokens seen, into a new file. Raises
-    UserError."""
+    """Write what each part holds (see lococo.Part), and the number of tokens seen, into a new
+    file. Raises UserError."""
     tensors = {}
     for n in range(len(memory.parts)):
         tensors[f"keys {n}"] = memory.plain[n].held  # as compressions read them
@@ -41,6 +41,7 @@ def load_memory(
     if saved != mine:
         other = {name: value for name, value in settings.items()
                  if value != mine["settings"].get(name)}
+        other |= {"budgets": "of its own"} if "budgets" in other else {}
         listed = ", ".join(f"{name} {value}" for name, value in other.items())
         what = listed or "another model, adapter or --dtype"
         raise UserError(f"--load-memory {file}: it was saved with {what}; give the same")

@@ -119,7 +119,7 @@ def note_limits(models: dict[str, AdaptedLlama], lengths: list[int]) -> None:
         s = adapted.settings
         warn_if_too_long(adapted, max(lengths))
         short = [str(L) for L in lengths if L - 1 <= s.uncompressed]
-        if s.mem and short and not s.budgets:  # with budgets a layer may compress earlier
+        if s.mem and short and not s.budgets:  # with budgets a head may be compressed earlier
             nothing = f"up to {s.uncompressed:,} entries nothing is compressed"
             print(f"note: {name}, --lengths {' '.join(short)}: {nothing}", file=sys.stderr)
 

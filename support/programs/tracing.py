@@ -1,7 +1,7 @@
 """What slots hold: each slot as a mixture of tokens, and that as lines of text."""
 
 from functools import partial
-from typing import Iterable, Iterator
+from typing import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from support.tokenizer import Tokenizer
 
 
 def mixing_matrix(s: Settings, order: Tensor, w: Tensor) -> Tensor:
-    """The mixing matrix (B, G, M, S) that is drawn in lococo.Memory: of one layer with the
+    """The mixing matrix (B, G, M, S) that is drawn in lococo.Memory: of one part with the
     settings `s`, from what `Memory.compress` returns for it, order (B, G, S) and w."""
     S = order.shape[2]
     merged = slice(s.pinned, s.pinned + s.merged)
@@ -30,8 +30,8 @@ class TracedMemory(Memory):
     compressions, so that each slot is known as a mixture of tokens. It does so in some
     layers or in all."""
 
-    def __init__(self, *args, layers: Iterable[int]):
-        """`args` as those of Memory. A part of a layer is one of lococo.Part."""
+    def __init__(self, *args, layers: Collection[int]):
+        """`args` as those of Memory. The parts of `layers` are traced (see lococo.Part)."""
         super().__init__(*args)
         self.seen_at = []  # tokens that had entered at each compression of part 0
         traced = [n for n, part in enumerate(self.parts) if part.layer in layers]
@@ -87,7 +87,7 @@ def memory_of_layer(adapted: AdaptedLlama, layer: int, head: int) -> TracedMemor
 
 
 def memory_of_page(adapted: AdaptedLlama) -> TracedMemory:
-    """An empty memory that is traced in all layers. Raises UserError if the layers are
+    """An empty memory that is traced in all layers. Raises UserError if heads are
     compressed at different times, which a page does not show."""
     if adapted.settings.budgets:
         reason = "a page does not show heads with budgets; give --show-memory LAYER HEAD"
@@ -104,8 +104,8 @@ def describe_slots(
     The bars at a line's end follow its first token, one bar for each compression. A bar is
     the token's largest share among the slots in which it came first then.
     """
-    parts = enumerate(memory.parts)
-    n, part = next((n, p) for n, p in parts if p.layer == layer and head in p.heads)
+    n = memory.part_of(layer, head)
+    part = memory.parts[n]
     yield f"layer {layer}, head {head}: {memory.keys[n].size} entries after {len(ids)} tokens"
     own = part.heads.index(head)
     kinds = [kind for kind in KINDS for _ in range(getattr(part.settings, kind))]

@@ -45,7 +45,10 @@ def print_start(config: Any, settings: Settings, machine: Machine, texts: Texts)
     named_elsewhere = ("out", "device", "dtype", "merged", "data", "held_out")
     left_out = dict.fromkeys([*named_elsewhere, *asdict(settings)])
     print(f"training: {described(asdict(config) | left_out)}")
-    print(f"memory: {described(asdict(settings))}")
+    print(f"memory: {described(asdict(settings) | {'budgets': None})}")
+    if settings.budgets:
+        numbers = settings.slot_numbers
+        print(f"budgets: heads have {numbers[0]:,} to {numbers[-1]:,} slots")
     print(texts.summary)
     if not config.data and Path(config.model) != TINY:
         print("no --data: it trains on Python's standard library; "
