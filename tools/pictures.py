@@ -96,7 +96,7 @@ def draw_needle(figures: Path, file: Path) -> None:
         grid = list(shares.values())
         picture = axes.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         method = name.removeprefix("base, ").split()[0]
-        budgets = ", same budgets" if name.endswith(" budgets") else ""
+        budgets = ", with budgets" if name.endswith(" budgets") else ""
         axes.set_title(NAMES.get(method, "ours") + budgets)
         axes.set_xticks([0, len(grid[0]) - 1], ["first", "last"])
         axes.set_yticks(range(len(shares)), [f"{int(L):,}" for L in shares])

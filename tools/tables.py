@@ -105,12 +105,8 @@ ROWS = {
     "ours": Row("**ours**", ""),
     "ours budgets": Row("ours with budgets of layers", f"--budgets {OF_LAYERS}"),
     "ours heads": Row("**ours with budgets of heads**", f"--budgets {BUDGETS}"),
-    "stored": Row("ours with budgets, the adapter of 512 slots and 8,192 tokens",
-                  f"--budgets {BUDGETS}", trained=False, stored=True),
-    "stored by slot": Row("ours with budgets, used by slot",
+    "stored by slot": Row("ours with budgets of heads, used by slot",
                           f"--budgets {BUDGETS} --positions slots", trained=False, stored=True),
-    "stored, equal": Row("ours trained with budgets of heads, used with equal slots", "",
-                         trained=False, stored=True),
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
     "ours, one filter": Row("one filter for all slots", "--compressor one-filter"),
@@ -155,7 +151,7 @@ ABLATIONS = (
 TUNED = ("full", "window", "h2o", "h2o 5/8 forget", "ours")
 LORA = "--recipe inference --lora-rank 8 --lr 3e-4 --bptt 4"
 LONG = Table(
-    (*PAPERS, "ours, one filter", *OURS, "stored by slot", "stored, equal"), 512, 8192, "long",
+    (*PAPERS, "ours, one filter", *OURS, "stored by slot"), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
 )
 RESULT = ("full", "window", "h2o text", "official h2o", "official code", "h2o heads", "ours heads")
@@ -165,7 +161,7 @@ FACTS = ("window", "h2o", "official code", "lococo", "lococo+h2o", "ours", "ours
 TABLES = {
     "frozen": FROZEN,
     "frozen, ours": replace(
-        FROZEN, rows=("full", "window", "h2o", *PAPERS[-2:], *OURS, "stored")
+        FROZEN, rows=("full", "window", "h2o", *PAPERS[-2:], *OURS)
     ),
     "frozen, 2,048 tokens": replace(FROZEN, rows=PAPERS + OURS, mem=128, seq=2048),
     "ablations": replace(
