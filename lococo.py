@@ -552,16 +552,17 @@ class Selection(Compressor):
     """Slots that learn which entries to keep. They choose in order: each prefers the most
     relevant entry that no earlier slot has taken, nor a copy of it.
 
-    The relevance of an entry is a sum of three terms: a filter that all slots share, one of 24 other
-    filters, and the logarithm of the attention that the entry has received. Entries that
-    stand in a slot already are judged by other filters, which learn to keep them. The slots
-    take the 24 in turn, so that what was trained serves any number of slots.
+    The relevance of an entry is a sum of three terms: a filter that all slots share, one of
+    24 other filters, and the logarithm of the attention that the entry has received. Entries
+    that stand in a slot already are judged by other filters, which learn to keep them. The
+    slots take the 24 in turn, so that what was trained serves any number of slots.
 
     While it trains, a slot is a mixture: its row of w is a softmax of the relevance, so that
     gradients flow. In use the relevance is 16 times as sharp, and a slot holds nearly one
     entry: the model cannot read a fact out of a mixture of several.
 
-    A subclass changes `relevance` or `normalise`, and not `weights`, which `merge` does not call.
+    A subclass changes `relevance` or `normalise`, and not `weights`, which `merge` does not
+    call.
     """
 
     reads_scores = True
@@ -686,7 +687,8 @@ def check_budgets(budgets: list[list[int]], config: LlamaConfig) -> None:
     layers, heads = config.n_layers, config.n_kv_heads
     if budgets and [len(row) for row in budgets] not in ([1] * layers, [heads] * layers):
         found = f"{len(budgets)} layers of {len(budgets[0])} heads"
-        raise UserError(f"budgets: they are for {found}; this base has {layers} layers of {heads}")
+        needed = f"this base has {layers} layers of {heads}"
+        raise UserError(f"budgets: they are for {found}; {needed}")
 
 
 # --- All together: the adapted model ----------------------------------------------------

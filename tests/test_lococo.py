@@ -292,6 +292,17 @@ def test_each_head_has_its_budget(in_float64, model, method, positions):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("positions", ["text", "slots"])
+def test_heads_that_keep_all_read_as_from_a_full_cache(model, positions):
+    """Each head is a part of its own, and nothing is compressed."""
+    s = settings("h2o", 50, budgets=[[45, 55], [55, 45]], positions=positions)
+    cache = AdaptedLlama(model, s).cache()
+    read = logits_of(model, cache)
+    assert len(cache.parts) == 4
+    assert torch.allclose(read, logits_of(model, KVCache(model.config)), atol=1e-4)
+
+
+@torch.no_grad()
 def test_equal_budgets_of_heads_change_nothing(model):
     changes = dict(length=60, positions="slots")
     for method in ("h2o", "selection"):

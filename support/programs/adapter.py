@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, interpolation
+from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, check_budgets
+from lococo import interpolation
 from model import Llama
 from support.command_line import resume_command
 from support.files import UserError, checksum, read_file, write_file
@@ -61,7 +62,7 @@ def read_adapter(run: Path) -> Adapter:
         base, parts = about["base"], about["parts"]
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None
-    check_settings(run, about["settings"])
+    check_settings(run, asdict(settings))
     return Adapter(settings, tensors, base, parts)
 
 
@@ -87,9 +88,10 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     settings, tensors, base, _ = read_adapter(Path(run))
     remedy = "give --model as in its training; an adapter of another version must be trained again"
     other = f"{run}: its adapter is for another base; {remedy}"
-    layers, heads = model.config.n_layers, model.config.n_kv_heads
-    if [len(row) for row in settings.budgets] not in ([], [1] * layers, [heads] * layers):
-        raise UserError(other)
+    try:
+        check_budgets(settings.budgets, model.config)
+    except UserError:
+        raise UserError(other) from None
     changed = resized(settings, **sizes)
     divisors = [interpolation(model.config, s) for s in (settings, changed)]
     if divisors[0] != divisors[1]:
