@@ -44,6 +44,8 @@ METHODS = {
     "lococo": lambda M: dict(merged=M),
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
+    # Earlier attention counts less, as in A2SF (arXiv 2407.20485).
+    "h2o+forget": lambda M: dict(heavy=M * 5 // 8, recent=M - M * 5 // 8, forget=0.75),
     # Ours: merged slots learn which entries to keep. At M = 64 there are 24 heavy,
     # 16 merged and 24 recent slots. The recipe "embedded" of train.py divides M otherwise.
     "selection": lambda M: dict(

@@ -11,8 +11,8 @@ train, then documents are scored. Runs are in runs/tables/, and go on where they
 stopped. A cell is one line of docs/results.jsonl, with the nats of each document. It is
 made again only if --again asks for it.
 
-A table has cells of one model, one --dtype and one scored text, and shows the newest cell
-of each row, number of steps and seed. A page has it between `<!-- tools/tables.py: NAME
+A table has cells of one model, one --dtype and one scored text. It shows each row after
+the most steps, and the newest cell of each seed. A page has it between `<!-- tools/tables.py: NAME
 -->` and `<!-- end -->`; a name is as "frozen, SmolLM2-135M, float32".
 """
 
@@ -79,9 +79,7 @@ class Row:
 
 STORED = HERE / "adapters" / "smollm2-135m" / "text"
 BUDGETS = "adapters/smollm2-135m/budgets.json"
-OF_LAYERS = "adapters/smollm2-135m/budgets-of-layers.json"
 PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2"
-OURS_KEPT = "--method h2o --heavy {most} --forget 0.75"
 ROWS = {
     "full": Row("full attention", "--method full"),
     "window": Row("window: 4 first, M - 4 last", "--method streaming"),
@@ -94,18 +92,17 @@ ROWS = {
                       f"--method lococo+h2o {PAPER}"),
     "official code": Row("the official code's LoCoCo",
                          f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
-    "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", OURS_KEPT),
-    "h2o 5/8 forget budgets": Row("H2O that forgets, with budgets of layers",
-                                  f"{OURS_KEPT} --budgets {OF_LAYERS}"),
-    "h2o heads": Row("H2O that forgets, with budgets of heads",
-                     f"{OURS_KEPT} --budgets {BUDGETS}"),
-    "h2o heads by slot": Row("H2O that forgets, with budgets of heads",
-                             f"{OURS_KEPT} --budgets {BUDGETS} --positions slots"),
+    "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
+    "h2o heads": Row("H2O that forgets, with budgets",
+                     f"--method h2o+forget --budgets {BUDGETS}"),
+    "h2o heads by slot": Row("H2O that forgets, with budgets",
+                             f"--method h2o+forget --budgets {BUDGETS} --positions slots"),
     "ours soft": Row("ours as mixtures: not sharpened in use", "", sharpness=1),
     "ours": Row("**ours**", ""),
-    "ours budgets": Row("ours with budgets of layers", f"--budgets {OF_LAYERS}"),
-    "ours heads": Row("**ours with budgets of heads**", f"--budgets {BUDGETS}"),
-    "stored by slot": Row("ours with budgets of heads, used by slot",
+    "ours heads": Row("**ours with budgets**", f"--budgets {BUDGETS}"),
+    "stored": Row("ours with budgets, trained for other sizes", f"--budgets {BUDGETS}",
+                  trained=False, stored=True),
+    "stored by slot": Row("ours with budgets, used by slot",
                           f"--budgets {BUDGETS} --positions slots", trained=False, stored=True),
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
@@ -138,39 +135,34 @@ class Table:
     by_position: bool = False  # if it shows where in a document the loss is
 
 
-PAPERS = ("full", "window", "h2o", "h2o text", "official h2o", "lococo", "lococo+h2o",
-          "official code", "h2o 5/8 forget", "h2o 5/8 forget budgets", "h2o heads")
-OURS = ("ours", "ours budgets", "ours heads")
-FROZEN = Table(PAPERS, 64, 1024, "test", "--recipe inference")
+PAPERS = ("h2o", "official h2o", "lococo", "lococo+h2o", "official code")
+OURS = ("h2o 5/8 forget", "h2o heads", "ours", "ours heads")
+FROZEN = Table(
+    ("full", "window", "h2o", *OURS, "stored"), 64, 1024, "test", "--recipe inference"
+)
 ABLATIONS = (
     "full", "h2o", "h2o text", "h2o 5/8 forget", "ours", "ours untrained", "ours soft",
     "ours, one filter", "ours, top-k", "ours, at once", "ours, unattended",
     "ours, softmax", "ours, paper's compressor", "ours, 3 taps", "ours, half merged",
     "ours, no forgetting",
 )
-TUNED = ("full", "window", "h2o", "h2o 5/8 forget", "ours")
+TUNED = ("full", "window", "h2o", "ours")
 LORA = "--recipe inference --lora-rank 8 --lr 3e-4 --bptt 4"
 LONG = Table(
-    (*PAPERS, "ours, one filter", *OURS, "stored by slot"), 512, 8192, "long",
+    ("full", "window", "h2o text", *PAPERS[1:], *OURS), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
 )
 RESULT = ("full", "window", "h2o text", "official h2o", "official code", "h2o heads", "ours heads")
 BEYOND = ("window", "h2o", "h2o heads by slot", "stored by slot")
-FACTS = ("window", "h2o", "official code", "lococo", "lococo+h2o", "ours", "ours soft",
-         "ours, one filter", "ours, at once", "ours, unattended")
+FACTS = ("window", "h2o", "lococo+h2o", "ours")
 TABLES = {
     "frozen": FROZEN,
-    "frozen, ours": replace(
-        FROZEN, rows=("full", "window", "h2o", *PAPERS[-2:], *OURS)
-    ),
-    "frozen, 2,048 tokens": replace(FROZEN, rows=PAPERS + OURS, mem=128, seq=2048),
+    "frozen, paper": replace(FROZEN, rows=PAPERS),
     "ablations": replace(
         FROZEN, rows=ABLATIONS, part="choosing", steps=40, against=("ours",)
     ),
     "result": replace(LONG, rows=RESULT, by_position=False),
     "long": LONG,
-    "long, M = 256": replace(LONG, mem=256),
-    "long, M = 128": replace(LONG, mem=128),
     "beyond the context": replace(LONG, rows=BEYOND, seq=32768, documents=2),
     "long, choosing": replace(LONG, part="long choosing", documents=8),
     "tuned": replace(FROZEN, rows=TUNED, flags=LORA, ending=" lora"),
@@ -221,7 +213,7 @@ def documents_of(table: Table, options: Options, tokenizer: Tokenizer) -> Tensor
 def all_flags(row: Row, table: Table) -> str:
     """The flags of train.py that make a row, but for texts, model, steps and seed."""
     M = table.mem
-    flags = row.flags.format(mem=M, most=M * 5 // 8, eighth=M // 8)
+    flags = row.flags.format(mem=M, eighth=M // 8)
     T = table.segment or M
     return f"{table.flags} --mem {M} --segment {T} --seq {table.seq} {flags}".strip()
 
@@ -392,43 +384,33 @@ class Line:
         return float(np.mean([cell["by document"] for cell in self.cells.values()]))
 
 
-Lines = dict[tuple[str, int], Line]  # by row and steps
+Lines = dict[str, Line]  # by row
 
 
 def lines_of(table: Table, cells: list[dict]) -> Lines:
     """In the order of the table. `cells` are of one model and dtype."""
     about = {key: getattr(table, key) for key in ("mem", "seq", "part", "documents")}
-    names = {row + table.ending: row for row in table.rows}
-    found = [cell for cell in cells if about.items() <= cell.items() and cell["row"] in names]
+    found = [cell for cell in cells if about.items() <= cell.items()]
     for key in ("base", "scored"):  # those of the newest; some of the first do not say
         found = [cell for cell in found if cell.get(key) in (None, found[-1].get(key))]
-    # A row's flags may have changed since a cell was made.
-    flags = {(cell["row"], cell["steps"]): cell.get("flags") for cell in found}
-    rows = {}
-    for cell in found:
-        row, steps = names[cell["row"]], cell["steps"]
-        if cell.get("flags") == flags[cell["row"], steps]:
-            rows.setdefault((row, steps), {})[cell["seed"]] = cell
     lines = {}
-    for row, steps in sorted(rows, key=lambda key: (table.rows.index(key[0]), key[1])):
-        by_seed = dict(sorted(rows[row, steps].items()))
-        lines[row, steps] = Line(ROWS[row].label, steps, by_seed)
+    for row in table.rows:
+        some = [cell for cell in found if cell["row"] == row + table.ending]
+        if some:
+            # A row's flags may have changed since a cell was made.
+            some = [cell for cell in some if cell.get("flags") == some[-1].get("flags")]
+            steps = max(cell["steps"] for cell in some)
+            by_seed = {cell["seed"]: cell for cell in some if cell["steps"] == steps}
+            lines[row] = Line(ROWS[row].label, steps, dict(sorted(by_seed.items())))
     return lines
 
 
 # --- Tables -----------------------------------------------------------------------------
 
 
-def counterpart(
-    rows: tuple[str, ...], lines: Lines, line: Line, usual: int
-) -> Line | None:
-    """The best of these rows, after as many steps or without training. A line without
-    training may be compared with it after the usual steps."""
-    for steps in (line.steps, 0 if line.steps else usual):
-        found = [lines[row, steps] for row in rows if (row, steps) in lines]
-        if found:
-            return min(found, key=Line.mean)
-    return None
+def best_of(rows: tuple[str, ...], lines: Lines) -> Line | None:
+    """Of the rows that have cells the one with the lowest loss."""
+    return min((lines[row] for row in rows if row in lines), key=Line.mean, default=None)
 
 
 def common_seeds(*lines: Line | None) -> list[int]:
@@ -473,16 +455,13 @@ def loss_table(table: Table, lines: Lines) -> str:
     places = [*last.where()][1:] if table.by_position else []  # the first has no compression
     columns += places
     text = "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n"
+    against, h2o = best_of(table.against, lines), best_of(("h2o", "h2o text"), lines)
     for line in lines.values():
-        against, h2o, full = (
-            counterpart(rows, lines, line, table.steps)
-            for rows in (table.against, ("h2o", "h2o text"), ("full",))
-        )
         seeds = counted(len(line.cells), "seed")
         trained = f"{line.steps} steps, {seeds}" if line.steps else "-"
         cells = [line.label, trained, f"{line.mean():.4f}", difference(line, against)]
         if "full" in table.rows:
-            cells.append(gap_closed(line, h2o, full, texts))
+            cells.append(gap_closed(line, h2o, lines.get("full"), texts))
         cells += [f"{line.where()[place]:.4f}" for place in places]
         text += "| " + " | ".join(cells) + " |\n"
     return text

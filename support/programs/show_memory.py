@@ -15,6 +15,7 @@ LEAST = 0.01  # smaller shares are left out
 TITLES = {  # of methods, as README.md calls them
     "streaming": "window (streaming)",
     "h2o": "H2O",
+    "h2o+forget": "H2O that forgets",
     "selection": "ours (selection)",
 }
 
