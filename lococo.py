@@ -1,8 +1,14 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a small convolution.
 
 Equation numbers are those of the paper (arXiv 2406.05317), letters are those of model.py,
-and R is the number of entries that go into merged slots: those that are neither pinned (in
-sinks or heavy slots) nor recent. Three matrices have similar names:
+and there are two more:
+
+    R  entries of a head that are neither pinned (in sinks or heavy slots) nor recent: they
+       go into merged slots, or are dropped
+    P  parts that are compressed in one call. A part is a layer; with budgets, at the end of
+       this file, it is the heads of a layer that have equally many slots
+
+Three matrices have similar names:
 
     logits          the paper's W of (6), as the convolution gives it
     w               the paper's w of (7): each row sums to 1
@@ -78,13 +84,12 @@ class Settings:
     start: float = 1.0  # size of the convolution's weights at the start; the official code's
     lora_rank: int = 8
     lora_alpha: int = 16  # the official code's; the paper names none
-    # Ours:
+    # Not in the paper:
     # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets nothing;
     # 0 counts only the queries that entered last.
     forget: float = 1.0
-    # Slots of the key/value heads of each layer, as [[24, 96, 24], [48, 48, 48], ...]. Rows of
-    # one number, as [[80], [312], ...], give it to all heads of a layer. An empty list means M
-    # everywhere.
+    # Slots of the key/value heads of each layer, as [[24, 96, 24], [48, 48, 48], ...]. An
+    # empty list means M everywhere.
     budgets: list[list[int]] = field(default_factory=list)
 
     @property
@@ -105,9 +110,9 @@ class Settings:
         return self.mem + self.segment
 
     @property
-    def slot_numbers(self) -> list[int]:
+    def head_sizes(self) -> list[int]:
         """The different numbers of slots that heads have, the smallest first."""
-        return sorted(set(sum(self.budgets, [])) or {self.mem})
+        return sorted({M for row in self.budgets or [[self.mem]] for M in row})
 
     @property
     def uncompressed(self) -> int:
@@ -142,9 +147,10 @@ class Compressor(nn.Module):
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
         """R entries that are merged, (N, 2D, R) of N = B * G heads -> w (N, slots, R).
 
-        The entries are in float32. R differs from call to call. Each row of w must sum
-        to 1. For compressors of ours, and both (N, R): `from_slot` marks entries that stood
-        in a heavy or merged slot, `scores` is the attention that each entry has received.
+        The entries are in float32. R differs from call to call. Each row of w must sum to 1.
+        The paper's needs no more. `from_slot` (N, R) marks entries that stood in a heavy or
+        merged slot. `scores` (N, R) is the attention that each entry has received, or None
+        if the memory does not count it (see `reads_scores`).
         """
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official
@@ -157,8 +163,8 @@ class Compressor(nn.Module):
         compressors: list["Compressor"], slots: int, entries: list[Tensor],
         from_slot: list[Tensor], scores: list[Tensor] | list[None],
     ) -> Tensor:
-        """w of several parts, one after the other, (parts * N, slots, R). A compressor with
-        more slots gives its first rows. A subclass needs only `weights`. Ours replaces this
+        """w of P parts, one after the other, (P * N, slots, R). A compressor with more slots
+        gives its first rows. A subclass needs only `weights`. Ours replaces this
         function, too, so that its loop over slots runs once for all parts."""
         parts = zip(compressors, entries, from_slot, scores)
         return torch.cat([c.weights(*part)[:, :slots] for c, *part in parts])
@@ -168,50 +174,26 @@ def merge(
     compressors: list[Compressor], slots: int, k: Tensor, v: Tensor, from_slot: Tensor,
     scores: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Equations (4) to (7) for layers, or parts of layers (see `Part`), that have equally many
-    heads, entries and slots. One follows the other on the first axis, so that B is parts *
-    texts: k and v (B, G, R, D), `from_slot` and `scores` (B, G, R) -> K' and V'
-    (B, G, slots, D), and w (B, G, slots, R).
+    """Equations (4) to (7) for P parts that have equally many heads, entries and slots. One
+    follows the other on the first axis: k and v (P * B, G, R, D), `from_slot` and `scores`
+    (P * B, G, R) -> K' and V' (P * B, G, slots, D), and w (P * B, G, slots, R).
 
     All is computed in float32, as bfloat16 is too coarse for logits, and K' and V' are
     rounded to the dtype of k and v. With positions of the text a mixed key has no single
     position; the paper does not discuss this.
     """
-    parts = len(compressors)
+    P = len(compressors)
     with torch.autocast(k.device.type, enabled=False):
         k_wide, v_wide = widened(k), widened(v)
-        entries = torch.cat((k_wide, v_wide), dim=-1).flatten(0, 1).mT  # (B * G, 2D, R)
+        entries = torch.cat((k_wide, v_wide), dim=-1).flatten(0, 1).mT  # (P * B * G, 2D, R)
         w = compressors[0].weights_of_parts(
             compressors,
             slots,
-            entries.chunk(parts),
-            from_slot.flatten(0, 1).chunk(parts),
-            [None] * parts if scores is None else scores.flatten(0, 1).chunk(parts),
-        )
-        expected = (len(entries), slots, k.shape[2])
-        name = type(compressors[0]).__name__
-        assert w.shape == expected, f"{name}.weights: {tuple(w.shape)} instead of {expected}"
-        w = w.unflatten(0, k.shape[:2])
+            entries.chunk(P),
+            from_slot.flatten(0, 1).chunk(P),
+            [None] * P if scores is None else scores.flatten(0, 1).chunk(P),
+        ).unflatten(0, k.shape[:2])
         return (w @ k_wide).type_as(k), (w @ v_wide).type_as(v), w  # (4), (5)
-
-
-@torch.no_grad()
-def check_rows(compressor: Compressor, head_dim: int) -> None:
-    """Raises UserError if w of random entries has another shape, or if its rows do not sum to
-    1, as with a softmax over the wrong dimension: (4) and (5) would not mix."""
-    generator = torch.Generator().manual_seed(0)
-    entries = torch.randn((2, 2 * head_dim, compressor.slots + 8), generator=generator)
-    entries = entries.to(next(compressor.parameters()).device)
-    from_slot = torch.zeros_like(entries[:, 0], dtype=torch.bool)
-    w = compressor.weights(entries, from_slot, entries[:, 0].exp())
-    name = f"{type(compressor).__name__}.weights"
-    expected = (2, compressor.slots, entries.shape[2])
-    if w.shape != expected:
-        raise UserError(f"{name}: w has the shape {tuple(w.shape)} instead of {expected}")
-    sums = w.sum(dim=-1)
-    if not torch.allclose(sums, torch.ones_like(sums), atol=1e-2):
-        found = f"the rows of w sum to {sums.min():.3g} to {sums.max():.3g} instead of 1"
-        raise UserError(f"{name}: {found}; divide by `w.sum(dim=-1, keepdim=True)`")
 
 
 # --- Attention that can be seen (for H2O) -----------------------------------------------
@@ -234,13 +216,15 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
 # --- Memory (algorithm 2) ---------------------------------------------------------------
 
-# So many entries of a head, in all parts together, are compressed at a time. More do not fit
-# a processor's cache: with 512 slots all 30 layers of SmolLM2 take 1.4 times as long.
+# As many parts are compressed in one call as have this many entries of a head together. More
+# do not fit a processor's cache: with 512 slots all 30 layers of SmolLM2 in one call take 1.4
+# times as long.
 AT_ONCE = 4096
 
 
 def in_order(entries: Tensor, order: Tensor) -> Tensor:
-    """Entries (B, G, S, D) in the order (B, G, S) of each head, faster than `gather`."""
+    """Entries (B, G, S, D), or their scores (B, G, S), in the order (B, G, S) of each head;
+    faster than `gather`."""
     B, G = order.shape[:2]
     text = torch.arange(B, device=order.device)[:, None, None]
     head = torch.arange(G, device=order.device)[:, None]
@@ -289,10 +273,15 @@ class Memory(KVCache):
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         # Attention received, (B, G, S)
         self.scores: list[Tensor | None] = [None] * len(self.parts)
-        # The keys that compressions read. By slot a key moves at each compression, and is kept
-        # without a rotation, too, or the errors of many rotations would add up.
+        # By slot a key moves at each compression. It is kept without a rotation, too, or the
+        # errors of many rotations would add up. With positions of the text these stay empty.
         self.by_slot = settings.positions == "slots"
-        self.plain = [Entries() for _ in self.keys] if self.by_slot else self.keys
+        self.unrotated = [Entries() for _ in self.parts]
+
+    @property
+    def to_compress(self) -> list[Entries]:
+        """The keys that compressions read."""
+        return self.unrotated if self.by_slot else self.keys
 
     def enter(self, T: int, device: torch.device | str = "cpu") -> None:
         """Make room for T new tokens.
@@ -314,13 +303,12 @@ class Memory(KVCache):
         super().enter(T, device)
 
     def is_full(self, n: int, T: int) -> bool:
-        """Whether a compression must make room for T tokens: part n holds more than M
-        entries, and with T more those since its last compression would be more than a segment.
-        Before the first compression all entries count. With M = T = 512 and 700 entries a part
-        is full, although one more would fit into M + T, as in algorithm 2."""
-        size, M = self.keys[n].size, self.parts[n].settings.mem
-        new = size - M if self.was_compressed(n) else size
-        return size > M and new + T > self.settings.segment
+        """Whether part n must be compressed before T tokens enter: it holds more than M
+        entries, and T more do not fit. After a compression M + `segment` entries fit. Before
+        the first one more than M stay only up to one segment, as in algorithm 2."""
+        size, s = self.keys[n].size, self.parts[n].settings
+        fits = s.capacity if self.was_compressed(n) else s.segment
+        return size > s.mem and size + T > fits
 
     def was_compressed(self, n: int) -> bool:
         return self.keys[n].size < self.seen
@@ -334,8 +322,7 @@ class Memory(KVCache):
     @property
     def nbytes(self) -> int:
         """As in a KVCache, and with positions by slot the keys without a rotation, too."""
-        plain = [keys.held.nbytes for keys in self.plain if self.by_slot and keys.size]
-        return super().nbytes + sum(plain)
+        return super().nbytes + sum(keys.held.nbytes for keys in self.unrotated if keys.size)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As in a KVCache, in which each part is a layer of its own, with fewer heads."""
@@ -345,24 +332,18 @@ class Memory(KVCache):
             if part.layer == layer:
                 own = part.heads
                 if self.by_slot:
-                    self.plain[n].append(k[:, own], self.capacity[n])
+                    self.unrotated[n].append(k[:, own], self.capacity[n])
                 of_part = super().attend(n, q[:, own].flatten(1, 2), k[:, own], v[:, own])
                 read[:, own] = of_part.unflatten(1, (len(own), -1))
         return read.flatten(1, 2)
-
-    def part_of(self, layer: int, head: int) -> int:
-        """The number of the part that has this key/value head."""
-        for n, part in enumerate(self.parts):
-            if part.layer == layer and head in part.heads:
-                return n
 
     def read(self, n: int, q: Tensor) -> Tensor:
         """Attend as a KVCache does, and count the attention that each entry receives.
 
         Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in sum
         over all queries so far and as a mean of the query heads that share a key/value head.
-        Ours: earlier attention is multiplied by `forget` once in a segment, and T tokens count
-        as T / segment of one.
+        Earlier attention is multiplied by `forget` once in a segment, and T tokens count as
+        T / segment of one.
         """
         if not self.scoring:
             return super().read(n, q)
@@ -370,15 +351,15 @@ class Memory(KVCache):
         T, group = q.shape[2], q.shape[1] // len(self.parts[n].heads)  # H/G query heads
         received = attention.detach().sum(dim=2) / group  # (B, G, S)
         if self.scores[n] is not None:
-            kept = self.settings.forget ** (T / self.settings.segment)
-            received[:, :, :-T] += kept * self.scores[n]  # the older entries
+            factor = self.settings.forget ** (T / self.settings.segment)
+            received[:, :, :-T] += factor * self.scores[n]  # the older entries
         self.scores[n] = received
         read = attention.type_as(q) @ self.values[n].held  # (B, G, H/G * T, D)
         return read.unflatten(2, (group, T)).flatten(1, 2)
 
     def compress(self, parts: list[int]) -> tuple[Tensor, Tensor]:
-        """The operator C of (3), steps 4 and 5: S entries become M slots, in parts that have
-        equally many of both, and of heads. One part follows the other on the first axis.
+        """The operator C of (3), steps 4 and 5 of algorithm 2: S entries become M slots, in P
+        parts that have equally many of both, and of heads.
 
         In the example of the class, 7 entries become 4 slots:
 
@@ -386,11 +367,11 @@ class Memory(KVCache):
             slots    0 |   1   2   | 3      the five of the rest go into slots 1 and 2
 
         Each head has its own order. Pinned and recent entries are copied, and only w
-        multiplies. Returns the order (parts * B, G, S) and w (parts * B, G, merged, R), where G
-        is the number of heads of a part.
+        multiplies. Returns the order (P * B, G, S) and w (P * B, G, merged, R), where G is the
+        number of heads of a part.
         """
         s = self.parts[parts[0]].settings
-        k = torch.cat([self.plain[n].held for n in parts])
+        k = torch.cat([self.to_compress[n].held for n in parts])
         v = torch.cat([self.values[n].held for n in parts])
         scores = torch.cat([self.scores[n] for n in parts]) if self.scoring else None
         order = self.arrange(s, k, v, scores)
@@ -399,21 +380,21 @@ class Memory(KVCache):
         v_pinned, v_rest, v_recent = in_order(v, order).split(sizes, dim=2)
         scores_rest = None
         if self.scoring:
-            scores = scores.gather(2, order)
+            scores = in_order(scores, order)
             scores_pinned, scores_rest, scores_recent = scores.split(sizes, dim=2)
 
         # If compressed before, the cache was [pinned | merged | recent slots | segment].
         # Recent slots count as new.
         _, places, _ = order.split(sizes, dim=2)
         from_slot = (places < s.pinned + s.merged) & self.was_compressed(parts[0])
-        k_new, v_new, w = self.fill_merged(parts, k_rest, v_rest, from_slot, scores_rest)
+        k_merged, v_merged, w = self.fill_merged(parts, k_rest, v_rest, from_slot, scores_rest)
 
-        k = torch.cat((k_pinned, k_new, k_recent), dim=2).chunk(len(parts))
-        v = torch.cat((v_pinned, v_new, v_recent), dim=2).chunk(len(parts))
+        k = torch.cat((k_pinned, k_merged, k_recent), dim=2).chunk(len(parts))
+        v = torch.cat((v_pinned, v_merged, v_recent), dim=2).chunk(len(parts))
         if self.scoring:
             # A merged slot gets the mean, by w, of the attention that its entries received.
-            scores_new = (w.detach() * scores_rest[:, :, None]).sum(dim=3)
-            scores = torch.cat((scores_pinned, scores_new, scores_recent), dim=2)
+            scores_merged = (w.detach() * scores_rest[:, :, None]).sum(dim=3)
+            scores = torch.cat((scores_pinned, scores_merged, scores_recent), dim=2)
             scores = scores.chunk(len(parts))
         for i, n in enumerate(parts):
             self.hold(n, k[i], v[i], scores[i] if self.scoring else None)
@@ -425,10 +406,11 @@ class Memory(KVCache):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """K', V' and w of the parts' compressors. If the method has no merged slots, the
         entries are dropped."""
-        if not self.compressors:
+        merged = self.parts[parts[0]].settings.merged
+        if not merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
         compressors = [self.compressors[self.parts[n].layer] for n in parts]
-        args = (compressors, self.parts[parts[0]].settings.merged, k, v, from_slot, scores)
+        args = (compressors, merged, k, v, from_slot, scores)
         if compressors[0].recompute:
             return checkpoint(merge, *args, use_reentrant=False)
         return merge(*args)
@@ -436,10 +418,11 @@ class Memory(KVCache):
     def hold(self, n: int, k: Tensor, v: Tensor, scores: Tensor | None) -> None:
         """Replace what part n holds: keys as compressions read them, and values, both
         (B, G, S, D), and scores (B, G, S). By slot the keys are rotated to their places."""
-        self.plain[n] = Entries(k)
         if self.by_slot:
+            self.unrotated[n] = Entries(k)
             places = torch.arange(k.shape[2], device=k.device)
-            self.keys[n] = Entries(rotate(k, *self.angle(places)))
+            k = rotate(k, *self.angle(places))
+        self.keys[n] = Entries(k)
         self.values[n] = Entries(v)
         self.scores[n] = scores
 
@@ -470,12 +453,12 @@ class Memory(KVCache):
     def copy(self) -> "Memory":
         other = super().copy()
         other.scores = [*self.scores]
-        other.plain = [keys.copy() for keys in self.plain] if self.by_slot else other.keys
+        other.unrotated = [keys.copy() for keys in self.unrotated]
         return other
 
     def detach(self) -> None:
         super().detach()
-        for keys in self.plain:
+        for keys in self.unrotated:
             keys.detach()
 
 
@@ -512,7 +495,7 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     """
     highest = settings.length
     if settings.positions == "slots" and settings.mem:
-        highest = min(settings.slot_numbers[-1] + settings.segment, settings.length)
+        highest = min(settings.head_sizes[-1] + settings.segment, settings.length)
     # The checkpoint may divide positions itself; they are never divided by less.
     return max(config.rope_scale, highest / config.context)
 
@@ -596,9 +579,9 @@ class Selection(Compressor):
         new = F.conv1d(entries, filters, padding="same")
         old = slot_filters.squeeze(2) @ entries
         received = (scores + 1e-4).log()  # entries below 0.0001 are alike
-        received = received - received.mean(dim=-1, keepdim=True)
+        centred = received - received.mean(dim=-1, keepdim=True)
         by_filters = torch.where(from_slot[:, None], old, new)
-        return by_filters + TRUST_SCALE * self.trust * received[:, None]
+        return by_filters + TRUST_SCALE * self.trust * centred[:, None]
 
     def normalise(self, relevance: Tensor, entries: Tensor) -> Tensor:
         """This takes the place of the ReLU and of (7): w (N, slots, R); each row sums to 1."""
@@ -661,7 +644,6 @@ def parts_of(config: LlamaConfig, settings: Settings) -> list[Part]:
         return [Part(layer, heads, settings) for layer in range(config.n_layers)]
     parts = []
     for layer, slots in enumerate(settings.budgets):
-        slots = slots * len(heads) if len(slots) == 1 else slots
         for M in dict.fromkeys(slots):
             equal = [head for head in heads if slots[head] == M]
             parts.append(Part(layer, equal, with_slots(settings, M)))
@@ -669,9 +651,9 @@ def parts_of(config: LlamaConfig, settings: Settings) -> list[Part]:
 
 
 def with_slots(settings: Settings, M: int) -> Settings:
-    """The same memory with M slots in each head. It has all sinks; the rest is divided among
-    the kinds in the same proportions, and what rounding leaves over goes to the largest."""
-    kinds = ("heavy", "merged", "recent")
+    """The same memory with M slots in each head. It has all sinks, and the other kinds keep
+    their proportions."""
+    kinds = KINDS[1:]
     counts = divided(M - settings.sinks, [getattr(settings, kind) for kind in kinds])
     return replace(settings, budgets=[], **dict(zip(kinds, counts)))
 
@@ -687,13 +669,32 @@ def divided(total: int, shares: list[int]) -> list[int]:
 def check_budgets(budgets: list[list[int]], config: LlamaConfig) -> None:
     """Raises UserError if they are not those of such a base."""
     layers, heads = config.n_layers, config.n_kv_heads
-    if budgets and [len(row) for row in budgets] not in ([1] * layers, [heads] * layers):
+    if budgets and [len(row) for row in budgets] != [heads] * layers:
         found = f"{len(budgets)} layers of {len(budgets[0])} heads"
         needed = f"this base has {layers} layers of {heads}"
         raise UserError(f"budgets: they are for {found}; {needed}")
 
 
 # --- All together: the adapted model ----------------------------------------------------
+
+
+@torch.no_grad()
+def check_rows(compressor: Compressor, head_dim: int) -> None:
+    """Raises UserError if w of random entries has another shape, or if its rows do not sum to
+    1, as with a softmax over the wrong dimension: (4) and (5) would not mix."""
+    generator = torch.Generator().manual_seed(0)
+    entries = torch.randn((2, 2 * head_dim, compressor.slots + 8), generator=generator)
+    entries = entries.to(next(compressor.parameters()).device)
+    from_slot = torch.zeros_like(entries[:, 0], dtype=torch.bool)
+    w = compressor.weights(entries, from_slot, entries[:, 0].exp())
+    name = f"{type(compressor).__name__}.weights"
+    expected = (2, compressor.slots, entries.shape[2])
+    if w.shape != expected:
+        raise UserError(f"{name}: w has the shape {tuple(w.shape)} instead of {expected}")
+    sums = w.sum(dim=-1)
+    if not torch.allclose(sums, torch.ones_like(sums), atol=1e-2):
+        found = f"the rows of w sum to {sums.min():.3g} to {sums.max():.3g} instead of 1"
+        raise UserError(f"{name}: {found}; divide by `w.sum(dim=-1, keepdim=True)`")
 
 
 class AdaptedLlama(nn.Module):
@@ -722,10 +723,10 @@ class AdaptedLlama(nn.Module):
         self.compressors = nn.ModuleList(
             compressor(config.head_dim, slots, settings.kernel, settings.start)
             for slots in most
-            if slots
+            if settings.merged  # then each layer has one, and is its number
         ).to(model.norm.weight.device)
-        for compressor in self.compressors[:1]:  # all are of one class
-            check_rows(compressor, config.head_dim)
+        if self.compressors:  # all are of one class
+            check_rows(self.compressors[0], config.head_dim)
         if settings.lora_rank:  # context extension; without LoRA the base stays frozen
             self.add_lora()
 
@@ -753,10 +754,9 @@ class AdaptedLlama(nn.Module):
         for module in (*self.model.layers, *self.compressors):
             module.recompute = True
 
-    def cache(self, memory: Callable = Memory, plain: Callable = KVCache) -> KVCache:
-        """An empty cache for one batch of sequences: of class `memory`, or `plain` if the
-        method keeps all."""
+    def cache(self, memory: Callable = Memory) -> KVCache:
+        """An empty cache for one batch of sequences, of class `memory` if there are slots."""
         config = self.model.config
         if self.settings.mem:
             return memory(config, self.settings, self.compressors)
-        return plain(config, interpolation(config, self.settings))
+        return KVCache(config, interpolation(config, self.settings))

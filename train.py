@@ -237,8 +237,9 @@ def backward(
     loss of the step. `answers` (B, L) marks the tokens that count more, see
     `add_answers`.
     """
-    longlora = adapted.settings.method == "longlora"
-    cache = adapted.cache(plain=ShiftedGroups if longlora else KVCache)
+    cache = adapted.cache()
+    if adapted.settings.method == "longlora":
+        cache = ShiftedGroups(cache.config, cache.rope_scale)
     # Full attention has no segments: its gradient reaches over the whole sequence.
     segment = config.segment if adapted.settings.mem else config.seq
     length = config.bptt * segment  # targets of a piece

@@ -110,7 +110,7 @@ def stock(tmp_path_factory) -> Path:
         (folder / name).mkdir()
         write_adapter(folder / name, adapted, parts)
     (folder / "latin").write_bytes(b"caf\xe9 au lait")
-    (folder / "layers.json").write_text('{"budgets": [[8], [8], [4], [12]]}')
+    (folder / "heads.json").write_text('{"budgets": [[8, 8], [8, 8], [4, 4], [12, 12]]}')
     (folder / "tiny.json").write_text('{"slots": 8}')
     return folder
 

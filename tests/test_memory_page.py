@@ -59,7 +59,7 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, compre
             result = super().compress(layers)
             compressions.append(self.seen)
             for layer in layers:
-                held = torch.cat((self.plain[layer].held, self.values[layer].held), dim=3)[0]
+                held = torch.cat((self.to_compress[layer].held, self.values[layer].held), dim=3)[0]
                 shares = self.shares[layer]  # (G, M, tokens)
                 mixtures = shares @ torch.cat(entered[layer], dim=1)
                 assert torch.allclose(mixtures, held, atol=1e-4)

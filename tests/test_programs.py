@@ -257,7 +257,7 @@ MISTAKES = [
         ("--show-memory 1 x", "--show-memory 1 x: name a layer and a head, such as 1 0, or one"),
         ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
         ("--load-memory adapter/adapter.safetensors", "saved with another model"),
-        ("--mem 8 --budgets layers.json --show-memory p.html", "a page does not show heads"),
+        ("--mem 8 --budgets heads.json --show-memory p.html", "a page does not show heads"),
         ("--budgets latin", "latin: cannot be read as JSON"),
         ("--budgets tiny.json", "tiny.json: it has no lists of budgets"),
         ("--show-memory p.html --save-memory m", "goes with neither --save-memory nor"),

@@ -35,7 +35,7 @@ def write_picture(file: Path, figure: pyplot.Figure) -> None:
 # --- The result -------------------------------------------------------------------------
 
 LABELS = {
-    "official code": "the official code's LoCoCo",
+    "official code": "LoCoCo's code",
     "window": "window",
     "h2o text": "H2O",
     "h2o heads": "H2O that forgets, with budgets",

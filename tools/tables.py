@@ -84,13 +84,13 @@ ROWS = {
     "full": Row("full attention", "--method full"),
     "window": Row("window: 4 first, M - 4 last", "--method streaming"),
     "h2o": Row("H2O by slot: M/2 heavy, M/2 last", "--method h2o --positions slots"),
-    "h2o text": Row("H2O, by positions of the text", "--method h2o --positions text"),
-    "official h2o": Row("H2O of the official code: M heavy, by the last segment",
+    "h2o text": Row("H2O: M/2 heavy, M/2 last", "--method h2o --positions text"),
+    "official h2o": Row("H2O in LoCoCo's code: M heavy, by the last segment",
                         "--method h2o --heavy {mem} --recent 0 --forget 0"),
     "lococo": Row("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
     "lococo+h2o": Row("the paper's `lococo+h2o`: M/2 heavy, M/2 merged",
                       f"--method lococo+h2o {PAPER}"),
-    "official code": Row("the official code's LoCoCo",
+    "official code": Row("LoCoCo's code: M/2 heavy, M/2 merged",
                          f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o heads": Row("H2O that forgets, with budgets",
@@ -135,7 +135,7 @@ class Table:
     by_position: bool = False  # if it shows where in a document the loss is
 
 
-PAPERS = ("h2o", "official h2o", "lococo", "lococo+h2o", "official code")
+PAPERS = ("window", "h2o", "official h2o", "lococo", "lococo+h2o", "official code")
 OURS = ("h2o 5/8 forget", "h2o heads", "ours", "ours heads")
 FROZEN = Table(
     ("full", "window", "h2o", *OURS, "stored"), 64, 1024, "test", "--recipe inference"
@@ -149,10 +149,10 @@ ABLATIONS = (
 TUNED = ("full", "window", "h2o", "ours")
 LORA = "--recipe inference --lora-rank 8 --lr 3e-4 --bptt 4"
 LONG = Table(
-    ("full", "window", "h2o text", *PAPERS[1:], *OURS), 512, 8192, "long",
+    ("full", "window", "h2o text", *PAPERS[2:], *OURS), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
 )
-RESULT = ("full", "window", "h2o text", "official h2o", "official code", "h2o heads", "ours heads")
+RESULT = ("full", "window", "h2o text", "official code", *OURS)
 BEYOND = ("window", "h2o", "h2o heads by slot", "stored by slot")
 FACTS = ("window", "h2o", "lococo+h2o", "ours")
 TABLES = {

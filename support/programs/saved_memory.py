@@ -19,7 +19,7 @@ def save_memory(file: Path | str, memory: Memory, adapted: AdaptedLlama) -> None
     file. Raises UserError."""
     tensors = {}
     for n in range(len(memory.parts)):
-        tensors[f"keys {n}"] = memory.plain[n].held  # as compressions read them
+        tensors[f"keys {n}"] = memory.to_compress[n].held
         tensors[f"values {n}"] = memory.values[n].held
         if memory.scoring:
             tensors[f"scores {n}"] = memory.scores[n]

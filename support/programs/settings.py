@@ -84,7 +84,7 @@ def check_sizes(settings: Settings) -> None:
         raise UserError(f"budgets: {settings.method} keeps everything and has no slots")
     if settings.mem == settings.sinks:
         raise UserError(f"budgets: {settings.method} has only sinks, and no slots to divide")
-    least = settings.slot_numbers[0]
+    least = settings.head_sizes[0]
     # At least 4, as for --mem. Each head has all sinks, and room for something else.
     too_few = least < max(4, settings.sinks + 1)
     if too_few or (settings.merged and with_slots(settings, least).merged == 0):
@@ -146,7 +146,7 @@ def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
     at `tokens`, those in the cache at M + T of the largest head."""
     settings, reach = adapted.settings, reach_of(adapted)
     by_slot = settings.positions == "slots" and settings.mem
-    largest = settings.slot_numbers[-1] + settings.segment
+    largest = settings.head_sizes[-1] + settings.segment
     positions = min(tokens, largest) if by_slot else tokens
     if positions <= reach:
         return

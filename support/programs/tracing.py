@@ -104,7 +104,9 @@ def describe_slots(
     The bars at a line's end follow its first token, one bar for each compression. A bar is
     the token's largest share among the slots in which it came first then.
     """
-    n = memory.part_of(layer, head)
+    n = next(
+        n for n, part in enumerate(memory.parts) if part.layer == layer and head in part.heads
+    )
     part = memory.parts[n]
     yield f"layer {layer}, head {head}: {memory.keys[n].size} entries after {len(ids)} tokens"
     own = part.heads.index(head)

@@ -141,7 +141,7 @@ def check_use(settings: Settings) -> None:
         raise UserError(f"{chosen}: there is nothing to train; {remedy}")
     if not settings.merged:
         return
-    least = with_slots(settings, settings.slot_numbers[0])
+    least = with_slots(settings, settings.head_sizes[0])
     if settings.length - 1 <= least.uncompressed:
         sizes = f"a memory of {least.mem} slots and a segment of {least.segment} tokens"
         nothing = f"it fits into {sizes}, so that nothing is compressed"

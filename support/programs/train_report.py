@@ -47,7 +47,7 @@ def print_start(config: Any, settings: Settings, machine: Machine, texts: Texts)
     print(f"training: {described(asdict(config) | left_out)}")
     print(f"memory: {described(asdict(settings) | {'budgets': None})}")
     if settings.budgets:
-        numbers = settings.slot_numbers
+        numbers = settings.head_sizes
         print(f"budgets: heads have {numbers[0]:,} to {numbers[-1]:,} slots")
     print(texts.summary)
     if not config.data and Path(config.model) != TINY:
