@@ -21,6 +21,7 @@ rounds. The table has the medians and, behind each, how many times the window's 
     compress  one compression of M + T entries, the mean of the layers
 
 Every row has LoRA of rank 8, also in prefill and decoding; --lora-rank sets another rank.
+--budgets are those of all rows but `full` and `window`.
 """
 
 import argparse
@@ -39,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import prefill
 from lococo import AdaptedLlama
 from model import Entries, KVCache, Llama, LlamaConfig, load_llama
-from support.command_line import TINY, Machine, at_least, prepare
+from support.command_line import TINY, Machine, at_least, budgets_file, prepare
 from support.command_line import run_program
 from support.facts import fact_tokens, tell
 from support.programs.adapter import shared_copy
@@ -51,6 +52,7 @@ ROWS = {  # the method of each
     "full": "full",
     "window": "streaming",
     "h2o": "h2o",
+    "h2o+forget": "h2o+forget",
     "selection": "selection",
     "lococo": "lococo",
     "lococo+h2o": "lococo+h2o",
@@ -78,8 +80,10 @@ def seconds(work: Callable, options: Options) -> float:
 
 def make(row: str, model: Llama, options: Options) -> AdaptedLlama:
     segment = options.seq if row == "full" else options.segment
-    rank = options.lora_rank
-    settings = settings_for(ROWS[row], options.mem, segment, options.seq, lora_rank=rank)
+    changes = {"lora_rank": options.lora_rank}
+    if row not in ("full", "window"):
+        changes["budgets"] = options.budgets
+    settings = settings_for(ROWS[row], options.mem, segment, options.seq, **changes)
     return AdaptedLlama(shared_copy(model), settings)
 
 
@@ -166,17 +170,21 @@ def prefill_time(adapted: AdaptedLlama, options: Options) -> float:
 
 def filled(adapted: AdaptedLlama, n: int, options: Options) -> KVCache:
     """A cache as it is after n tokens, but with random entries."""
-    cache, s, config = adapted.cache(), adapted.settings, adapted.model.config
-    held = min(n, s.capacity) if s.mem else n
-    shape = (1, config.n_kv_heads, held, config.head_dim)
-    kind = {"device": options.device, "dtype": getattr(torch, options.dtype)}
-    for layer in range(config.n_layers):
-        k, v = torch.randn(shape, **kind), torch.randn(shape, **kind)
-        if s.mem:
-            scores = torch.rand(shape[:3], device=options.device)
-            cache.hold(layer, k, v, scores if cache.scoring else None)
-        else:
-            cache.keys[layer], cache.values[layer] = Entries(k), Entries(v)
+    cache, config = adapted.cache(), adapted.model.config
+
+    def entries(heads: int, held: int) -> Tensor:
+        kind = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+        return torch.randn((1, heads, held, config.head_dim), **kind)
+
+    if adapted.settings.mem:
+        for number, part in enumerate(cache.parts):
+            sizes = len(part.heads), min(n, part.settings.capacity)
+            scores = torch.rand((1, *sizes), device=options.device)
+            scores = scores if cache.scoring else None
+            cache.hold(number, entries(*sizes), entries(*sizes), scores)
+    else:
+        for held in (cache.keys, cache.values):
+            held[:] = [Entries(entries(config.n_kv_heads, n)) for _ in held]
     cache.seen = n
     return cache
 
@@ -287,6 +295,8 @@ def parse() -> Options:
         help="in a sequence; without any there is one backward pass (default: 8)")
     add("--lora-rank", type=at_least(0), default=8,
         help="of all rows; 0 leaves the base frozen (default: 8)")
+    add("--budgets", type=budgets_file, metavar="FILE",
+        help="slots of each head, for a --model (default: M each)")
     add("--rounds", type=positive, default=5,
         help="turns of each memory; one more warms up (default: 5)")
     add("--device", default="cpu", help="cpu or cuda (default: cpu)")
