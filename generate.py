@@ -21,7 +21,6 @@ The text goes to standard output, the figures to standard error. For the method 
 import argparse
 import sys
 import time
-from itertools import chain, islice
 from pathlib import Path
 from typing import Iterator
 
@@ -43,18 +42,6 @@ from support.programs.show_memory import page_record, what_to_show
 from support.programs.tracing import SUGGESTED, check_slots, describe_slots
 from support.programs.tracing import memory_of_layer, memory_of_page
 from support.tokenizer import Tokenizer
-
-# --- Text as it comes -------------------------------------------------------------------
-
-
-def as_text(
-    tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]
-) -> Iterator[str]:
-    """Text of tokens as they come. The prompt's end is decoded, too, because tokenizers drop
-    a leading space. A part of a letter waits; it is dropped if nothing follows."""
-    end = [i for i in prompt[-1:] if i not in tokenizer.prefix]
-    yield from islice(tokenizer.texts(chain(end, tokens)), len(end), None)
-
 
 # --- Decoding ---------------------------------------------------------------------------
 
@@ -155,20 +142,20 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
     mem, segment = method_sizes(flags, [*models.values()])
     for method in flags.method:
         models[method] = untrained(model, method, mem, segment, **flags.changes)
-    no_choice = not models
-    if no_choice:
+    needs_slots = flags.show_memory or flags.save_memory or flags.load_memory
+    if not models:
         refuse_sizes(flags)
         if flags.load_memory:
             remedy = "give the --adapter or --method that it was saved with"
             raise UserError(f"--load-memory {flags.load_memory}: {remedy}")
         models["full"] = untrained(model, "full", 512, 512)
-    if flags.show_memory or flags.save_memory or flags.load_memory:
+        if not needs_slots:
+            memory = "its memory is the full cache, which keeps every token"
+            others = f"for 512 slots: {SUGGESTED}"
+            print(f"this base has no adapter: {memory}; {others}", file=sys.stderr)
+    if needs_slots:
         for adapted in models.values():
             check_slots(adapted.settings)
-    if no_choice:
-        memory = "its memory is the full cache, which keeps every token"
-        others = f"for 512 slots: {SUGGESTED}"
-        print(f"this base has no adapter: {memory}; {others}", file=sys.stderr)
     return models
 
 
@@ -177,24 +164,17 @@ def print_figures(cache: KVCache, settings: Settings, seconds: float) -> None:
     took."""
     sizes = [keys.size for keys in cache.keys for _ in range(keys.held.shape[1])]
     held = sum(sizes) // len(sizes)  # a mean over all heads
-    slots, most = "all entries", ""
+    slots, bound = "all entries", ""
     if settings.mem:
-        slots, most = f"{settings.mem} slots", f" (at most M + T = {settings.capacity:,})"
-    memory = f"{slots}; {held:,} entries held of {cache.seen:,}{most}"
+        slots, bound = f"{settings.mem} slots", f" (at most M + T = {settings.capacity:,})"
+    memory = f"{slots}; {held:,} entries held of {cache.seen:,}{bound}"
     full = f"the full cache would hold {cache.full_nbytes:,}"
     print(f"memory           {memory}", file=sys.stderr)
     print(f"key/value cache  {cache.nbytes:,} bytes; {full}", file=sys.stderr)
     print(f"time             {seconds:.1f} s", file=sys.stderr)
 
 
-def print_text(new: Iterator[int], tokenizer: Tokenizer, ids: list[int]) -> None:
-    """Print the new tokens behind `ids` as they come."""
-    for piece in as_text(new, tokenizer, ids):
-        print(piece, end="", flush=True)
-    print(flush=True)
-
-
-def read(adapted: AdaptedLlama, ids: list[int], cache: KVCache) -> Tensor:
+def read_ids(adapted: AdaptedLlama, ids: list[int], cache: KVCache) -> Tensor:
     """Read a text into a cache of the model. Returns the logits of `prefill`."""
     tokens = torch.tensor([ids], device=adapted.model.norm.weight.device)
     return prefill(adapted.model, tokens, cache, adapted.settings.segment)
@@ -210,7 +190,7 @@ def show_page(
         adapted = models[name]
         warn_if_too_long(adapted, len(ids))
         begun = time.perf_counter()
-        logits = read(adapted, ids, memory)
+        logits = read_ids(adapted, ids, memory)
         print(name, file=sys.stderr)
         print_figures(memory, adapted.settings, time.perf_counter() - begun)
         likeliest = sample(logits[0, : tokenizer.vocab_size], temperature=0)
@@ -230,19 +210,20 @@ def continue_text(
         cache = memory_of_layer(adapted, *flags.layer_and_head)
     else:
         cache = adapted.cache()
-    settings = adapted.settings
     warn_if_too_long(adapted, cache.seen + len(ids) + most)
 
     begun = time.perf_counter()
-    logits = read(adapted, ids, cache)
+    logits = read_ids(adapted, ids, cache)
     if flags.save_memory:
         save_memory(flags.save_memory, cache, adapted)
     if flags.layer_and_head:
         print(*describe_slots(cache, *flags.layer_and_head, ids, tokenizer), sep="\n")
     if most:
         new = decode(adapted.model, tokenizer, logits, cache, most, flags.temperature)
-        print_text(new, tokenizer, ids)
-    print_figures(cache, settings, time.perf_counter() - begun)
+        for piece in tokenizer.texts_behind(ids, new):
+            print(piece, end="", flush=True)
+        print(flush=True)
+    print_figures(cache, adapted.settings, time.perf_counter() - begun)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Llama-2 in plain PyTorch: the model, its cache, and how official weights are loaded.
 
-Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288), with a switch for Llama 3
-(`llama3_rope`) and two for ChatGLM3 (`qkv_bias`, `turned`). LoCoCo plugs in at one place, the
-cache: the model tells `cache.enter` how many tokens come, and each block hands
+Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288), with two switches for Llama
+3.2 (`tied`, `llama3_rope`) and two for ChatGLM3 (`qkv_bias`, `turned`). LoCoCo plugs in at one
+place, the cache: the model tells `cache.enter` how many tokens come, and each block hands
 q, k and v to `cache.attend`. The cache decides where tokens stand (RoPE) and what is kept.
 The KVCache below keeps every entry; the Memory of lococo.py keeps M slots. Equation numbers
 are those of the LoCoCo paper. Where its Q, K and V have a column for each token, ours have a
@@ -41,33 +41,9 @@ from support.weights import hugging_face_fields, hugging_face_weights, meta_fiel
 from support.weights import meta_shards, weight_files
 
 
-@dataclass(frozen=True)
-class Llama3Rope:
-    """How Llama 3.1 and 3.2 stretch their positions (rope_type "llama3" in config.json):
-    slow rotations are slowed down further, fast ones stay. The fields are named as in that
-    file."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-    def __post_init__(self):
-        check_numbers(self)
-
-    def slowed(self, frequency: Tensor) -> Tensor:
-        """A rotation that turns at least `high_freq_factor` times within the original
-        context is kept, one that turns at most `low_freq_factor` times is divided by
-        `factor`; between the two the share that is kept grows linearly."""
-        times = self.original_max_position_embeddings * frequency / (2 * math.pi)
-        low, high = self.low_freq_factor, self.high_freq_factor
-        kept = ((times - low) / (high - low)).clamp(0, 1)
-        return kept * frequency + (1 - kept) * frequency / self.factor
-
-
-# The repr of this class is a part of the checksum by which an adapter knows its base
-# (support.programs.adapter.identity). A new field needs `repr=False`, or no stored adapter
-# loads any more.
+# The repr of this class is a part of the checksum by which an adapter, a run and a saved
+# memory know their base (support.programs.adapter.identity). A new field needs `repr=False`,
+# or what is stored seems to be of another base.
 @dataclass(frozen=True)
 class LlamaConfig:
     dim: int
@@ -85,7 +61,7 @@ class LlamaConfig:
     qkv_bias: bool = False  # True for ChatGLM3 (tools/chatglm3.py)
     # The share of a head's channels that are rotated, from the first on; ChatGLM3: 0.5.
     turned: float = 1.0
-    llama3_rope: Llama3Rope | None = field(default=None, repr=False)
+    llama3_rope: "Llama3Rope | None" = field(default=None, repr=False)
 
     def __post_init__(self):
         check_numbers(self)
@@ -108,27 +84,50 @@ def widened(t: Tensor) -> Tensor:
 
 
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Positions (...) -> cosine and sine of position * theta^(-2i/d) for channel pair i,
-    each (..., D/2).
+    """Positions (T,) -> cosine and sine of position * theta^(-2i/d) for channel pair i,
+    each (T, D/2).
 
     d = turned * D channels rotate, which is usually all D. Pairs from d/2 on have angle 0.
     Angles are in float32, as bfloat16 cannot tell position 256 from 257.
     """
     d = config.turned * config.head_dim
-    twice_i = widened(torch.arange(0, config.head_dim, 2, device=positions.device))
+    twice_i = torch.arange(0.0, config.head_dim, 2, device=positions.device)
     frequency = (twice_i < d) * config.rope_theta ** (-twice_i / d)
     if config.llama3_rope:
         frequency = config.llama3_rope.slowed(frequency)
-    angle = widened(positions)[..., None] * frequency
+    angle = positions[:, None] * frequency
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn channel pair (i, i + D/2) of x (B, heads, T, D) by its position's angle; cos and
-    sin are (T, D/2), or (B, heads, T, D/2). Rotations compose: turning by the angle of p
-    and then of q is turning by the angle of p + q."""
+    sin are (T, D/2)."""
     a, b = widened(x).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """How Llama 3.1 and 3.2 stretch their positions (rope_type "llama3" in config.json):
+    slow rotations are slowed down further, fast ones stay. The fields are named as in that
+    file."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self):
+        check_numbers(self)
+
+    def slowed(self, frequency: Tensor) -> Tensor:
+        """A rotation that turns at least `high_freq_factor` times within the original
+        context is kept, one that turns at most `low_freq_factor` times is divided by
+        `factor`; between the two the share that is kept grows linearly."""
+        times = self.original_max_position_embeddings * frequency / (2 * math.pi)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        kept = ((times - low) / (high - low)).clamp(0, 1)
+        return kept * frequency + (1 - kept) * frequency / self.factor
 
 
 # --- Attention and its cache ------------------------------------------------------------
@@ -177,7 +176,7 @@ class Entries:
         return self.buffer[:, :, : self.size]
 
     def append(self, new: Tensor, most: float) -> None:
-        """Add new entries (B, G, T, D). The buffer grows up to `most` entries."""
+        """Add new entries (B, G, T, D). There are never more than `most`."""
         end = self.size + new.shape[2]
         if self.buffer is None:
             self.buffer = new
@@ -185,14 +184,14 @@ class Entries:
             self.buffer = torch.cat((self.held, new), dim=2)
         else:
             if self.buffer.shape[2] < end:
-                larger = max(end, min(2 * end, most))
+                larger = min(2 * end, most)
                 self.buffer = F.pad(self.held, (0, 0, 0, larger - self.size))
             self.buffer[:, :, self.size : end] = new
         self.size = end
 
     def detach(self) -> None:
-        """Cut the graph. Without one, the buffer stays as it is."""
-        if self.buffer is not None and self.buffer.requires_grad:
+        """Cut the graph."""
+        if self.buffer is not None:
             self.buffer = self.held.detach()
 
     def copy(self) -> "Entries":
@@ -433,6 +432,16 @@ def hugging_face_name(name: str) -> str:
     return ".".join(HUGGING_FACE_NAMES.get(part, part) for part in name.split("."))
 
 
+def load_base(
+    path: Path | str, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[Llama, Tokenizer]:
+    """The model of a directory, and its tokenizer. Raises UserError."""
+    model = load_llama(path, dtype, device)
+    tokenizer = Tokenizer(Path(path))
+    tokenizer.fit(model.config.vocab_size)
+    return model, tokenizer
+
+
 def load_llama(
     path: Path | str, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Llama:
@@ -495,7 +504,7 @@ def meta_weights(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     """The name of each of Meta's weights, and its tensor. Meta cuts a model for several GPUs:
     each file has some rows or some columns of a matrix, and all of a norm."""
     for name, parts in meta_shards(files):
-        kind = name.removesuffix(".weight").split(".")[-1]  # "wq" of the name above
+        kind = name.removesuffix(".weight").split(".")[-1]  # such as "wq"
         if "norm" in kind:
             yield name, parts[0]
         elif kind in ("tok_embeddings", "wo", "w2"):
@@ -510,13 +519,3 @@ def neighbours_to_halves(rows: Tensor, head_dim: int) -> Tensor:
     D = 8 the rows 0 1 2 3 4 5 6 7 become 0 2 4 6 1 3 5 7."""
     pairs = rows.unflatten(0, (-1, head_dim // 2, 2))  # (heads, D/2, 2, dim)
     return pairs.transpose(1, 2).flatten(0, 2)
-
-
-def load_base(
-    path: Path | str, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> tuple[Llama, Tokenizer]:
-    """The model of a directory, and its tokenizer. Raises UserError."""
-    model = load_llama(path, dtype, device)
-    tokenizer = Tokenizer(Path(path))
-    tokenizer.fit(model.config.vocab_size)
-    return model, tokenizer

@@ -155,8 +155,7 @@ def settings_of(config: TrainConfig) -> Settings:
     changes = method_flags(asdict(config))
     if config.recent is None and config.merged is not None:
         changes["merged"] = min(config.merged, config.mem // 4)
-    c = config
-    return settings_for(c.method, c.mem, c.segment, c.seq, **changes)
+    return settings_for(config.method, config.mem, config.segment, config.seq, **changes)
 
 
 # --- What a run is made of --------------------------------------------------------------
@@ -181,28 +180,6 @@ class Setup:
 
 
 # --- One step ---------------------------------------------------------------------------
-
-ANSWERS_EVERY = 3  # pieces; see `add_answers`
-
-
-class ShiftedGroups(KVCache):
-    """LongLoRA's attention while it trains (arXiv 2309.12307). The whole sequence enters
-    at once, and each token attends within its quarter of it."""
-
-    def read(self, layer: int, q: Tensor) -> Tensor:
-        """For the second half of the heads the borders are moved by half a quarter. Both
-        ends are groups of their own then, so that the end is not seen at the start."""
-        H, L = q.shape[1], q.shape[2]
-        quarter = math.ceil(L / 4)
-        k = self.keys[layer].held.repeat_interleave(H // self.config.n_kv_heads, dim=1)
-        v = self.values[layer].held.repeat_interleave(H // self.config.n_kv_heads, dim=1)
-        read = torch.empty_like(q)
-        for heads, first in ((slice(0, H // 2), 0), (slice(H // 2, H), quarter // 2)):
-            borders = sorted({0, *range(first, L, quarter), L})
-            for start, stop in zip(borders, borders[1:]):
-                group = (slice(None), heads, slice(start, stop))
-                read[group] = attention(q[group], k[group], v[group])
-        return read
 
 
 def gradients(
@@ -248,8 +225,8 @@ def backward(
     for number, start in enumerate(range(0, config.seq - 1, length)):
         # The last target of a piece is the first token of the next.
         piece = slice(start, start + length + 1)
-        segments = segment_losses(adapted.model, tokens[:, piece], cache, segment)
-        with machine.precision():  # such as torch.autocast
+        with machine.precision():  # autocast, unless the base is in float32
+            segments = segment_losses(adapted.model, tokens[:, piece], cache, segment)
             losses = torch.cat([nats for nats, _ in segments], dim=1) / targets
         loss = losses.sum()
         # With --lora-rank 0 nothing before the first compression has a gradient.
@@ -262,7 +239,10 @@ def backward(
     return total
 
 
-def add_answers(nats: Tensor, adapted: AdaptedLlama, config: TrainConfig) -> None:
+ANSWERS_EVERY = 3  # pieces
+
+
+def add_answers(losses: Tensor, adapted: AdaptedLlama, config: TrainConfig) -> None:
     """In the convolutions' gradient an answer counts `answer_weight` times. The usual
     backward pass counts it once. This adds the others, from the loss of each answer in a
     piece, (answers,).
@@ -274,18 +254,15 @@ def add_answers(nats: Tensor, adapted: AdaptedLlama, config: TrainConfig) -> Non
     """
     weight = ANSWERS_EVERY * (config.answer_weight - 1)
     convolutions = list(adapted.compressors.parameters())
-    if weight and convolutions and len(nats):
-        extra = weight * nats.sum()
+    if weight and convolutions and len(losses):
+        extra = weight * losses.sum()
         extra.backward(inputs=convolutions, retain_graph=True)
 
 
 def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
     """AdamW with a group for the convolutions and one for the rest. Each group stores
-    its first rate as "rate". From it `train` computes "lr", the rate of a step.
-
-    Ours, as the paper is silent: no weight decay, and `train` clips each group's
-    gradient to norm 1.
-    """
+    its first rate as "rate". From it `train` computes "lr", the rate of a step. There is no
+    weight decay, as the paper names none."""
     convolutions = list(adapted.compressors.parameters())
     rest = [p for p in adapted.model.parameters() if p.requires_grad]
     groups = [
@@ -295,6 +272,29 @@ def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
     return AdamW([group for group in groups if group["params"]], weight_decay=0.0)
 
 
+# --- LongLoRA, which the paper compares with --------------------------------------------
+
+
+class ShiftedGroups(KVCache):
+    """LongLoRA's attention while it trains (arXiv 2309.12307). The whole sequence enters
+    at once, and each token attends within its quarter of it."""
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        """For the second half of the heads the borders are moved by half a quarter. Both
+        ends are groups of their own then, so that the end is not seen at the start."""
+        H, L = q.shape[1], q.shape[2]
+        quarter = math.ceil(L / 4)
+        k = self.keys[layer].held.repeat_interleave(H // self.config.n_kv_heads, dim=1)
+        v = self.values[layer].held.repeat_interleave(H // self.config.n_kv_heads, dim=1)
+        read = torch.empty_like(q)
+        for heads, first in ((slice(0, H // 2), 0), (slice(H // 2, H), quarter // 2)):
+            borders = sorted({0, *range(first, L, quarter), L})
+            for start, stop in zip(borders, borders[1:]):
+                group = (slice(None), heads, slice(start, stop))
+                read[group] = attention(q[group], k[group], v[group])
+        return read
+
+
 # --- The loop ---------------------------------------------------------------------------
 
 
@@ -302,14 +302,14 @@ def train(
     setup: Setup, adapted: AdaptedLlama, optimizer: AdamW, begin: int,
     save: Callable[[int], None], log: TextIO,
 ) -> int:
-    """Steps from `begin` to `steps`; save(steps done) is called after every
-    `save_every`. A signal to any process ends all after the step that is under way.
-    Returns the signal's number, or 0 if all steps are done."""
+    """Steps from `begin` to `steps`. save(steps done) is called after every `save_every`,
+    after the last step, and after a signal: one to any process ends all after the step that
+    is under way. Returns the signal's number, or 0 if all steps are done."""
     config = setup.config
-    # The tokens of a step that this process has.
-    own = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
+    # Those of a step that this process has.
+    tokens = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
     bar = tqdm(
-        desc="training", total=config.steps * own, initial=begin * own,
+        desc="training", total=config.steps * tokens, initial=begin * tokens,
         unit=" tokens", unit_scale=True, mininterval=1, disable=RANK > 0,
     )
     adapted.train()
@@ -319,6 +319,7 @@ def train(
                 group["lr"] = group["rate"] * (1 - step / config.steps)
             optimizer.zero_grad()
             loss = gradients(adapted, setup.draw, config, setup.machine, step, bar.update)
+            # The paper is silent: the gradient of each group is clipped to norm 1.
             norms = [clip_grad_norm_(g["params"], 1) for g in optimizer.param_groups]
             if not sum(norms).isfinite():
                 remedy = "a gradient is not finite; lower --lr, --conv-lr"
@@ -360,7 +361,7 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
         machine = prepare(given.get("device"), given.get("dtype"))
         refuse_without_recipe(Path(model), machine, recipes, WHAT_FOR)
     recipe = named[given.get("recipe", "embedded")]
-    if given.get("method", recipe.get("method")) != recipe.get("method"):
+    if given.get("method") not in (None, recipe.get("method")):
         recipe = {key: value for key, value in recipe.items() if key not in OF_THE_METHOD}
     return completed(TrainConfig(**recipe | given)), None
 

@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import NAME
-from generate import as_text, decode, prefill
+from generate import decode, prefill
 from lococo import AdaptedLlama, segment_losses
 from metrics import LONGBENCH, compare
 from model import KVCache, load_base
@@ -317,7 +317,8 @@ def score_answer(
     ids, most = tokenizer.encode(row["prompt"]), row.get("max_tokens", 32)
     logits = prefill(model, torch.tensor([ids], device=device), cache, adapted.settings.segment)
     text, stop = "", row.get("stop", "\n")
-    for piece in as_text(decode(model, tokenizer, logits, cache.copy(), most, 0), tokenizer, ids):
+    new = decode(model, tokenizer, logits, cache.copy(), most, 0)
+    for piece in tokenizer.texts_behind(ids, new):
         text += piece
         if "longbench" in row:
             text = text.lstrip("\n")  # as it does, so that a first line is not empty
