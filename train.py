@@ -403,7 +403,7 @@ def run(config: TrainConfig, state: State | None) -> int:
         setup.draw(0)  # refuses a text that is too short
         if WORLD > 1 and RANK == 0:
             join()  # the others wait in start_process
-        print_start(config, settings, machine, texts)
+        print_start(config, settings, model.config, machine, texts)
 
         adapted = AdaptedLlama(shared_copy(model), settings)
         scores = state.scores if state else {}

@@ -5,6 +5,7 @@ import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lococo import AdaptedLlama, Settings, segment_losses
 from model import load_llama
 from support.programs.adapter import load_adapter
 from support.command_line import TINY
+from support.programs.train_report import print_start
 from support.text import pieces, token_streams
 
 LINE = "--data text --mem 16 --segment 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 --out run"
@@ -79,6 +81,17 @@ def test_what_the_user_says_wins_over_a_recipe():
     assert parsed("--mem 64").segment == 64
     given = asdict(parsed("--kernel 5 --segment 7 --lr 0.5 --compressor paper")).items()
     assert given >= dict(kernel=5, segment=7, lr=0.5, compressor="paper").items()
+
+
+@pytest.mark.parametrize("words, divided", [
+    ("--seq 2048", True), ("--seq 1024", False), ("--seq 2048 --positions slots", False),
+    ("--seq 2048 --lora-rank 8", False)])  # then the base learns them
+def test_a_frozen_base_that_has_not_learnt_its_positions(capsys, words, divided):
+    """The context of tiny/ is 1,024 tokens."""
+    config = parsed(f"--recipe inference --out run {words}")
+    texts = Mock(summary="", ids=[0])
+    print_start(config, train.settings_of(config), load_llama(TINY).config, Mock(), texts)
+    assert ("note: positions are divided by 2" in capsys.readouterr().out) == divided
 
 
 def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, monkeypatch):

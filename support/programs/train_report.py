@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from lococo import Settings
-from model import load_base
+from lococo import Settings, interpolation
+from model import LlamaConfig, load_base
 from support.command_line import TINY, Machine, counted
 from support.files import UserError
 from support.text import Texts
@@ -39,7 +39,9 @@ def refuse_without_recipe(
     raise UserError(f"--recipe: name one for this base:{''.join(lines)}")
 
 
-def print_start(config: Any, settings: Settings, machine: Machine, texts: Texts) -> None:
+def print_start(
+    config: Any, settings: Settings, base: LlamaConfig, machine: Machine, texts: Texts
+) -> None:
     """`config` is a TrainConfig."""
     print(f"run: {os.path.relpath(config.out)}, {machine.dtype} on {machine.device}")
     named_elsewhere = ("out", "device", "dtype", "merged", "data", "held_out")
@@ -49,6 +51,10 @@ def print_start(config: Any, settings: Settings, machine: Machine, texts: Texts)
     if settings.budgets:
         numbers = settings.head_sizes
         print(f"budgets: heads have {numbers[0]:,} to {numbers[-1]:,} slots")
+    divisor = interpolation(base, settings)
+    if divisor > base.rope_scale and not settings.lora_rank:
+        print(f"note: positions are divided by {divisor:.3g}, which a frozen base has not learnt; "
+              f"--seq {base.context} or --positions slots avoids it")
     print(texts.summary)
     if not config.data and Path(config.model) != TINY:
         print("no --data: it trains on Python's standard library; "
