@@ -100,7 +100,7 @@ ROWS = {
     "ours soft": Row("ours as mixtures: not sharpened in use", "", sharpness=1),
     "ours": Row("**ours**", ""),
     "ours heads": Row("**ours with budgets**", f"--budgets {BUDGETS}"),
-    "stored": Row("ours with budgets, trained for other sizes", f"--budgets {BUDGETS}",
+    "stored": Row("**ours with budgets**, trained with 512 slots", f"--budgets {BUDGETS}",
                   trained=False, stored=True),
     "stored by slot": Row("ours with budgets, used by slot",
                           f"--budgets {BUDGETS} --positions slots", trained=False, stored=True),
