@@ -21,6 +21,7 @@ The text goes to standard output, the figures to standard error. For the method 
 import argparse
 import sys
 import time
+from itertools import chain, islice
 from pathlib import Path
 from typing import Iterator
 
@@ -82,6 +83,18 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
         yield token
         if n + 1 < most:  # nothing comes after the last one
             logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
+
+
+# --- Text as it comes -------------------------------------------------------------------
+
+
+def as_text(
+    tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]
+) -> Iterator[str]:
+    """Text of tokens as they come. The prompt's end is decoded, too, because tokenizers drop
+    a leading space. A part of a letter waits; it is dropped if nothing follows."""
+    end = [i for i in prompt[-1:] if i not in tokenizer.prefix]
+    yield from islice(tokenizer.texts(chain(end, tokens)), len(end), None)
 
 
 # --- The program ------------------------------------------------------------------------
@@ -220,7 +233,7 @@ def continue_text(
         print(*describe_slots(cache, *flags.layer_and_head, ids, tokenizer), sep="\n")
     if most:
         new = decode(adapted.model, tokenizer, logits, cache, most, flags.temperature)
-        for piece in tokenizer.texts_behind(ids, new):
+        for piece in as_text(new, tokenizer, ids):
             print(piece, end="", flush=True)
         print(flush=True)
     print_figures(cache, adapted.settings, time.perf_counter() - begun)

@@ -2,7 +2,7 @@
 
 import re
 from codecs import getincrementaldecoder
-from itertools import chain, groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Callable, Iterable, Iterator
 
@@ -98,12 +98,6 @@ class Tokenizer:
             yield letters.decode(part)
             # The letter, as a tokenizer drops the blank in front of a text.
             before = self.letter if inside else [*self.letter, i]
-
-    def texts_behind(self, prompt: list[int], ids: Iterable[int]) -> Iterator[str]:
-        """As `texts`, of ids that come behind a prompt. The prompt's end is decoded, too, as
-        tokenizers drop a leading blank. A part of a letter is dropped if nothing follows."""
-        end = [i for i in prompt[-1:] if i not in self.prefix]
-        return islice(self.texts(chain(end, ids)), len(end), None)
 
     def piece(self, i: int) -> str:
         """The text that token i adds, with its leading blank if it has one. A part of a
