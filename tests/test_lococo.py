@@ -34,6 +34,7 @@ def logits_of(model, cache, tokens=TOKENS, segment=6):
     ("full", 512, {}, (0, 0, 0, 0)), ("streaming", 512, {}, (4, 0, 0, 508)),
     ("streaming", 512, dict(sinks=8, recent=0), (8, 0, 0, 0)),  # the paper's StreamingLLM
     ("h2o", 511, dict(sinks=None), (0, 255, 0, 256)),  # a flag that is not given
+    ("h2o+forget", 512, {}, (0, 320, 0, 192)),
     ("lococo+h2o", 512, {}, (0, 256, 256, 0)),
     ("lococo", 512, dict(sinks=4, heavy=8, recent=444), (4, 8, 56, 444)),
     ("lococo+sinks", 512, {}, (4, 0, 508, 0)), ("selection", 64, {}, (0, 24, 16, 24)),
@@ -43,6 +44,7 @@ def test_a_method_is_four_counts(method, mem, changes, counts):
     assert (s.sinks, s.heavy, s.merged, s.recent, s.mem) == (*counts, sum(counts))
     assert s.positions == ("slots" if method == "streaming" else "text")
     assert s.compressor == ("selection" if method == "selection" else "paper")
+    assert s.forget == (0.75 if method in ("h2o+forget", "selection") else 1)
 
 
 @pytest.mark.parametrize("method, changes, words", [

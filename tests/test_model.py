@@ -69,7 +69,7 @@ def test_angles_are_float32_far_from_the_start():
 
 
 @pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("method", ["full", "h2o"])
+@pytest.mark.parametrize("method", ["full", "h2o", "streaming"])
 def test_a_copied_cache_leaves_the_original_as_it_is(model, method, gradients):
     """Both go on with other tokens: each gives what it gives where there is no other."""
     adapted = AdaptedLlama(model, settings(method))
