@@ -50,7 +50,8 @@ METHODS = {
     "lococo": lambda M: dict(merged=M),
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
-    # Earlier attention counts less, as in A2SF (arXiv 2407.20485).
+    # Not in the paper: H2O in which earlier attention counts less, as in A2SF (arXiv
+    # 2407.20485), with more heavy slots.
     "h2o+forget": lambda M: dict(heavy=M * 5 // 8, recent=M - M * 5 // 8, forget=0.75),
     # Ours: merged slots learn which entries to keep. At M = 64 there are 24 heavy,
     # 16 merged and 24 recent slots. The recipe "embedded" of train.py divides M otherwise.
@@ -164,8 +165,8 @@ class Compressor(nn.Module):
         from_slot: list[Tensor], scores: list[Tensor] | list[None],
     ) -> Tensor:
         """w of P parts, one after the other, (P * N, slots, R). A compressor with more slots
-        gives its first rows. A subclass needs only `weights`. Ours replaces this
-        function, too, so that its loop over slots runs once for all parts."""
+        gives its first rows. A subclass needs only `weights`. Ours replaces this function,
+        too, so that its loop over slots runs once for all parts."""
         parts = zip(compressors, entries, from_slot, scores)
         return torch.cat([c.weights(*part)[:, :slots] for c, *part in parts])
 
@@ -723,7 +724,7 @@ class AdaptedLlama(nn.Module):
         self.compressors = nn.ModuleList(
             compressor(config.head_dim, slots, settings.kernel, settings.start)
             for slots in most
-            if settings.merged  # then each layer has one, and is its number
+            if settings.merged  # then each layer has one, at its number
         ).to(model.norm.weight.device)
         if self.compressors:  # all are of one class
             check_rows(self.compressors[0], config.head_dim)

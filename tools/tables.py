@@ -12,8 +12,9 @@ stopped. A cell is one line of docs/results.jsonl, with the nats of each documen
 made again only if --again asks for it.
 
 A table has cells of one model, one --dtype and one scored text. It shows each row after
-the most steps, and the newest cell of each seed. A page has it between `<!-- tools/tables.py: NAME
--->` and `<!-- end -->`; a name is as "frozen, SmolLM2-135M, float32".
+the most steps, and the newest cell of each seed. A page has it between
+`<!-- tools/tables.py: NAME -->` and `<!-- end -->`; a name is as
+"frozen, SmolLM2-135M, float32".
 """
 
 import argparse
@@ -163,6 +164,7 @@ TABLES = {
     ),
     "result": replace(LONG, rows=RESULT, by_position=False),
     "long": LONG,
+    "long, M = 128": replace(LONG, rows=("h2o heads", "stored"), mem=128),
     "beyond the context": replace(LONG, rows=BEYOND, seq=32768, documents=2),
     "long, choosing": replace(LONG, part="long choosing", documents=8),
     "tuned": replace(FROZEN, rows=TUNED, flags=LORA, ending=" lora"),

@@ -51,10 +51,10 @@ def print_start(
     if settings.budgets:
         numbers = settings.head_sizes
         print(f"budgets: heads have {numbers[0]:,} to {numbers[-1]:,} slots")
-    divisor = interpolation(base, settings)
+    divisor, reach = interpolation(base, settings), int(base.context * base.rope_scale)
     if divisor > base.rope_scale and not settings.lora_rank:
         print(f"note: positions are divided by {divisor:.3g}, which a frozen base has not learnt; "
-              f"--seq {base.context} or --positions slots avoids it")
+              f"--seq {reach} or --positions slots avoids it")
     print(texts.summary)
     if not config.data and Path(config.model) != TINY:
         print("no --data: it trains on Python's standard library; "
