@@ -61,6 +61,8 @@ def test_an_adapter_is_used_with_more_slots(model, tmp_path):
     prefill(loaded.model, tokens, cache, 12)
     assert loaded.settings == settings("selection", 24, 12, 64, lora_rank=0)
     assert cache.keys[0].size == 36 and same(loaded.trained(), adapted.trained())
+    for compressor in loaded.compressors:  # filters that no slot took have not learnt anything
+        assert not compressor.conv.weight[4:].any() and not compressor.slot_filters[4:].any()
     write_adapter(tmp_path, AdaptedLlama(model, settings("lococo", 8, lora_rank=0)), [])
     with pytest.raises(UserError, match="a filter for each merged slot; leave --mem"):
         load_adapter(tmp_path, base, mem=24)

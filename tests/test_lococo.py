@@ -6,11 +6,11 @@ import official_code  # it adds a compressor
 import pytest
 import torch
 from conftest import settings
-from reference import by_loop, slow_memory
+from reference import slow_memory
 
 import lococo
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory, Selection
-from lococo import check_rows, interpolation, merge, with_slots
+from lococo import check_rows, copy_penalty, interpolation, merge, with_slots
 from model import KVCache, Llama, rope, rotate
 from support.files import UserError
 from support.programs.settings import resized, untrained
@@ -57,39 +57,33 @@ def test_counts_that_do_not_fit_are_refused(method, changes, words):
         settings(method, 8, **changes)
 
 
-def test_what_must_be_trained_is_refused_without_an_adapter(model):
-    with pytest.raises(UserError, match="method lococo: its convolution must be trained first"):
-        untrained(model, "lococo", 16, 16)
-
-
 # --- Compressors ------------------------------------------------------------------------
 
 
-def test_weights_of_another_shape_are_named(monkeypatch):
-    """A compressor of one's own returns two rows in place of three."""
-    monkeypatch.setattr(Compressor, "weights", lambda *args: torch.ones(2, 2, 11) / 11)
-    with pytest.raises(UserError, match=r"w has the shape \(2, 2, 11\) instead of \(2, 3, 11\)"):
+@pytest.mark.parametrize("wrong, words", [
+    (lambda self, entries, *_: torch.ones(2, 2, 11) / 11, r"shape \(2, 2, 11\) instead of \(2, 3,"),
+    # A softmax over the slots.
+    (lambda self, entries, *_: self.conv(entries).softmax(1), "the rows of w sum to .* instead of 1"),
+])
+def test_a_wrong_compressor_is_named(monkeypatch, wrong, words):
+    monkeypatch.setattr(Compressor, "weights", wrong)
+    with pytest.raises(UserError, match=f"Compressor.weights: .*{words}"):
         check_rows(Compressor(4, 3, 5), 4)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_rows_that_do_not_sum_to_1_are_refused(model, monkeypatch, dim):
-    """As those of a softmax over the slots, or over the heads."""
-    for compressor in COMPRESSORS.values():
-        check_rows(compressor(4, 3, 5), 4)
-    wrong = lambda self, entries, *_: self.conv(entries).softmax(dim)
-    monkeypatch.setattr(Compressor, "weights", wrong)
-    with pytest.raises(UserError, match="Compressor.weights: the rows of w sum to .* instead of 1"):
-        AdaptedLlama(model, settings("lococo"))
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_a_head_with_fewer_slots_takes_the_first_rows(name):
+    """The slots of ours choose in turn, so that later ones change nothing."""
+    compressor = COMPRESSORS[name](4, 5, 3)
+    k, v = torch.randn(2, 1, 2, 9, 4)
+    from_slot, scores = torch.rand(1, 2, 9) < 0.5, torch.rand(1, 2, 9)
+    few, all_five = (merge([compressor], n, k, v, from_slot, scores)[2] for n in (3, 5))
+    assert torch.equal(few, all_five[:, :, :3])
 
 
-def test_slots_take_filters_in_turn(in_float64):
-    compressor, slots = Selection(4, 5, 3, filters=2), 5
-    k, v = torch.randn(2, 9, 4)
-    from_slot, scores = torch.rand(9) < 0.5, torch.rand(9)
-    entries = torch.cat((k, v), dim=1).T[None]
-    w = compressor.weights(entries, from_slot[None], scores[None])[0]
-    assert torch.allclose(w, by_loop(compressor, slots, k, v, from_slot, scores))
+def test_the_penalty_for_copies_is_a_constant_for_the_gradient():
+    relevance, entries = torch.randn(1, 2, 5), torch.randn(1, 4, 5)
+    assert not copy_penalty(relevance.requires_grad_(), entries.requires_grad_()).requires_grad
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -109,22 +103,6 @@ def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
     wide = merge([compressor], compressor.slots, k.float(), v.float(), from_slot, scores)
     for rounded, exact in zip(plain[:2], wide):  # keys and values are rounded once
         assert torch.equal(rounded, exact.bfloat16())
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_two_slots_do_not_take_copies(training):
-    """Of A, A' (nearly A) and B, in this order of relevance, they hold A and B, both while they
-    train and in use. Only the values tell what is a copy: A and A' have other positions."""
-    compressor = Selection(2, 2, 1).train(training)
-    with torch.no_grad():
-        for p in compressor.parameters():
-            p.zero_()
-        compressor.common[0, 2] = 10.0  # the first value says how relevant an entry is
-    entries = torch.tensor([[3.0, -1.0, 9.0, 1.0], [-2, 3, 8.9, 1.0], [1.0, 1.0, 8.0, -5.0]])
-    k, v = entries.view(1, 1, 3, 4).split(2, dim=3)
-    from_slot, scores = torch.zeros(1, 1, 3, dtype=torch.bool), torch.ones(1, 1, 3)
-    w = merge([compressor], 2, k, v, from_slot, scores)[2]
-    assert w[0, 0].argmax(dim=1).tolist() == [0, 2] and w[0, 0, 1, 2] > 0.99
 
 
 # --- Memory -----------------------------------------------------------------------------
@@ -200,17 +178,9 @@ def test_a_wrong_choice_of_what_is_pinned_is_noticed(model, monkeypatch, chosen,
         logits_of(model, AdaptedLlama(model, settings("h2o")).cache())
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("method", METHODS)
-def test_later_tokens_leave_earlier_logits_as_they_are(model, method):
-    """Within a segment, and with compressions in between."""
-    adapted = AdaptedLlama(model, settings(method))
-    others = TOKENS.clone()
-    others[:, 27:] = TOKENS[:, 27:].flip(1)
-    before = logits_of(model, adapted.cache())
-    after = logits_of(model, adapted.cache(), others)
-    assert torch.equal(before[:, :27], after[:, :27])
-    assert not torch.allclose(before[:, 27:], after[:, 27:])
+def test_more_than_a_segment_at_once_is_refused(model):
+    with pytest.raises(AssertionError, match="40 tokens at once, but at most 6"):
+        model(TOKENS, AdaptedLlama(model, settings("h2o")).cache())
 
 
 @torch.no_grad()
@@ -298,37 +268,21 @@ def test_heads_that_keep_all_read_as_from_a_full_cache(model, positions):
     assert torch.allclose(read, logits_of(model, KVCache(model.config)), atol=1e-4)
 
 
-@torch.no_grad()
-def test_equal_budgets_of_heads_change_nothing(model):
-    changes = dict(length=60, positions="slots")
-    for method in ("h2o", "selection"):
-        adapted = AdaptedLlama(model, settings(method, 16, **changes)).eval()
-        equal = replace(adapted.settings, budgets=[[16, 16], [16, 16]])
-        of_heads = Memory(model.config, equal, adapted.compressors)
-        assert torch.equal(logits_of(model, of_heads), logits_of(model, adapted.cache()))
-
-
 @pytest.mark.parametrize("method, slots, words", [
     ("h2o", [[6], [8], [10]], "for 3 layers of 1 heads; this base has 2 layers of 2"),
     ("h2o", [[6, 8, 10], [6, 8, 10]], "for 2 layers of 3 heads; this base has 2 layers of 2"),
     ("h2o", [[2], [14]], "2 slots of a head are too few"),
     ("streaming", [[4], [12]], "4 slots of a head are too few"),  # the sinks fill them
-    ("selection", [[3], [13]], "3 slots of a head are too few"),
+    ("sinks alone", [[8], [8]], "streaming has only sinks"),
+    ("one merged", [[8], [24]], "8 slots of a head are too few"),  # one of 16 leaves none of 8
     ("full", [[6], [10]], "keeps everything and has no slots")])
 def test_budgets_that_do_not_suit_are_refused(model, method, slots, words):
+    changes = {
+        "sinks alone": dict(method="streaming", sinks=8, recent=0),
+        "one merged": dict(method="selection", mem=16, heavy=14, recent=1),
+    }.get(method, dict(method=method))
     with pytest.raises(UserError, match=words):
-        AdaptedLlama(model, settings(method, budgets=slots))
-
-
-def test_a_head_without_merged_slots_is_refused():
-    """One merged slot of 16 leaves none of 8."""
-    with pytest.raises(UserError, match="8 slots of a head are too few"):
-        settings("selection", mem=16, heavy=14, recent=1, budgets=[[8], [24]])
-
-
-def test_sinks_alone_have_no_budgets():
-    with pytest.raises(UserError, match="streaming has only sinks"):
-        settings("streaming", mem=8, sinks=8, recent=0, budgets=[[8], [8]])
+        AdaptedLlama(model, settings(budgets=slots, **changes))
 
 
 # --- Positions, LoRA --------------------------------------------------------------------

@@ -59,15 +59,6 @@ def test_frequencies_of_llama_3(tmp_path):
     assert torch.allclose(sin[0].double(), angle.sin(), atol=1e-4)
 
 
-def test_angles_are_float32_far_from_the_start():
-    p = torch.arange(0, 4096, 7)
-    angle = p.double()[:, None] * 10000.0 ** (-torch.arange(0, 8, 2).double() / 8)
-    expected = torch.stack((angle.cos(), angle.sin()))
-    assert torch.allclose(torch.stack(rope(p, SMALL)).double(), expected, atol=1e-3)
-    x = torch.randn(1, 2, len(p), 8).bfloat16()  # is rounded once
-    assert torch.equal(rotate(x, *rope(p, SMALL)), rotate(x.float(), *rope(p, SMALL)).bfloat16())
-
-
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("method, mem", [("full", 8), ("h2o", 8), ("streaming", 12)])
 def test_a_copied_cache_leaves_the_original_as_it_is(model, method, mem, gradients):

@@ -14,6 +14,7 @@ from conftest import FULL, H2O, cells, greedy_by_hand, nats_by_hand, read_by_han
 
 import eval_ppl
 import generate
+import train
 from generate import decode, prefill, sample
 from lococo import AdaptedLlama, Settings
 from model import load_llama
@@ -246,6 +247,7 @@ def test_weights_that_are_no_good_are_noticed(model):
 
 GENERATE = "--method h2o --mem 16 --prompt text/0.py"
 EVAL = "--method h2o --mem 16 --data text --lengths 64"
+TRAIN = "--data text --mem 16 --segment 16 --seq 96 --steps 2 --out run"
 MISTAKES = [
     (generate, f"{GENERATE} {words}", sentence) for words, sentence in [
         ("--show-memory 4 0", "layers 0 to 3 and heads 0 to 1"), ("--prompt -", "there is no text"),
@@ -265,10 +267,16 @@ MISTAKES = [
 ] + [
     (generate, "", "required: --prompt"),
     (generate, f"{GENERATE} --mem 3", "--mem 3: it must be at least 4"),
-    (generate, f"{GENERATE} --seed {10**20}", "it must be from 0 to"),
     (generate, f"{GENERATE} --forget 1.5", "--forget 1.5: it must be from 0 to 1"),
     (generate, f"{GENERATE} --temperature nan", "nan: it must be"),
     (generate, "--prompt text/0.py --heavy 16", "--heavy: it goes with --method"),
+    (generate, f"{GENERATE} --method lococo", "its convolution must be trained first"),
+    (train, f"{TRAIN} --kernel 4", "--kernel 4: it must be odd"),
+    (train, f"{TRAIN} --seq 33", "so that nothing is compressed"),
+    (train, f"{TRAIN} --model missing", "missing: there is no such"),
+    (train, f"{TRAIN} --method h2o --lora-rank 0", "there is nothing to train"),
+    (train, f"{TRAIN} --out latin", "latin: this is a file; name a folder"),
+    (train, f"{TRAIN} --out ''", "this name is empty"),
     (eval_ppl, f"{EVAL} --lengths 99999", "--lengths 99999"),
     (eval_ppl, f"{EVAL} -- nowhere", "nowhere: there is no such folder"),
     (eval_ppl, f"{EVAL} -- latin", "or texts by --data"),

@@ -122,20 +122,14 @@ def test_a_folder_has_one_run(own_folders):
     claim("run", usual, 3)[1].close()
 
 
-@pytest.fixture(scope="module")
-def undisturbed():
-    """Keeps the files of an undisturbed run for all tests of this file."""
-    return {}
-
-
 @pytest.fixture
-def whole(run, undisturbed):
-    """The files of a run that nothing disturbs, by name."""
-    if not undisturbed:
+def whole(run, kept={}):
+    """The files of a run that nothing disturbs, by name. They are made once for all tests."""
+    if not kept:
         assert run(train, f"{RUN} --out whole")[0] == 0
-        undisturbed["files"] = {f.name: f.read_bytes() for f in Path("whole").iterdir()}
+        kept |= {f.name: f.read_bytes() for f in Path("whole").iterdir()}
         shutil.rmtree("whole")
-    return undisturbed["files"]
+    return kept
 
 
 def ends_as(whole: dict[str, bytes]) -> bool:

@@ -120,16 +120,3 @@ def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, mon
     usual_bytes, usual, kept_bytes, kept = found
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(usual, kept, strict=True))
     assert kept_bytes < 0.4 * usual_bytes, (kept_bytes, usual_bytes)
-
-
-@pytest.mark.parametrize("words, sentence", [
-    ("--kernel 4", "--kernel 4: it must be odd"), ("--seq 33", "so that nothing is compressed"),
-    ("--model missing", "missing: there is no such"),
-    ("--method h2o --lora-rank 0", "there is nothing to train"),
-    ("--out file", "file: this is a file; name a folder"), ("--out ''", "this name is empty"),
-])
-def test_a_mistake_is_one_sentence(run, words, sentence):
-    Path("file").touch()
-    code, _, err = run(train, f"{LINE} {words}")
-    assert code == 2 and err.count("\n") == 1 and sentence in err, err
-    assert err.startswith("train.py: ") and not Path("run/state.safetensors").exists()

@@ -147,14 +147,15 @@ ABLATIONS = (
     "ours, softmax", "ours, paper's compressor", "ours, 3 taps", "ours, half merged",
     "ours, no forgetting",
 )
-TUNED = ("full", "window", "h2o", "ours")
-LORA = "--recipe inference --lora-rank 8 --lr 3e-4 --bptt 4"
+EXTENSION = "--recipe inference --lora-rank 8 --lr 3e-4 --positions slots"
 LONG = Table(
     ("full", "window", "h2o text", *PAPERS[2:], *OURS), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
 )
 RESULT = ("full", "window", "h2o text", "official code", *OURS)
+OTHER_SIZES = ("h2o heads", "stored")
 BEYOND = ("window", "h2o", "h2o heads by slot", "stored by slot")
+EXTENDED = ("window", "h2o", "official code", "ours heads")
 FACTS = ("window", "h2o", "lococo+h2o", "ours")
 TABLES = {
     "frozen": FROZEN,
@@ -164,10 +165,16 @@ TABLES = {
     ),
     "result": replace(LONG, rows=RESULT, by_position=False),
     "long": LONG,
-    "long, M = 128": replace(LONG, rows=("h2o heads", "stored"), mem=128),
+    "long, M = 128": replace(LONG, rows=OTHER_SIZES, mem=128),
+    "long, M = 256": replace(LONG, rows=OTHER_SIZES, mem=256),
+    "long, M = 1024": replace(LONG, rows=OTHER_SIZES, mem=1024),
     "beyond the context": replace(LONG, rows=BEYOND, seq=32768, documents=2),
+    "16,384 tokens": replace(LONG, rows=BEYOND, seq=16384, documents=8),
+    "extension": replace(
+        LONG, rows=EXTENDED, seq=16384, documents=8, steps=6, against=("h2o",),
+        ending=" lora", flags=EXTENSION,
+    ),
     "long, choosing": replace(LONG, part="long choosing", documents=8),
-    "tuned": replace(FROZEN, rows=TUNED, flags=LORA, ending=" lora"),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded --positions slots",
                    steps=400, documents=64),
 }
