@@ -672,7 +672,7 @@ def check_budgets(budgets: list[list[int]], config: LlamaConfig) -> None:
     layers, heads = config.n_layers, config.n_kv_heads
     if budgets and [len(row) for row in budgets] != [heads] * layers:
         found = f"{len(budgets)} layers of {len(budgets[0])} heads"
-        needed = f"this base has {layers} layers of {heads}"
+        needed = f"this base has {layers} layers of {heads}: measure its own by tools/budgets.py"
         raise UserError(f"budgets: they are for {found}; {needed}")
 
 
