@@ -10,7 +10,7 @@ from conftest import settings
 from reference import meta_state, reference_logits
 
 from lococo import AdaptedLlama
-from model import KVCache, LlamaConfig, read_config, rope, rotate
+from model import KVCache, LlamaConfig, read_config, rope
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
 SMALL = LlamaConfig(32, 2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=64, context=64)

@@ -122,14 +122,17 @@ def test_a_folder_has_one_run(own_folders):
     claim("run", usual, 3)[1].close()
 
 
+UNDISTURBED = {}  # the files of a run that nothing disturbs, by name
+
+
 @pytest.fixture
-def whole(run, kept={}):
-    """The files of a run that nothing disturbs, by name. They are made once for all tests."""
-    if not kept:
+def whole(run):
+    """These files. The first test that asks for them makes them."""
+    if not UNDISTURBED:
         assert run(train, f"{RUN} --out whole")[0] == 0
-        kept |= {f.name: f.read_bytes() for f in Path("whole").iterdir()}
+        UNDISTURBED.update({f.name: f.read_bytes() for f in Path("whole").iterdir()})
         shutil.rmtree("whole")
-    return kept
+    return UNDISTURBED
 
 
 def ends_as(whole: dict[str, bytes]) -> bool:

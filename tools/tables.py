@@ -147,7 +147,6 @@ ABLATIONS = (
     "ours, softmax", "ours, paper's compressor", "ours, 3 taps", "ours, half merged",
     "ours, no forgetting",
 )
-EXTENSION = "--recipe inference --lora-rank 8 --lr 3e-4 --positions slots"
 LONG = Table(
     ("full", "window", "h2o text", *PAPERS[2:], *OURS), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
@@ -172,7 +171,8 @@ TABLES = {
     "16,384 tokens": replace(LONG, rows=BEYOND, seq=16384, documents=8),
     "extension": replace(
         LONG, rows=EXTENDED, seq=16384, documents=8, steps=6, against=("h2o",),
-        ending=" lora", flags=EXTENSION,
+        ending=" lora",
+        flags="--recipe inference --lora-rank 8 --lr 3e-4 --positions slots",
     ),
     "long, choosing": replace(LONG, part="long choosing", documents=8),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded --positions slots",
