@@ -96,15 +96,18 @@ ROWS = {
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
-    "h2o heads by slot": Row("H2O that forgets, with budgets",
-                             f"--method h2o+forget --budgets {BUDGETS} --positions slots"),
     "ours soft": Row("ours as mixtures: not sharpened in use", "", sharpness=1),
     "ours": Row("**ours**", ""),
     "ours heads": Row("**ours with budgets**", f"--budgets {BUDGETS}"),
     "stored": Row("**ours with budgets**, trained with 512 slots", f"--budgets {BUDGETS}",
                   trained=False, stored=True),
-    "stored by slot": Row("ours with budgets, used by slot",
-                          f"--budgets {BUDGETS} --positions slots", trained=False, stored=True),
+    # Beside bases that are tuned by LoRA.
+    "window as it is": Row("window, not tuned", "--method streaming --lora-rank 0"),
+    "h2o as it is": Row("H2O by slot, not tuned", "--method h2o --lora-rank 0"),
+    "h2o heads as it is": Row("H2O that forgets, with budgets, not tuned",
+                              f"--method h2o+forget --budgets {BUDGETS} --lora-rank 0"),
+    "stored by slot": Row("ours with budgets, not tuned: trained on 8,192 tokens",
+                          f"--budgets {BUDGETS}", trained=False, stored=True),
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
     "ours, one filter": Row("one filter for all slots", "--compressor one-filter"),
@@ -125,12 +128,13 @@ class Table:
 
     rows: tuple[str, ...]
     mem: int  # slots M
-    seq: int  # tokens of a document
+    seq: int  # tokens of a document that is scored
     part: str  # that is scored: one of SCORED, or "held-out", with facts
     flags: str  # of train.py
     steps: int = 60  # of training, if --steps does not say otherwise
     against: tuple[str, ...] = ("h2o", "h2o text")  # the best of these is compared with
     documents: int = 48  # that are scored, at most
+    trains_on: int | None = None  # tokens of a sequence; None: seq
     ending: str = ""  # of the names of its rows
     segment: int | None = None  # tokens T of a segment; None: M
     by_position: bool = False  # if it shows where in a document the loss is
@@ -153,8 +157,10 @@ LONG = Table(
 )
 RESULT = ("full", "window", "h2o text", "official code", *OURS)
 OTHER_SIZES = ("h2o heads", "stored")
-BEYOND = ("window", "h2o", "h2o heads by slot", "stored by slot")
-EXTENDED = ("window", "h2o", "official code", "ours heads")
+EXTENDED = (
+    "window as it is", "h2o as it is", "h2o heads as it is", "stored by slot",
+    "window", "h2o", "official code", "ours heads",
+)
 FACTS = ("window", "h2o", "lococo+h2o", "ours")
 TABLES = {
     "frozen": FROZEN,
@@ -167,11 +173,9 @@ TABLES = {
     "long, M = 128": replace(LONG, rows=OTHER_SIZES, mem=128),
     "long, M = 256": replace(LONG, rows=OTHER_SIZES, mem=256),
     "long, M = 1024": replace(LONG, rows=OTHER_SIZES, mem=1024),
-    "beyond the context": replace(LONG, rows=BEYOND, seq=32768, documents=2),
-    "16,384 tokens": replace(LONG, rows=BEYOND, seq=16384, documents=8),
     "extension": replace(
-        LONG, rows=EXTENDED, seq=16384, documents=8, steps=6, against=("h2o",),
-        ending=" lora",
+        LONG, rows=EXTENDED, seq=32768, trains_on=16384, documents=4, steps=6,
+        against=("h2o",), ending=" lora",
         flags="--recipe inference --lora-rank 8 --lr 3e-4 --positions slots",
     ),
     "long, choosing": replace(LONG, part="long choosing", documents=8),
@@ -224,7 +228,8 @@ def all_flags(row: Row, table: Table) -> str:
     M = table.mem
     flags = row.flags.format(mem=M, eighth=M // 8)
     T = table.segment or M
-    return f"{table.flags} --mem {M} --segment {T} --seq {table.seq} {flags}".strip()
+    L = table.trains_on or table.seq
+    return f"{table.flags} --mem {M} --segment {T} --seq {L} {flags}".strip()
 
 
 def words_of(flags: str) -> list[str]:
