@@ -1,0 +1,110 @@
+"""How much of the gap could a memory of equal slots close, if it knew what is read next?
+
+    python tools/oracle.py --model SmolLM2-135M --prose prose
+
+Full attention reads a text first, and the attention that each entry receives from each
+segment is noted. Then a memory of 512 slots reads it, and keeps the entries that receive
+most from the next segment, or from all that follow. No memory can know this: it says what
+a better choice of entries could gain. The texts are those of the table "long" of
+tools/tables.py, half of a novel and half of articles.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import tables
+from lococo import AdaptedLlama, Memory, attention_weights, segment_losses
+from model import KVCache, Llama, LlamaConfig, load_base
+from support.command_line import prepare, run_program
+from support.programs.settings import untrained
+
+M = T = 512
+L = 8192
+
+
+class Witness(KVCache):
+    """The full cache. `received[layer][i]` is the attention that entries receive from the
+    queries of segment i, (G, S)."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        self.received: list[list[Tensor]] = [[] for _ in self.keys]
+
+    def read(self, n: int, q: Tensor) -> Tensor:
+        self.received[n].append(attention_weights(q, self.keys[n].held).sum(dim=2)[0])
+        return super().read(n, q)
+
+
+class Oracle(Memory):
+    """All slots keep the entries that will receive most attention. `scores` are here the
+    positions of the entries in the text: a compression carries them along."""
+
+    def foresee(self, received: list[list[Tensor]], segments: int) -> "Oracle":
+        self.received, self.segments = received, segments
+        return self
+
+    def read(self, n: int, q: Tensor) -> Tensor:
+        positions = torch.arange(self.seen - q.shape[2], self.seen).float()
+        positions = positions.expand(*self.keys[n].held.shape[:2], -1)
+        if self.scores[n] is not None:
+            positions = torch.cat((self.scores[n], positions), dim=2)
+        self.scores[n] = positions
+        return KVCache.read(self, n, q)
+
+    def compress(self, parts: list[int]) -> None:
+        for self.layer in parts:
+            super().compress([self.layer])
+
+    def choose(self, s, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        coming = self.seen // T
+        received = self.received[self.layer][coming : coming + self.segments]
+        future = sum(attention[:, : self.seen] for attention in received)  # (G, seen)
+        held = future.gather(1, positions[0].long())[None]
+        chosen = torch.zeros_like(held, dtype=torch.bool)
+        return chosen.scatter(2, held.topk(s.heavy, dim=2).indices, True)
+
+
+def nats_of(model: Llama, text: Tensor, cache: KVCache) -> float:
+    """The mean over all tokens of a text (1, L)."""
+    return torch.cat([nats for nats, _ in segment_losses(model, text, cache, T)], 1).mean().item()
+
+
+@torch.inference_mode()
+def nats_of_rows(model: Llama, adapted: AdaptedLlama, text: Tensor) -> dict[str, float]:
+    witness = Witness(model.config)
+    nats = {"full attention": nats_of(model, text, witness)}
+    h2o = untrained(model, "h2o", M, T)
+    nats["H2O"] = nats_of(model, text, h2o.cache())
+    for what, segments in (("the next segment", 1), ("all that follows", L // T)):
+        oracle = adapted.cache(Oracle).foresee(witness.received, segments)
+        nats[f"oracle of {what}"] = nats_of(model, text, oracle)
+    return nats
+
+
+def main() -> None:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser.add_argument("--model", type=Path, required=True, help="directory of the base")
+    parser.add_argument("--prose", type=Path, required=True, help="as of tools/tables.py")
+    options = parser.parse_args()
+    prepare("cpu", "float32")
+    model, tokenizer = load_base(options.model)
+    adapted = untrained(model, "h2o", M, T, heavy=M, recent=0)
+    documents = tables.documents_of(tables.LONG, options, tokenizer)
+    rows = []
+    for text in tqdm(documents, desc="texts"):
+        rows.append(nats_of_rows(model, adapted, text[None]))
+    for half, some in (("novel", rows[: len(rows) // 2]), ("articles", rows[len(rows) // 2 :])):
+        means = {name: sum(row[name] for row in some) / len(some) for name in some[0]}
+        gap = means["H2O"] - means["full attention"]
+        for name, nats in means.items():
+            share = 100 * (means["H2O"] - nats) / gap
+            print(f"{half:9} {name:28} {nats:.4f} nats per token, {share:.0f} % of the gap")
+
+
+if __name__ == "__main__":
+    run_program(main)
