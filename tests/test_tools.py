@@ -1,4 +1,5 @@
-"""tools/budgets.py: needs, and slots. tools/needle.py: what is found and what is not."""
+"""tools/budgets.py: needs, and slots. tools/oracle.py: what it keeps. tools/needle.py: what is
+found and what is not."""
 
 import argparse
 import json
@@ -7,13 +8,14 @@ from pathlib import Path
 import budgets
 import needle
 import numpy as np
+import oracle
 import pytest
 import torch
 from conftest import settings
 
 from generate import prefill
 from lococo import AdaptedLlama
-from model import KVCache
+from model import KVCache, rope, rotate
 from support.command_line import TINY
 
 
@@ -59,6 +61,26 @@ def test_needs_can_be_measured_in_bfloat16(model):
     needs = [budgets.measure_needs(m, settings("h2o", 8, 8), scored)
              for m in (model, model.bfloat16())]
     assert np.corrcoef(needs[0].flat, needs[1].flat)[0, 1] > 0.9
+
+
+@torch.no_grad()
+def test_an_oracle_keeps_what_the_next_segment_reads(in_float64, model):
+    """Of 16 entries those 8 that tokens 16 to 23 attend to most. In the first layer keys and
+    queries are those of full attention."""
+    tokens, full = torch.randint(0, 64, (1, 24)), oracle.Witness(model.config)
+    prefill(model, tokens, full, 8)
+    adapted = AdaptedLlama(model, settings("h2o", 8, 8, heavy=8, recent=0))
+    memory = adapted.cache(oracle.Oracle).foresee(full.received, segments=1)
+    prefill(model, tokens, memory, 8)
+    block, turns = model.layers[0], rope(torch.arange(24.0), model.config)
+    q, k, _ = block.project(model.tok_embeddings(tokens))
+    later = torch.arange(24) > torch.arange(16, 24)[:, None]
+    logits = rotate(q, *turns)[0, :, 16:] @ rotate(k, *turns)[0, [0, 0, 1, 1]].mT / 8**0.5
+    shares = logits.masked_fill(later, -torch.inf).softmax(dim=-1)
+    received = shares.sum(dim=1)[:, :16].view(2, 2, 16).sum(dim=1)
+    for head in range(2):
+        expected = received[head].sort(descending=True).indices[:8].sort().values
+        assert memory.scores[0][0, head, :8].tolist() == expected.tolist()
 
 
 def test_a_window_finds_what_it_holds_and_ours_finds_all(run):

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import tables
-from lococo import AdaptedLlama, Memory, attention_weights, segment_losses
+from lococo import AdaptedLlama, Memory, Settings, attention_weights, segment_losses
 from model import KVCache, Llama, LlamaConfig, load_base
 from support.command_line import prepare, run_program
 from support.programs.settings import untrained
@@ -41,7 +41,7 @@ class Witness(KVCache):
 
 class Oracle(Memory):
     """All slots keep the entries that will receive most attention. `scores` are here the
-    positions of the entries in the text: a compression carries them along."""
+    positions of the entries in the text, which a compression carries along."""
 
     def foresee(self, received: list[list[Tensor]], segments: int) -> "Oracle":
         self.received, self.segments = received, segments
@@ -59,8 +59,8 @@ class Oracle(Memory):
         for self.layer in parts:
             super().compress([self.layer])
 
-    def choose(self, s, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        coming = self.seen // T
+    def choose(self, s: Settings, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        coming = self.seen // s.segment  # the number of the segment that enters now
         received = self.received[self.layer][coming : coming + self.segments]
         future = sum(attention[:, : self.seen] for attention in received)  # (G, seen)
         held = future.gather(1, positions[0].long())[None]
@@ -70,7 +70,8 @@ class Oracle(Memory):
 
 def nats_of(model: Llama, text: Tensor, cache: KVCache) -> float:
     """The mean over all tokens of a text (1, L)."""
-    return torch.cat([nats for nats, _ in segment_losses(model, text, cache, T)], 1).mean().item()
+    pieces = [nats for nats, _ in segment_losses(model, text, cache, T)]
+    return torch.cat(pieces, dim=1).mean().item()
 
 
 @torch.inference_mode()
