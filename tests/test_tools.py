@@ -3,6 +3,7 @@ found and what is not."""
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import budgets
@@ -70,7 +71,7 @@ def test_an_oracle_keeps_what_the_next_segment_reads(in_float64, model):
     tokens, full = torch.randint(0, 64, (1, 24)), oracle.Witness(model.config)
     prefill(model, tokens, full, 8)
     adapted = AdaptedLlama(model, settings("h2o", 8, 8, heavy=8, recent=0))
-    memory = adapted.cache(oracle.Oracle).foresee(full.received, segments=1)
+    memory = adapted.cache(partial(oracle.Oracle, received=full.received, segments=1))
     prefill(model, tokens, memory, 8)
     block, turns = model.layers[0], rope(torch.arange(24.0), model.config)
     q, k, _ = block.project(model.tok_embeddings(tokens))

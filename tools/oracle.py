@@ -10,6 +10,7 @@ tools/tables.py, half of a novel and half of articles.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,9 +44,11 @@ class Oracle(Memory):
     """All slots keep the entries that will receive most attention. `scores` are here the
     positions of the entries in the text, which a compression carries along."""
 
-    def foresee(self, received: list[list[Tensor]], segments: int) -> "Oracle":
+    def __init__(self, *args, received: list[list[Tensor]], segments: int):
+        """`received` is a witness's. So many segments are foreseen."""
+        super().__init__(*args)
         self.received, self.segments = received, segments
-        return self
+        self.layer = 0  # that is compressed now
 
     def read(self, n: int, q: Tensor) -> Tensor:
         positions = torch.arange(self.seen - q.shape[2], self.seen).float()
@@ -56,8 +59,9 @@ class Oracle(Memory):
         return KVCache.read(self, n, q)
 
     def compress(self, parts: list[int]) -> None:
-        for self.layer in parts:
-            super().compress([self.layer])
+        for n in parts:
+            self.layer = n
+            super().compress([n])
 
     def choose(self, s: Settings, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         coming = self.seen // s.segment  # the number of the segment that enters now
@@ -81,8 +85,8 @@ def nats_of_rows(model: Llama, adapted: AdaptedLlama, text: Tensor) -> dict[str,
     h2o = untrained(model, "h2o", M, T)
     nats["H2O"] = nats_of(model, text, h2o.cache())
     for what, segments in (("the next segment", 1), ("all that follows", L // T)):
-        oracle = adapted.cache(Oracle).foresee(witness.received, segments)
-        nats[f"oracle of {what}"] = nats_of(model, text, oracle)
+        oracle = partial(Oracle, received=witness.received, segments=segments)
+        nats[f"oracle of {what}"] = nats_of(model, text, adapted.cache(oracle))
     return nats
 
 
