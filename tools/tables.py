@@ -171,7 +171,7 @@ TABLES = {
     "result": replace(LONG, rows=RESULT, by_position=False),
     "long": LONG,
     "long, M = 128": replace(LONG, rows=OTHER_SIZES, mem=128),
-    "long, M = 256": replace(LONG, rows=OTHER_SIZES, mem=256),
+    "long, M = 256": replace(LONG, rows=(*OTHER_SIZES, "ours heads"), mem=256),
     "long, M = 1024": replace(LONG, rows=OTHER_SIZES, mem=1024),
     "extension": replace(
         LONG, rows=EXTENDED, seq=32768, trains_on=16384, documents=4, steps=6,
