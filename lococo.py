@@ -5,8 +5,6 @@ and there are two more:
 
     R  entries of a head that are neither pinned (in sinks or heavy slots) nor recent: they
        go into merged slots, or are dropped
-    P  parts that are compressed in one call. A part is a layer; with budgets, at the end of
-       this file, it is the heads of a layer that have equally many slots
 
 Three matrices have similar names:
 
@@ -159,41 +157,30 @@ class Compressor(nn.Module):
         w = logits.relu() + 1e-9
         return w / w.sum(dim=-1, keepdim=True)  # (7)
 
-    @staticmethod
-    def weights_of_parts(
-        compressors: list["Compressor"], slots: int, entries: list[Tensor],
-        from_slot: list[Tensor], scores: list[Tensor] | list[None],
+    def first_weights(
+        self, slots: int, entries: Tensor, from_slot: Tensor, scores: Tensor | None
     ) -> Tensor:
-        """w of P parts, one after the other, (P * N, slots, R). A compressor with more slots
-        gives its first rows. A subclass needs only `weights`. Ours replaces this function,
-        too, so that its loop over slots runs once for all parts."""
-        parts = zip(compressors, entries, from_slot, scores)
-        return torch.cat([c.weights(*part)[:, :slots] for c, *part in parts])
+        """The first rows of w, (N, slots, R), for heads with so many slots."""
+        return self.weights(entries, from_slot, scores)[:, :slots]
 
 
 def merge(
-    compressors: list[Compressor], slots: int, k: Tensor, v: Tensor, from_slot: Tensor,
+    compressor: Compressor, slots: int, k: Tensor, v: Tensor, from_slot: Tensor,
     scores: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Equations (4) to (7) for P parts that have equally many heads, entries and slots. One
-    follows the other on the first axis: k and v (P * B, G, R, D), `from_slot` and `scores`
-    (P * B, G, R) -> K' and V' (P * B, G, slots, D), and w (P * B, G, slots, R).
+    """Equations (4) to (7): k and v (B, G, R, D), `from_slot` and `scores` (B, G, R) -> K'
+    and V' (B, G, slots, D), and w (B, G, slots, R).
 
     All is computed in float32, as bfloat16 is too coarse for logits, and K' and V' are
     rounded to the dtype of k and v. With positions of the text a mixed key has no single
     position; the paper does not discuss this.
     """
-    P = len(compressors)
     with torch.autocast(k.device.type, enabled=False):
         k_wide, v_wide = widened(k), widened(v)
-        entries = torch.cat((k_wide, v_wide), dim=-1).flatten(0, 1).mT  # (P * B * G, 2D, R)
-        w = compressors[0].weights_of_parts(
-            compressors,
-            slots,
-            entries.chunk(P),
-            from_slot.flatten(0, 1).chunk(P),
-            [None] * P if scores is None else scores.flatten(0, 1).chunk(P),
-        ).unflatten(0, k.shape[:2])
+        entries = torch.cat((k_wide, v_wide), dim=-1).flatten(0, 1).mT  # (N, 2D, R)
+        scores = None if scores is None else scores.flatten(0, 1)
+        w = compressor.first_weights(slots, entries, from_slot.flatten(0, 1), scores)
+        w = w.unflatten(0, k.shape[:2])
         return (w @ k_wide).type_as(k), (w @ v_wide).type_as(v), w  # (4), (5)
 
 
@@ -216,11 +203,6 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
 
 # --- Memory (algorithm 2) ---------------------------------------------------------------
-
-# As many parts are compressed in one call as have this many entries of a head together. More
-# do not fit a processor's cache: with 512 slots all 30 layers of SmolLM2 in one call take 1.4
-# times as long.
-AT_ONCE = 4096
 
 
 def in_order(entries: Tensor, order: Tensor) -> Tensor:
@@ -293,14 +275,9 @@ class Memory(KVCache):
         """
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
-        full = {}  # parts that must be compressed, by their numbers of slots and heads
-        for n, part in enumerate(self.parts):
+        for n in range(len(self.parts)):
             if self.is_full(n, T):
-                full.setdefault((part.settings.mem, len(part.heads)), []).append(n)
-        for parts in full.values():
-            few = max(1, AT_ONCE // self.capacity[parts[0]])
-            for begin in range(0, len(parts), few):
-                self.compress(parts[begin : begin + few])
+                self.compress(n)
         super().enter(T, device)
 
     def is_full(self, n: int, T: int) -> bool:
@@ -358,9 +335,9 @@ class Memory(KVCache):
         read = attention.type_as(q) @ self.values[n].held  # (B, G, H/G * T, D)
         return read.unflatten(2, (group, T)).flatten(1, 2)
 
-    def compress(self, parts: list[int]) -> tuple[Tensor, Tensor]:
-        """The operator C of (3), steps 4 and 5 of algorithm 2: S entries become M slots, in P
-        parts that have equally many of both, and of heads.
+    def compress(self, n: int) -> tuple[Tensor, Tensor]:
+        """The operator C of (3), steps 4 and 5 of algorithm 2: S entries become M slots, in
+        part n.
 
         In the example of the class, 7 entries become 4 slots:
 
@@ -368,13 +345,11 @@ class Memory(KVCache):
             slots    0 |   1   2   | 3      the five of the rest go into slots 1 and 2
 
         Each head has its own order. Pinned and recent entries are copied, and only w
-        multiplies. Returns the order (P * B, G, S) and w (P * B, G, merged, R), where G is the
-        number of heads of a part.
+        multiplies. Returns the order (B, G, S) and w (B, G, merged, R), where G is the
+        number of heads of the part.
         """
-        s = self.parts[parts[0]].settings
-        k = torch.cat([self.to_compress[n].held for n in parts])
-        v = torch.cat([self.values[n].held for n in parts])
-        scores = torch.cat([self.scores[n] for n in parts]) if self.scoring else None
+        s = self.parts[n].settings
+        k, v, scores = self.to_compress[n].held, self.values[n].held, self.scores[n]
         order = self.arrange(s, k, v, scores)
         sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
         k_pinned, k_rest, k_recent = in_order(k, order).split(sizes, dim=2)
@@ -387,32 +362,29 @@ class Memory(KVCache):
         # If compressed before, the cache was [pinned | merged | recent slots | segment].
         # Recent slots count as new.
         _, places, _ = order.split(sizes, dim=2)
-        from_slot = (places < s.pinned + s.merged) & self.was_compressed(parts[0])
-        k_merged, v_merged, w = self.fill_merged(parts, k_rest, v_rest, from_slot, scores_rest)
+        from_slot = (places < s.pinned + s.merged) & self.was_compressed(n)
+        k_merged, v_merged, w = self.fill_merged(n, k_rest, v_rest, from_slot, scores_rest)
 
-        k = torch.cat((k_pinned, k_merged, k_recent), dim=2).chunk(len(parts))
-        v = torch.cat((v_pinned, v_merged, v_recent), dim=2).chunk(len(parts))
+        k = torch.cat((k_pinned, k_merged, k_recent), dim=2)
+        v = torch.cat((v_pinned, v_merged, v_recent), dim=2)
         if self.scoring:
             # A merged slot gets the mean, by w, of the attention that its entries received.
             scores_merged = (w.detach() * scores_rest[:, :, None]).sum(dim=3)
             scores = torch.cat((scores_pinned, scores_merged, scores_recent), dim=2)
-            scores = scores.chunk(len(parts))
-        for i, n in enumerate(parts):
-            self.hold(n, k[i], v[i], scores[i] if self.scoring else None)
+        self.hold(n, k, v, scores)
         return order, w
 
     def fill_merged(
-        self, parts: list[int], k: Tensor, v: Tensor, from_slot: Tensor,
-        scores: Tensor | None,
+        self, n: int, k: Tensor, v: Tensor, from_slot: Tensor, scores: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """K', V' and w of the parts' compressors. If the method has no merged slots, the
+        """K', V' and w of the layer's compressor. If the method has no merged slots, the
         entries are dropped."""
-        merged = self.parts[parts[0]].settings.merged
-        if not merged:
+        part = self.parts[n]
+        if not part.settings.merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
-        compressors = [self.compressors[self.parts[n].layer] for n in parts]
-        args = (compressors, merged, k, v, from_slot, scores)
-        if compressors[0].recompute:
+        compressor = self.compressors[part.layer]
+        args = (compressor, part.settings.merged, k, v, from_slot, scores)
+        if compressor.recompute:
             return checkpoint(merge, *args, use_reentrant=False)
         return merge(*args)
 
@@ -547,8 +519,7 @@ class Selection(Compressor):
     gradients flow. In use the relevance is 16 times as sharp, and a slot holds nearly one
     entry: the model cannot read a fact out of a mixture of several.
 
-    A subclass changes `relevance` or `normalise`, and not `weights`, which `merge` does not
-    call.
+    A subclass changes `relevance` or `normalise`.
     """
 
     reads_scores = True
@@ -590,16 +561,15 @@ class Selection(Compressor):
         return (sharpness * (relevance - copy_penalty(relevance, entries))).softmax(dim=-1)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
-        return self.weights_of_parts([self], self.slots, [entries], [from_slot], [scores])
+        return self.first_weights(self.slots, entries, from_slot, scores)
 
-    @staticmethod
-    def weights_of_parts(compressors, slots, entries, from_slot, scores) -> Tensor:
-        """Slots choose one after the other, but in all parts at the same time."""
-        parts = zip(compressors, entries, from_slot, scores)
-        relevance = torch.cat([compressor.relevance(*part) for compressor, *part in parts])
+    def first_weights(
+        self, slots: int, entries: Tensor, from_slot: Tensor, scores: Tensor
+    ) -> Tensor:
+        """Only as many slots choose as are asked for."""
+        relevance = self.relevance(entries, from_slot, scores)
         in_turn = torch.arange(slots, device=relevance.device) % relevance.shape[1]
-        of_slots = relevance[:, in_turn]  # (N, slots, R)
-        return compressors[0].normalise(of_slots, torch.cat(entries))
+        return self.normalise(relevance[:, in_turn], entries)
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ import torch
 from conftest import settings
 from reference import slow_memory
 
-import lococo
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
 from lococo import check_rows, copy_penalty, interpolation, merge, with_slots
 from model import KVCache, Llama, rope, rotate
@@ -77,7 +76,7 @@ def test_a_head_with_fewer_slots_takes_the_first_rows(name):
     compressor = COMPRESSORS[name](4, 5, 3)
     k, v = torch.randn(2, 1, 2, 9, 4)
     from_slot, scores = torch.rand(1, 2, 9) < 0.5, torch.rand(1, 2, 9)
-    few, all_five = (merge([compressor], n, k, v, from_slot, scores)[2] for n in (3, 5))
+    few, all_five = (merge(compressor, n, k, v, from_slot, scores)[2] for n in (3, 5))
     assert torch.equal(few, all_five[:, :, :3])
 
 
@@ -95,12 +94,12 @@ def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
         compressor.conv.weight *= 100
     k, v = torch.randn(2, 2, 2, 9, 4).bfloat16()
     from_slot, scores = torch.rand(2, 2, 9) < 0.5, torch.rand(2, 2, 9)
-    plain = merge([compressor], compressor.slots, k, v, from_slot, scores)
+    plain = merge(compressor, compressor.slots, k, v, from_slot, scores)
     with torch.autocast("cpu", torch.bfloat16):
-        cast = merge([compressor], compressor.slots, k, v, from_slot, scores)
+        cast = merge(compressor, compressor.slots, k, v, from_slot, scores)
     assert plain[0].dtype == torch.bfloat16
     assert all(torch.equal(one, other) for one, other in zip(plain, cast))
-    wide = merge([compressor], compressor.slots, k.float(), v.float(), from_slot, scores)
+    wide = merge(compressor, compressor.slots, k.float(), v.float(), from_slot, scores)
     for rounded, exact in zip(plain[:2], wide):  # keys and values are rounded once
         assert torch.equal(rounded, exact.bfloat16())
 
@@ -181,15 +180,6 @@ def test_a_wrong_choice_of_what_is_pinned_is_noticed(model, monkeypatch, chosen,
 def test_more_than_a_segment_at_once_is_refused(model):
     with pytest.raises(AssertionError, match="40 tokens at once, but at most 6"):
         model(TOKENS, AdaptedLlama(model, settings("h2o")).cache())
-
-
-@torch.no_grad()
-def test_layers_are_compressed_together_or_one_after_the_other(model, monkeypatch):
-    adapted, read = AdaptedLlama(model, settings("selection")).eval(), []
-    for entries in (4096, 1):
-        monkeypatch.setattr(lococo, "AT_ONCE", entries)
-        read.append(logits_of(model, adapted.cache()))
-    assert torch.allclose(*read, atol=1e-5)
 
 
 # --- Budgets of heads, and other sizes than those of training --------------------------

@@ -55,21 +55,20 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, compre
             entered[layer].append(torch.cat((k, v), dim=3)[0])
             return super().attend(layer, q, k, v)
 
-        def compress(self, layers):
-            result = super().compress(layers)
+        def compress(self, layer):
+            result = super().compress(layer)
             compressions.append(self.seen)
-            for layer in layers:
-                held = torch.cat((self.to_compress[layer].held, self.values[layer].held), dim=3)[0]
-                shares = self.shares[layer]  # (G, M, tokens)
-                mixtures = shares @ torch.cat(entered[layer], dim=1)
-                assert torch.allclose(mixtures, held, atol=1e-4)
-                assert torch.allclose(shares.sum(dim=2), torch.ones(2, 8), atol=1e-5)
+            held = torch.cat((self.to_compress[layer].held, self.values[layer].held), dim=3)[0]
+            shares = self.shares[layer]  # (G, M, tokens)
+            mixtures = shares @ torch.cat(entered[layer], dim=1)
+            assert torch.allclose(mixtures, held, atol=1e-4)
+            assert torch.allclose(shares.sum(dim=2), torch.ones(2, 8), atol=1e-5)
             return result
 
     adapted = AdaptedLlama(model, settings).eval()
     cache = adapted.cache(partial(Followed, layers=[0, 1]))
     logits = [prefill(model, tokens, memory, 8) for memory in (cache, adapted.cache())]
-    assert torch.equal(*logits) and cache.size == 8 + 8 and compressions == [16, 24, 32]
+    assert torch.equal(*logits) and cache.size == 8 + 8 and compressions == [16, 16, 24, 24, 32, 32]
 
 
 # --- Text -------------------------------------------------------------------------------

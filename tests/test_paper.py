@@ -19,25 +19,23 @@ TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(
     # Five slots take two filters in turn.
     (Compressor, True), (Selection, True), (partial(Selection, filters=2), False)])
 def test_compressors_equal_a_loop_over_the_equations(in_float64, kind, kernel, training):
-    """Two layers at once, each with its own compressor."""
     torch.manual_seed(0)
-    compressors = [kind(4, 5, kernel).train(training) for _ in range(2)]
-    for p in (p for compressor in compressors for p in compressor.parameters()):
+    compressor = kind(4, 5, kernel).train(training)
+    for p in compressor.parameters():
         torch.nn.init.normal_(p, std=0.3)
     k, v = torch.randn(2, 2, 3, 12, 4)
     from_slot = torch.rand(2, 3, 12) < 0.4
     scores = torch.rand(2, 3, 12)
-    k_new, v_new, w = merge(compressors, 5, k, v, from_slot, scores)  # (layers, G, slots, D)
+    k_new, v_new, w = merge(compressor, 5, k, v, from_slot, scores)
     assert torch.allclose(w.sum(dim=-1), torch.ones(2, 3, 5)) and (w >= 0).all()
-    for layer in range(2):
+    for text in range(2):
         for head in range(3):
-            head_of = [t[layer, head] for t in (k, v, from_slot, scores)]
-            W = by_loop(compressors[layer], 5, *head_of)
-            assert torch.allclose(w[layer, head], W, atol=1e-4)
+            W = by_loop(compressor, 5, *(t[text, head] for t in (k, v, from_slot, scores)))
+            assert torch.allclose(w[text, head], W, atol=1e-4)
             for i in range(5):
                 for new, old in ((k_new, k), (v_new, v)):  # (4) and (5)
-                    mixed = sum(W[i, j] * old[layer, head, j] for j in range(12))
-                    assert torch.allclose(new[layer, head, i], mixed, atol=1e-4)
+                    mixed = sum(W[i, j] * old[text, head, j] for j in range(12))
+                    assert torch.allclose(new[text, head, i], mixed, atol=1e-4)
 
 
 @pytest.mark.parametrize("positions", ["text", "slots"])

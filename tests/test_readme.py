@@ -64,7 +64,7 @@ def test_the_ten_lines_are_the_papers_compressor():
     compressor.conv.load_state_dict(names["conv"].state_dict())
     k, v = names["K"][None, None], names["V"][None, None]
     from_slot = torch.zeros(1, 1, names["S"], dtype=torch.bool)
-    k_new, v_new, w = merge([compressor], compressor.slots, k, v, from_slot, None)
+    k_new, v_new, w = merge(compressor, compressor.slots, k, v, from_slot, None)
     torch.testing.assert_close(names["K_new"], k_new[0, 0])
     torch.testing.assert_close(names["V_new"], v_new[0, 0])
     torch.testing.assert_close(names["w"], w[0, 0])

@@ -58,10 +58,9 @@ class Oracle(Memory):
         self.scores[n] = positions
         return KVCache.read(self, n, q)
 
-    def compress(self, parts: list[int]) -> None:
-        for n in parts:
-            self.layer = n
-            super().compress([n])
+    def compress(self, n: int) -> tuple[Tensor, Tensor]:
+        self.layer = n
+        return super().compress(n)
 
     def choose(self, s: Settings, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         coming = self.seen // s.segment  # the number of the segment that enters now

@@ -42,14 +42,13 @@ class TracedMemory(Memory):
         # their tokens' places, both (G, M, 3). `shares` grows with the text, these do not.
         self.largest = {n: [] for n in traced}
 
-    def compress(self, parts: list[int]) -> tuple[Tensor, Tensor]:
-        order, w = super().compress(parts)
-        if 0 in parts:
+    def compress(self, n: int) -> tuple[Tensor, Tensor]:
+        order, w = super().compress(n)
+        if n == 0:
             self.seen_at.append(self.seen)
-        for n, *of_part in zip(parts, order.chunk(len(parts)), w.chunk(len(parts))):
-            if n in self.shares:
-                matrix = mixing_matrix(self.parts[n].settings, *of_part)
-                self.follow(n, matrix[0].float().cpu())
+        if n in self.shares:
+            matrix = mixing_matrix(self.parts[n].settings, order, w)
+            self.follow(n, matrix[0].float().cpu())
         return order, w
 
     def follow(self, n: int, matrix: Tensor) -> None:
