@@ -283,7 +283,8 @@ class Memory(KVCache):
     def is_full(self, n: int, T: int) -> bool:
         """Whether part n must be compressed before T tokens enter: it holds more than M
         entries, and T more do not fit. After a compression M + `segment` entries fit. Before
-        the first one more than M stay only up to one segment, as in algorithm 2."""
+        the first one it may hold more than M only if all are of one segment, as in
+        algorithm 2."""
         size, s = self.keys[n].size, self.parts[n].settings
         fits = s.capacity if self.was_compressed(n) else s.segment
         return size > s.mem and size + T > fits

@@ -86,7 +86,6 @@ class TrainConfig:
     held_out: list[str] = field(default_factory=list)  # none: a tenth of `data`
     seq: int = 8192  # trained length L, in tokens; section 4.3 also has 16,384 and 32,768
     facts: int = 0  # written into each sequence
-    fact_form: str = "line"  # or another of support.facts.FORMS
     # Training.
     lora_rank: int = 8  # section 4.1; with 0 the convolutions train alone
     # Rate of LoRA, embeddings and norms; section 4.1. Both rates fall linearly to 0.
@@ -176,7 +175,7 @@ class Setup:
         too short."""
         c = self.config
         tokens = sequence(self.texts.ids, c.seq, c.seed, i)
-        return tell(tokens, c.facts, "training", c.seed, i, self.tokenizer, c.fact_form)
+        return tell(tokens, c.facts, "training", c.seed, i, self.tokenizer)
 
 
 # --- One step ---------------------------------------------------------------------------
@@ -377,7 +376,7 @@ def score(setup: Setup, adapted: AdaptedLlama) -> dict[str, float]:
     nats, _, _ = token_losses(adapted, documents, setup.machine, config.micro_batch)
     row = {"perplexity": perplexity(nats)}
     if config.facts:
-        told, ago = tell_all(documents, "held-out", setup.tokenizer, config.fact_form)
+        told, ago = tell_all(documents, "held-out", setup.tokenizer)
         _, hits, _ = token_losses(adapted, told, setup.machine, config.micro_batch)
         reach = (adapted.settings.mem or config.mem) + config.segment
         for distance, mask in ranges("recall ", ago, reach).items():

@@ -10,7 +10,7 @@ from typing import Callable, Iterable, NoReturn
 
 import torch
 
-from support.files import FOREIGN, UTF8, UserError, is_out_of_memory, is_stream, read_json
+from support.files import FOREIGN, UTF8, UserError, is_out_of_memory, read_json
 from support.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent.parent  # the project's folder
@@ -51,7 +51,9 @@ def output_file(text: str) -> Path:
     if not file.parent.is_dir():
         none = f"there is no folder {file.parent}; make it first"
         raise argparse.ArgumentTypeError(f"{text}: {none}")
-    if not os.access(file if is_stream(file) else file.resolve().parent, os.W_OK):
+    if text.startswith("/dev/") or (file.exists() and not file.is_file()):
+        raise argparse.ArgumentTypeError(f"{text}: this is a stream; name a file")
+    if not os.access(file.resolve().parent, os.W_OK):
         sentence = "nothing can be written there; name another file"
         raise argparse.ArgumentTypeError(f"{text}: {sentence}")
     return file

@@ -1,15 +1,11 @@
 """Files: the error that a user sees, weights of any kind, and files that the programs write."""
 
-import fcntl
 import hashlib
 import json
 import os
 import pickle
 import re
-import sys
-from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Callable
 from uuid import uuid4
 
@@ -115,38 +111,9 @@ def write_file(file: Path, tensors: dict[str, Tensor], new: bool = False, **abou
     write_whole(file, lambda beside: save_file(tensors, beside, metadata), new)
 
 
-def descriptor(file: Path) -> int | None:
-    """The number of what this process writes to, if that is the file: 1 of /dev/stdout."""
-    for number in range(1, 256):
-        with suppress(OSError):  # nothing has this number, or there is no such file
-            may_write = fcntl.fcntl(number, fcntl.F_GETFL) & (os.O_WRONLY | os.O_RDWR)
-            if may_write and os.path.samestat(os.stat(file), os.fstat(number)):
-                return number
-    return None
-
-
-def is_stream(file: Path) -> bool:
-    """Whether a file is written to and never replaced: it is no regular one, as a pipe or a
-    device, or this process writes to it already, as where its output goes into a file."""
-    return file.exists() and (not file.is_file() or descriptor(file) is not None)
-
-
-def write_into(file: Path, save: Callable[[Path], None]) -> None:
-    """Write what save(path) writes into a stream, behind what has been written there."""
-    sys.stdout.flush()
-    with TemporaryDirectory() as folder:
-        save(Path(folder, "content"))
-        content = Path(folder, "content").read_bytes()
-    number = descriptor(file)  # by its name a file would be written from its start
-    with open(file if number is None else os.dup(number), "wb") as stream:
-        stream.write(content)
-
-
 def write_whole(file: Path, save: Callable[[Path], None], new: bool = False) -> None:
     """Write a file by save(path): under a name that no other process has, synced, then renamed.
     `new`: a file of this name, which another process may have made meanwhile, is kept."""
-    if is_stream(file):
-        return write_into(file, save)
     whole = file.resolve()  # a link stays one
     beside = whole.with_name(f"{whole.name}.{uuid4().hex[:8]}.part")
     try:

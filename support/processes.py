@@ -71,7 +71,7 @@ def end_together(code: int) -> None:
     still scores, and torchrun ends all when one has ended. One process alone goes on if
     the code is 0."""
     if WORLD > 1:
-        wait_for_all()
+        add_up(torch.zeros(1))  # returns when all are here; on the CPU, whatever device trains
         sys.stdout.flush()
         sys.stderr.flush()
         # At once, as gloo's threads may abort a process that ends in the usual way
@@ -97,11 +97,6 @@ def start_alike(parameters: Iterable[Tensor]) -> None:
     if WORLD > 1:
         for p in parameters:
             dist.broadcast(p.data, src=0)
-
-
-def wait_for_all() -> None:
-    """Return when all processes are here."""
-    add_up(torch.zeros(1))  # on the CPU, whatever device trains
 
 
 # --- Signals ----------------------------------------------------------------------------

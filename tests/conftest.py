@@ -79,14 +79,12 @@ def own_folders(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(own_folders, monkeypatch, capsys):
-    """Run a program with a command line; returns (exit code, stdout, stderr). `stdin` is None if
-    it is closed."""
+    """Run a program with a command line; returns (exit code, stdout, stderr)."""
 
-    def call(program, words, stdin=b""):
+    def call(program, words):
         words = [word.strip("'") for word in words.split()]
         monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", "--device", "cpu", *words])
-        text = None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin))
-        monkeypatch.setattr(sys, "stdin", text)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
         try:
             run_program(program.main)
         except SystemExit as stop:

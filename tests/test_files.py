@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 from functools import partial
-from pathlib import Path
 
 import torch
 from conftest import refusal, same
@@ -54,27 +52,11 @@ def test_json_is_json(tmp_path):
         refusal(read_json, tmp_path / "file", "cannot be read as JSON (")
 
 
-def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):
-    """As of --json /dev/stdout | less. A name in /dev would be taken by a file, where root may."""
+def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "link").symlink_to("figures.json")
     write_json(tmp_path / "link", [1])
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "figures.json").read_text() == "[\n 1\n]\n"
-    os.mkfifo(tmp_path / "pipe")
-    end = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    write_json(tmp_path / "pipe", [2])
-    assert os.read(end, 99) == b"[\n 2\n]\n" and (tmp_path / "pipe").is_fifo()
-    os.close(end)
-
-
-def test_what_is_printed_into_a_file_stays_there(tmp_path):
-    """As of --json /dev/stdout > out, by the descriptor's name and by the file's own."""
-    with open(tmp_path / "out", "w") as out:
-        print("a table", file=out, flush=True)
-        write_json(tmp_path / "out", [1])
-        write_json(Path(f"/dev/fd/{out.fileno()}"), [2])
-        print("the end", file=out)
-    assert (tmp_path / "out").read_text() == "a table\n[\n 1\n]\n[\n 2\n]\nthe end\n"
 
 
 def test_a_new_file_has_its_name_when_it_is_whole(tmp_path):

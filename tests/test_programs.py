@@ -281,6 +281,7 @@ MISTAKES = [
     (eval_ppl, f"{EVAL} -- nowhere", "nowhere: there is no such folder"),
     (eval_ppl, f"{EVAL} -- latin", "or texts by --data"),
     (eval_ppl, f"{EVAL} --json no/x", "no/x: there is no folder no; make it first"),
+    (eval_ppl, f"{EVAL} --json /dev/stdout", "/dev/stdout: this is a stream; name a file"),
 ]
 
 

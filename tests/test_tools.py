@@ -42,7 +42,7 @@ def test_a_need_is_what_the_loss_falls_by_with_a_gate(in_float64, model):
     """The gates change only what the third segment reads, so that the gradient is whole."""
     s, tokens = settings("h2o", 8, 8), torch.randint(0, 64, (1, 25))
     mask = torch.arange(24)[None] % 3 == 0
-    needs = budgets.measure_needs(model, s, budgets.Scored(tokens, mask))
+    needs = budgets.measure_needs(model, s, tokens, mask)
 
     def loss(gates):
         cache = budgets.GatedMemory(model.config, s, gates)
@@ -58,8 +58,8 @@ def test_a_need_is_what_the_loss_falls_by_with_a_gate(in_float64, model):
 
 def test_needs_can_be_measured_in_bfloat16(model):
     tokens = torch.randint(0, 64, (1, 25))
-    scored = budgets.Scored(tokens, torch.ones(1, 24, dtype=torch.bool))
-    needs = [budgets.measure_needs(m, settings("h2o", 8, 8), scored)
+    mask = torch.ones(1, 24, dtype=torch.bool)
+    needs = [budgets.measure_needs(m, settings("h2o", 8, 8), tokens, mask)
              for m in (model, model.bfloat16())]
     assert np.corrcoef(needs[0].flat, needs[1].flat)[0, 1] > 0.9
 

@@ -22,7 +22,6 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ from model import KVCache, Llama, LlamaConfig, load_base
 from support.command_line import Parser, at_least, counted
 from support.command_line import method_flags, named_path
 from support.command_line import output_file, prepare, run_program
-from support.facts import FORMS, tell_all
+from support.facts import tell_all
 from support.files import UserError, write_json
 from support.programs.settings import settings_for
 from support.text import pieces, token_streams
@@ -45,13 +44,6 @@ LEAST = 3 / 8  # of M, for a head that needs no more
 # A head with four times the need gets twice the slots above LEAST. Powers of 0.7 and 1 have
 # losses that are 0.001 and 0.005 nats per token higher.
 POWER = 0.5
-
-
-class Scored(NamedTuple):
-    """What is scored: tokens (N, L), and which of them count, (N, L - 1)."""
-
-    documents: Tensor
-    mask: Tensor
 
 
 class GatedMemory(Memory):
@@ -78,20 +70,23 @@ class GatedMemory(Memory):
         super().detach()
 
 
-def measure_needs(model: Llama, settings: Settings, scored: Scored) -> np.ndarray:
-    """The need of each head, in nats per token that counts, (layers, G). A gate counts for
-    what its own segment reads, and not for later ones."""
+def measure_needs(
+    model: Llama, settings: Settings, documents: Tensor, mask: Tensor
+) -> np.ndarray:
+    """The need of each head, in nats per token that counts, (layers, G). `documents` (N, L)
+    are read, and `mask` (N, L - 1) says which tokens count. A gate counts for what its
+    own segment reads, and not for later ones."""
     shape = (model.config.n_layers, model.config.n_kv_heads)
     gates = torch.full(shape, 0.5, device=model.norm.weight.device, requires_grad=True)
     model.requires_grad_(False)
-    for document, mask in zip(tqdm(scored.documents, desc="documents"), scored.mask):
+    for document, counts in zip(tqdm(documents, desc="documents"), mask):
         cache = GatedMemory(model.config, settings, gates)
         tokens = document[None].to(gates.device)
         losses = segment_losses(model, tokens, cache, settings.segment)
-        for (nats, _), counts in zip(losses, mask.to(gates.device).split(settings.segment)):
-            (nats[0] * counts).sum().backward()
+        for (nats, _), part in zip(losses, counts.to(gates.device).split(settings.segment)):
+            (nats[0] * part).sum().backward()
             cache.detach()
-    return -gates.grad.cpu().numpy() / int(scored.mask.sum())
+    return -gates.grad.cpu().numpy() / int(mask.sum())
 
 
 def shared_out(needs: np.ndarray, mem: int) -> list[list[int]]:
@@ -121,9 +116,6 @@ def parse() -> Options:
     add("--documents", type=at_least(1), default=16, metavar="N",
         help="pieces at most, spread evenly over the texts (default: 16)")
     add("--recall", action="store_true", help="what recalling facts needs, as said above")
-    add("--fact-form", choices=FORMS, default="line",
-        help="with --recall: lines `@ name name = word` (default), or sentences as "
-             "RULER's needles")
     add("--out", type=output_file, metavar="FILE",
         help="write the slots of each head there, for --budgets (default: print them alone)")
     flags = parser.parse_args()
@@ -156,22 +148,24 @@ def settings_of(options: Options, model: Llama) -> Settings:
     return s
 
 
-def what_is_scored(options: Options, settings: Settings, tokenizer: Tokenizer) -> Scored:
-    """Raises UserError if there is none."""
+def what_is_scored(
+    options: Options, settings: Settings, tokenizer: Tokenizer
+) -> tuple[Tensor, Tensor]:
+    """Tokens (N, L), and which of them count, (N, L - 1). Raises UserError if none do."""
     ids = np.concatenate([*token_streams(options.data, tokenizer).values()])
     documents = pieces(ids, tokenizer.bos, options.length, options.documents)
     if not len(documents):
         raise UserError(f"--data: no text has --length {options.length} tokens")
     if not options.recall:
-        return Scored(documents, torch.ones_like(documents[:, 1:], dtype=torch.bool))
+        return documents, torch.ones_like(documents[:, 1:], dtype=torch.bool)
     # The names of facts are those for training.
-    told, ago = tell_all(documents, "training", tokenizer, options.fact_form)
-    scored = Scored(told, ago > settings.capacity)
-    if not scored.mask.any():
+    told, ago = tell_all(documents, "training", tokenizer)
+    answers = ago > settings.capacity
+    if not answers.any():
         none = f"no fact is told again more than {settings.capacity} tokens later"
         raise UserError(f"--recall: {none}; take a larger --length, or more --documents")
-    print(counted(int(scored.mask.sum()), "answer"))
-    return scored
+    print(counted(int(answers.sum()), "answer"))
+    return told, answers
 
 
 def main() -> None:
@@ -179,8 +173,8 @@ def main() -> None:
     machine = prepare(options.device, options.dtype, options.seed)
     model, tokenizer = load_base(options.model, machine.dtype, machine.device)
     settings = settings_of(options, model)
-    scored = what_is_scored(options, settings, tokenizer)
-    found = measure_needs(model, settings, scored)
+    documents, mask = what_is_scored(options, settings, tokenizer)
+    found = measure_needs(model, settings, documents, mask)
     print(f"needs of heads, in nats per {'answer' if options.recall else 'token'}")
     for layer, row in enumerate(found):
         print(f"layer {layer:>2} ", *(f"{nats:+.5f}" for nats in row))

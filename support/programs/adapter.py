@@ -67,7 +67,7 @@ def read_adapter(run: Path) -> Adapter:
 
 
 def check_settings(run: Path, settings: dict) -> None:
-    """Raises UserError if a run's method, compressor or kind of budgets is not here any more."""
+    """Raises UserError if a run's method or compressor is not here any more."""
     method, compressor = settings["method"], settings["compressor"]
     if method not in METHODS:
         known = f"lococo.METHODS has {', '.join(METHODS)}"
@@ -75,9 +75,6 @@ def check_settings(run: Path, settings: dict) -> None:
     if compressor not in COMPRESSORS:
         known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
         raise UserError(f"{run}: its compressor {compressor!r} is unknown; {known}")
-    if any(isinstance(row, int) for row in settings["budgets"]):
-        other = "its budgets are of another version, one number for each layer"
-        raise UserError(f"{run}: {other}; train it again")
 
 
 def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:

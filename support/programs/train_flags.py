@@ -8,7 +8,6 @@ from typing import Any
 
 from lococo import COMPRESSORS, METHODS, Settings, with_slots
 from support.command_line import Parser, at_least, named_path
-from support.facts import FORMS
 from support.files import UserError
 
 # What a run that goes on takes beside --resume: more steps, and where things are now.
@@ -69,8 +68,6 @@ def add_text_flags(parser: Parser) -> None:
         help="tokens of a sequence: the trained length")
     add("--facts", type=at_least(0), metavar="N",
         help="facts that are written into each sequence")
-    add("--fact-form", choices=FORMS,
-        help="lines `@ name name = word` (default), or sentences as RULER's needles")
 
 
 def add_training_flags(parser: Parser, recipes: dict[str, Any]) -> None:
