@@ -5,6 +5,7 @@ and there are two more:
 
     R  entries of a head that are neither pinned (in sinks or heavy slots) nor recent: they
        go into merged slots, or are dropped
+    n  the number of a part: a layer, or with budgets some heads of one (see `Part`)
 
 Three matrices have similar names:
 
@@ -147,9 +148,9 @@ class Compressor(nn.Module):
         """R entries that are merged, (N, 2D, R) of N = B * G heads -> w (N, slots, R).
 
         The entries are in float32. R differs from call to call. Each row of w must sum to 1.
-        The paper's needs no more. `from_slot` (N, R) marks entries that stood in a heavy or
-        merged slot. `scores` (N, R) is the attention that each entry has received, or None
-        if the memory does not count it (see `reads_scores`).
+        The paper's compressor reads `entries` alone. `from_slot` (N, R) marks those that
+        stood in a heavy or merged slot. `scores` (N, R) is the attention that each entry has
+        received, or None if the memory does not count it (see `reads_scores`).
         """
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official
@@ -225,13 +226,13 @@ class Part:
 
 
 class Memory(KVCache):
-    """M slots and at most one segment of new entries in each layer and key/value head. All
-    lists, as `keys` and `scores`, have one item for each part of a layer (see `Part`).
+    """M slots and at most one segment of new entries in each layer and key/value head. The
+    lists of keys, values and scores have one item for each part of a layer (see `Part`).
 
     When a part is full (see `is_full`), the mixing matrix turns S entries into M slots. Each
-    method is a choice of this matrix. For M = 4 and a segment of 3, with one heavy slot, two
-    merged slots and one recent slot (the paper's own methods have no recent slots), let the
-    entry at place 4 have received most attention. Then
+    method is a choice of this matrix, whose one-hot rows are never built. For M = 4 and a
+    segment of 3, with one heavy slot, two merged slots and one recent slot (the paper's own
+    methods have no recent slots), let the entry at place 4 have received most attention. Then
 
         place      0  1  2  3   4  5  6
                      memory     segment
@@ -269,7 +270,7 @@ class Memory(KVCache):
     def enter(self, T: int, device: torch.device | str = "cpu") -> None:
         """Make room for T new tokens.
 
-        We compress lazily, so that the loss of segment n trains the compression that made
+        We compress lazily, so that the loss of a segment trains the compression that made
         room for it; algorithm 2 gives the same slots at the end of a segment. While decoding,
         the paper compresses at each token, and we do it once for `segment` tokens.
         """
@@ -282,12 +283,13 @@ class Memory(KVCache):
 
     def is_full(self, n: int, T: int) -> bool:
         """Whether part n must be compressed before T tokens enter: it holds more than M
-        entries, and T more do not fit. After a compression M + `segment` entries fit. Before
-        the first one it may hold more than M only if all are of one segment, as in
+        entries, and T more do not fit. Once compressed, it may hold M + `segment`. Before that,
+        if it holds more than M, it takes more only within the first segment, as in
         algorithm 2."""
         size, s = self.keys[n].size, self.parts[n].settings
-        fits = s.capacity if self.was_compressed(n) else s.segment
-        return size > s.mem and size + T > fits
+        if self.was_compressed(n):
+            return size + T > s.capacity
+        return size > s.mem and size + T > s.segment
 
     def was_compressed(self, n: int) -> bool:
         return self.keys[n].size < self.seen
@@ -347,7 +349,7 @@ class Memory(KVCache):
 
         Each head has its own order. Pinned and recent entries are copied, and only w
         multiplies. Returns the order (B, G, S) and w (B, G, merged, R), where G is the
-        number of heads of the part.
+        number of heads of the part; support/programs/tracing.py reads them.
         """
         s = self.parts[n].settings
         k, v, scores = self.to_compress[n].held, self.values[n].held, self.scores[n]
@@ -362,7 +364,7 @@ class Memory(KVCache):
 
         # If compressed before, the cache was [pinned | merged | recent slots | segment].
         # Recent slots count as new.
-        _, places, _ = order.split(sizes, dim=2)
+        places = order.split(sizes, dim=2)[1]  # of the rest
         from_slot = (places < s.pinned + s.merged) & self.was_compressed(n)
         k_merged, v_merged, w = self.fill_merged(n, k_rest, v_rest, from_slot, scores_rest)
 
@@ -378,8 +380,8 @@ class Memory(KVCache):
     def fill_merged(
         self, n: int, k: Tensor, v: Tensor, from_slot: Tensor, scores: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """K', V' and w of the layer's compressor. If the method has no merged slots, the
-        entries are dropped."""
+        """K', V' and w of the layer's compressor. If there are no merged slots, the entries
+        are dropped."""
         part = self.parts[n]
         if not part.settings.merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
@@ -509,7 +511,7 @@ PENALTY = 1000
 
 class Selection(Compressor):
     """Slots that learn which entries to keep. They choose in order: each prefers the most
-    relevant entry that no earlier slot has taken, nor a copy of it.
+    relevant entry that is neither taken by an earlier slot nor a copy of one that is.
 
     The relevance of an entry is a sum of three terms: a filter that all slots share, one of
     24 other filters, and the logarithm of the attention that the entry has received. Entries
@@ -551,8 +553,8 @@ class Selection(Compressor):
         slot_filters = self.slot_filters + COMMON_SCALE * self.slot_common
         new = F.conv1d(entries, filters, padding="same")
         old = slot_filters.squeeze(2) @ entries
-        received = (scores + 1e-4).log()  # entries below 0.0001 are alike
-        centred = received - received.mean(dim=-1, keepdim=True)
+        log_scores = (scores + 1e-4).log()  # entries below 0.0001 are alike
+        centred = log_scores - log_scores.mean(dim=-1, keepdim=True)
         by_filters = torch.where(from_slot[:, None], old, new)
         return by_filters + TRUST_SCALE * self.trust * centred[:, None]
 
@@ -595,7 +597,8 @@ def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
     penalties = []  # for each slot, (N, R)
     for row in relevance.unbind(dim=1):
         penalties.append(penalty)
-        penalty = penalty + alike[heads, (row - penalty).argmax(dim=-1)]
+        taken = (row - penalty).argmax(dim=-1)  # by this slot, (N,)
+        penalty = penalty + alike[heads, taken]
     return torch.stack(penalties, dim=1)
 
 
@@ -694,8 +697,7 @@ class AdaptedLlama(nn.Module):
         compressor = COMPRESSORS[settings.compressor]
         self.compressors = nn.ModuleList(
             compressor(config.head_dim, slots, settings.kernel, settings.start)
-            for slots in most
-            if settings.merged  # then each layer has one, at its number
+            for slots in (most if settings.merged else [])
         ).to(model.norm.weight.device)
         if self.compressors:  # all are of one class
             check_rows(self.compressors[0], config.head_dim)
@@ -703,6 +705,7 @@ class AdaptedLlama(nn.Module):
             self.add_lora()
 
     def add_lora(self) -> None:
+        """LoRA on q, k, v and o. Embeddings and norms train whole."""
         for block in self.model.layers:
             for name in ("wq", "wk", "wv", "wo"):
                 linear = getattr(block.attention, name)
