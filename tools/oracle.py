@@ -26,7 +26,6 @@ from support.command_line import prepare, run_program
 from support.programs.settings import untrained
 
 M = T = 512
-L = 8192
 
 
 class Witness(KVCache):
@@ -81,11 +80,13 @@ def nats_of(model: Llama, text: Tensor, cache: KVCache) -> float:
 
 @torch.inference_mode()
 def nats_of_rows(model: Llama, adapted: AdaptedLlama, text: Tensor) -> dict[str, float]:
+    """Of one text (1, L), by the name of a row."""
     witness = Witness(model.config)
     nats = {"full attention": nats_of(model, text, witness)}
     h2o = untrained(model, "h2o", M, T)
     nats["H2O"] = nats_of(model, text, h2o.cache())
-    for what, segments in (("the next segment", 1), ("all that follows", L // T)):
+    every = len(witness.received[0])  # the segments of the text
+    for what, segments in (("the next segment", 1), ("all that follows", every)):
         oracle = partial(Oracle, received=witness.received, segments=segments)
         nats[f"oracle of {what}"] = nats_of(model, text, adapted.cache(oracle))
     return nats
