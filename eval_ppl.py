@@ -32,34 +32,26 @@ from support.programs.scoring import note_limits, parse_models, parts_to_score
 # --- Perplexity -------------------------------------------------------------------------
 
 
-def scoring_bar(tokens: int) -> tqdm:
-    """A bar on a terminal, with an estimate of the time that is left."""
-    return tqdm(total=tokens, desc="scoring", unit=" tokens", leave=False, disable=None)
-
-
 @torch.no_grad()
 def token_losses(
-    adapted: AdaptedLlama, documents: Tensor, machine: Machine, micro_batch: int,
-    bar: tqdm | None = None,
+    adapted: AdaptedLlama, documents: Tensor, machine: Machine, micro_batch: int
 ) -> tuple[Tensor, Tensor, int]:
     """Score documents (N, L), `micro_batch` of them at once. Returns the nats of each token
     after the first, whether it was the likeliest one, both (N, L - 1), and the bytes that
-    the cache of one document has at the end. `bar` counts the tokens."""
-    if bar is None:
-        with scoring_bar(documents.numel()) as bar:
-            return token_losses(adapted, documents, machine, micro_batch, bar)
+    the cache of one document has at the end."""
     nats, hits = [], []
-    for batch in documents.split(micro_batch):
+    batches = documents.split(micro_batch)
+    for batch in tqdm(batches, "scoring", leave=False, disable=None):
         batch = batch.to(machine.device)
         cache = adapted.cache()  # each batch of documents begins with an empty one
         segment = adapted.settings.segment
-        losses = segment_losses(adapted.model, batch, cache, segment)
-        with machine.precision():
-            pieces = [(scored, logits.argmax(dim=-1)) for scored, logits in losses]
-        scored, likeliest = (torch.cat(piece, dim=1) for piece in zip(*pieces))
-        nats.append(scored.cpu())
-        hits.append((likeliest == batch[:, 1:]).cpu())
-        bar.update(batch.numel())
+        batch_nats, likeliest = [], []
+        with machine.precision():  # autocast, unless the base is in float32
+            for losses, logits in segment_losses(adapted.model, batch, cache, segment):
+                batch_nats.append(losses)
+                likeliest.append(logits.argmax(dim=-1))
+        nats.append(torch.cat(batch_nats, dim=1).cpu())
+        hits.append((torch.cat(likeliest, dim=1) == batch[:, 1:]).cpu())
     return torch.cat(nats), torch.cat(hits), cache.nbytes // len(batch)
 
 
@@ -72,9 +64,9 @@ def ranges(what: str, numbers: Tensor, reach: int) -> dict[str, Tensor]:
     """`numbers`: a position or a distance of each token, (N, L - 1). Returns a mask for each
     range; "a-b" has those above a up to b.
 
-    The first range ends at `reach` = M + T: up to here a window may hold the token. The
-    others end at 512, 1024 ... L. A distance of 0, which marks a token that is no answer,
-    is in no range."""
+    The first range ends at `reach` = M + T: up to here a window may hold the token. `reach`
+    is 0 if there are no slots. The others end at 512, 1024 ... L. A distance of 0, which
+    marks a token that is no answer, is in no range."""
     L = numbers.shape[1] + 1
     doubled = {2**e for e in range(9, L.bit_length()) if reach < 2**e < L}
     edges = sorted({0, min(reach, L), L} | doubled)
@@ -102,42 +94,39 @@ def score_all(
     models: dict[str, AdaptedLlama], documents: dict[int, Tensor], told: Tensor | None,
     machine: Machine, micro_batch: int,
 ) -> Scores:
-    """Score `documents` and, if there are any, texts with facts (N, L). Print a row for each
-    model."""
+    """Score `documents`, by their length, and, if there are any, texts with facts (N, L).
+    Print a line for each model."""
     print(f"cache bytes are those after {[*documents][-1]:,} tokens")
     title = "perplexity, by tokens of a piece"
     print(f"{title:{NAME}} {'slots':>6} {'cache bytes':>14}", *(f"{L:>10}" for L in documents))
-    texts = [*documents.values()] if told is None else [*documents.values(), told]
     scores = Scores({}, {}, {})
-    with scoring_bar(len(models) * sum(rows.numel() for rows in texts)) as bar:
-        for name, adapted in models.items():
-            by_length = {}
-            for L, rows in documents.items():
-                nats, _, held = token_losses(adapted, rows, machine, micro_batch, bar)
-                by_length[L] = perplexity(nats)
-            if told is not None:
-                _, scores.hits[name], _ = token_losses(adapted, told, machine, micro_batch, bar)
-            scores.losses[name] = nats
-            slots = adapted.settings.mem or None
-            cells = {"slots": slots, "cache bytes": held, "perplexity": by_length}
-            scores.cells[name] = cells
-            row = [f"{value:>10.3f}" for value in by_length.values()]
-            with bar.external_write_mode():  # it makes room on a terminal
-                print(f"{name:{NAME}} {slots or '-':>6} {held:>14,}", *row, flush=True)
+    for name, adapted in models.items():
+        by_length = {}
+        for L, rows in documents.items():
+            nats, _, held = token_losses(adapted, rows, machine, micro_batch)
+            by_length[L] = perplexity(nats)
+        scores.losses[name] = nats  # those of the last length, as `held` is
+        if told is not None:
+            _, scores.hits[name], _ = token_losses(adapted, told, machine, micro_batch)
+        slots = adapted.settings.mem or None
+        cells = {"slots": slots, "cache bytes": held, "perplexity": by_length}
+        scores.cells[name] = cells
+        columns = [f"{value:>10.3f}" for value in by_length.values()]
+        print(f"{name:{NAME}} {slots or '-':>6} {held:>14,}", *columns, flush=True)
     return scores
 
 
 def standard_error(values: Tensor) -> float:
-    """Of the mean of values (N,); NaN if there is only one."""
+    """The standard error of the mean of values (N,). It is NaN if there is only one."""
     return values.std().item() / len(values) ** 0.5 if len(values) > 1 else math.nan
 
 
 def print_differences(losses: dict[str, Tensor], first: str | None) -> dict[str, dict]:
-    """A row for each model: its nats per token, and how far they are above those of the
-    model `first`. The errors are standard errors over pieces; that of a difference is
-    paired. Returns the rows."""
+    """Print a line for each model: its nats per token, and how far they are above those of
+    the model `first`. The errors are standard errors over pieces; that of a difference is
+    paired. Returns the figures of each line."""
     by_piece = {name: nats.double().mean(dim=1) for name, nats in losses.items()}
-    number, length = losses[first or next(iter(losses))].shape
+    number, length = next(iter(losses.values())).shape
     title = f"nats per token, {counted(number, 'piece')} of {length + 1:,}"
     compared = f"  above {first.removeprefix('base, ')}" if first else ""
     print(f"\n{title:{NAME}}    mean   error", f"{compared}  error" if first else "")
@@ -157,18 +146,20 @@ def print_differences(losses: dict[str, Tensor], first: str | None) -> dict[str,
 def print_means(
     title: str, counts: str, masks: dict[str, Tensor], values: dict[str, Tensor]
 ) -> dict[str, dict[str, float | None]]:
-    """A row for each mask, with the number of its tokens, which are called `counts`; a
-    column for each model. Returns the rows; a mean of no tokens is None."""
+    """Print a line for each mask, with the number of its tokens, which are called `counts`,
+    and a column for each model. Returns the figures of each line; a mean of no tokens is
+    None."""
     print(f"\n{title:30}{counts:>9}", *(f"{name:>5}" for name in values), sep="  ")
     rows = {}
     for label, mask in masks.items():
-        tokens, row = int(mask.sum()), ""
+        tokens = int(mask.sum())
+        line = f"{label:30}{tokens:>9,}"
         rows[label] = {"tokens": tokens}
         for name, value in values.items():
             mean = value[mask].double().mean().item() if tokens else None
             rows[label][name] = mean
-            row += f"  {'-' if mean is None else f'{mean:.3f}':>{max(len(name), 5)}}"
-        print(f"{label:30}{tokens:>9,}{row}")
+            line += f"  {'-' if mean is None else f'{mean:.3f}':>{max(len(name), 5)}}"
+        print(line)
     return rows
 
 

@@ -92,7 +92,7 @@ def as_text(
     tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]
 ) -> Iterator[str]:
     """Text of tokens as they come. The prompt's end is decoded, too, because tokenizers drop
-    a leading space. A part of a letter waits; it is dropped if nothing follows."""
+    a leading space. A part of a character waits; it is dropped if nothing follows."""
     end = [i for i in prompt[-1:] if i not in tokenizer.prefix]
     yield from islice(tokenizer.texts(chain(end, tokens)), len(end), None)
 
@@ -101,8 +101,8 @@ def as_text(
 
 
 def parse() -> argparse.Namespace:
-    """The flags. Of --show-memory, `layer_and_head` has two numbers, or `page` a file; the
-    other is None."""
+    """The flags. With --show-memory `layer_and_head` has two numbers, or `page` a file; else
+    they are None."""
     parser = Parser(__doc__, mem="the adapter's, or 512",
                     segment="the adapter's, or as --mem")
     add = parser.add_argument_group("text").add_argument

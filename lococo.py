@@ -197,8 +197,9 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     """
     T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, group)).flatten(2, 3)  # (B, G, H/G * T, D)
-    attention_logits = widened(q @ k.mT) / q.shape[-1] ** 0.5
-    # In place, as no backward pass needs the logits without the mask.
+    attention_logits = widened(q @ k.mT)
+    # In place, as no backward pass needs the logits before the softmax.
+    attention_logits /= q.shape[-1] ** 0.5
     attention_logits += causal_mask(T, S, attention_logits).repeat(group, 1)
     return attention_logits.softmax(dim=-1)
 

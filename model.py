@@ -149,8 +149,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Equation (1). The queries belong to the last T of S entries: q (B, H, T, D), k and v
     (B, G, S, D) -> (B, H, T, D).
 
-    Equation (1) multiplies the logits by the mask, which would leave 0 where nothing may be
-    seen. Here the mask is added, and makes these logits -inf.
+    Equation (1) multiplies the logits by the mask. Where nothing may be seen, this would
+    leave a logit of 0, which still has a weight after the softmax. Here the mask is added,
+    and makes these logits -inf.
     """
     T, S = q.shape[2], k.shape[2]
     # `is_causal` aligns its mask to the first key, which is right if no entries are older.
@@ -202,7 +203,11 @@ class Entries:
 
 class KVCache:
     """The cache of algorithm 1: each layer keeps every key and value, so that it grows with
-    the text. It also knows where the entries stand, and rotates keys and queries."""
+    the text. It also knows where the entries stand, and rotates keys and queries.
+
+    A memory of slots is a subclass (lococo.Memory). With budgets its lists have an item for
+    each part of a layer, and `layer` is the number of a part.
+    """
 
     def __init__(self, config: LlamaConfig, rope_scale: float | None = None):
         """Positions are divided by `rope_scale`; None takes the checkpoint's own."""
@@ -212,10 +217,8 @@ class KVCache:
         self.capacity = [math.inf] * config.n_layers  # entries that each layer may hold
         self.keys = [Entries() for _ in range(config.n_layers)]  # rotated
         self.values = [Entries() for _ in range(config.n_layers)]
-        # Of the tokens that enter now: first[layer] is the position of the first one, and
-        # angles[p] are the cosines and sines of all of them if the first stands at p.
-        self.first: list[int] = []
-        self.angles: dict[int, tuple[Tensor, Tensor]] = {}
+        # For each layer the cosines and sines of the tokens that enter now.
+        self.angles: list[tuple[Tensor, Tensor]] = []
 
     @property
     def size(self) -> int:
@@ -243,9 +246,10 @@ class KVCache:
 
     def enter(self, T: int, device: torch.device | str = "cpu") -> None:
         """Announce T new tokens, before the first layer attends to them."""
-        self.first = self.first_positions()
         steps = torch.arange(T, device=device)
-        self.angles = {first: self.angle(first + steps) for first in set(self.first)}
+        firsts = self.first_positions()
+        angles = {first: self.angle(first + steps) for first in set(firsts)}
+        self.angles = [angles[first] for first in firsts]  # most layers share them
         self.seen += T
 
     def first_positions(self) -> list[int]:
@@ -260,7 +264,7 @@ class KVCache:
         """Append a layer's new k and v (B, G, T, D), then let each of its queries
         q (B, H, T, D) attend to the older entries and, causally, to the new ones. Neither q
         nor k is rotated yet. Returns what the heads read, (B, H, T, D)."""
-        cos, sin = self.angles[self.first[layer]]
+        cos, sin = self.angles[layer]
         # Algorithm 1, step 4.
         self.keys[layer].append(rotate(k, cos, sin), self.capacity[layer])
         self.values[layer].append(v, self.capacity[layer])
@@ -379,8 +383,8 @@ class Llama(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the base and of what flows through the layers. While an adapter trains,
-        embeddings and norms are in float32."""
+        """The type of the base's numbers and of what flows through the layers. While an
+        adapter trains, embeddings and norms are in float32."""
         return self.layers[0].feed_forward.w1.weight.dtype
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:

@@ -33,7 +33,7 @@ from model import KVCache, attention, load_base
 from support.command_line import HERE, TINY, Machine, method_flags, prepare
 from support.command_line import resume_command, run_program
 from support.facts import tell, tell_all
-from support.files import UserError
+from support.files import UserError, refuse_missing_model
 from support.processes import RANK, WORLD, add_up, agreed, end_together, join
 from support.processes import noted_signals, start_alike, start_process
 from support.programs.adapter import identity, shared_copy, write_adapter
@@ -41,7 +41,7 @@ from support.programs.run_folder import State, claim, read_state, restore, write
 from support.programs.scoring import baselines, name_of
 from support.programs.settings import settings_for
 from support.programs.train_flags import check_use, flags_given, make_parser
-from support.programs.train_report import print_scores, print_start, refuse_without_recipe
+from support.programs.train_report import print_scores, print_start
 from support.text import Texts, read_texts, sequence
 from support.tokenizer import Tokenizer
 
@@ -54,41 +54,48 @@ class TrainConfig:
 
     The defaults are the paper's context extension. What is not in the paper, such as
     facts, is off, and comments say where the paper gives no number. A recipe overrides
-    the defaults, and flags override the recipe. Paths are strings, so that a
+    the defaults, and flags override the recipe. Another --method than the recipe's drops
+    what the recipe sets for its own (OF_THE_METHOD). Paths are strings, so that a
     configuration can be stored as JSON.
     """
 
     recipe: str = "paper"  # its name; what it sets is in the other fields
-    # Model and machine.
+
+    # Model and machine
     model: str = str(TINY)
     device: str | None = None  # None: a GPU if there is one
     dtype: str | None = None  # None: float32 on a CPU, bfloat16 on a GPU
     seed: int = 0
-    # Memory.
+
+    # Memory
     # The paper's main method ("Ours" in its table 2); the official code's default.
     method: str = "lococo+h2o"
     mem: int = 512  # slots M; section 4.1
     segment: int | None = 512  # tokens that enter together, the paper's chunk; None: M
-    # Memory: with None the method's own value is used.
+    # None in the next fields is the method's own value.
     compressor: str | None = None
     kernel: int | None = None  # taps of the convolution
     start: float | None = None  # size of its weights at the start
     sinks: int | None = None
     heavy: int | None = None
-    merged: int | None = None  # at most M / 4; not used where `recent` is given
+    # Only a recipe sets it, for its own M: at most a quarter of the slots are merged, so that
+    # a smaller --mem has room for the others. With --recent the rest of M is merged.
+    merged: int | None = None
     recent: int | None = None
     positions: str | None = None
     forget: float | None = None
     budgets: list[list[int]] | None = None  # slots of heads, by layer
-    # Text.
+
+    # Text
     # Files and folders; none: Python's own library.
     data: list[str] = field(default_factory=list)
     held_out: list[str] = field(default_factory=list)  # none: a tenth of `data`
     seq: int = 8192  # trained length L, in tokens; section 4.3 also has 16,384 and 32,768
     facts: int = 0  # written into each sequence
-    # Training.
+
+    # Training
     lora_rank: int = 8  # section 4.1; with 0 the convolutions train alone
-    # Rate of LoRA, embeddings and norms; section 4.1. Both rates fall linearly to 0.
+    # Rate of LoRA, embeddings and norms; section 4.1. Both fall linearly towards 0.
     lr: float = 5e-5
     conv_lr: float = 5e-2  # rate of the convolutions; section 4.1
     # The paper gives no number for context extension. 100 steps are 104.9 million
@@ -104,7 +111,8 @@ class TrainConfig:
     # Ours: in the convolutions' gradient the loss of an answer, which is the word of a
     # fact that is told again, counts so many times.
     answer_weight: float = 1.0
-    # Scoring and output.
+
+    # Scoring and output
     score_tokens: int = 32768  # about so many are scored: 4 documents of 8,192
     save_every: int = 1  # steps
     out: str = ""  # the run's directory; empty: a new one in runs/
@@ -129,13 +137,6 @@ RECIPES = {  # what each changes of the defaults above
     ),
 }
 
-WHAT_FOR = {
-    "paper": "the paper's context extension",
-    "paper-inference": "the paper's compression of a base that stays as it is",
-    "inference": "ours on a base that stays as it is",
-    "embedded": "ours with facts and LoRA, made for tiny/",
-}
-
 # What a recipe sets for its own method. It does not suit another --method.
 OF_THE_METHOD = (
     "sinks", "heavy", "merged", "positions", "forget", "kernel", "start", "conv_lr",
@@ -143,7 +144,7 @@ OF_THE_METHOD = (
 
 
 def completed(config: TrainConfig) -> TrainConfig:
-    """With what follows from other fields."""
+    """The configuration with a segment and a batch where they are None."""
     segment = config.segment or config.mem
     batch = config.batch or max(1, 4096 // config.seq)
     return replace(config, segment=segment, batch=batch)
@@ -193,11 +194,11 @@ def gradients(
     """
     loss = 0.0
     own = range(step * config.batch + RANK, (step + 1) * config.batch, WORLD)
-    for n in range(0, len(own), config.micro_batch):
-        rows = [draw(i) for i in own[n : n + config.micro_batch]]
-        # Both are (micro_batch, L).
-        tokens, ago = (torch.stack(row).to(machine.device) for row in zip(*rows))
-        loss += backward(adapted, tokens, ago > 0, config, machine, step)
+    for first in range(0, len(own), config.micro_batch):
+        drawn = [draw(i) for i in own[first : first + config.micro_batch]]
+        tokens = torch.stack([text for text, _ in drawn]).to(machine.device)
+        answers = torch.stack([ago for _, ago in drawn]).to(machine.device) > 0
+        loss += backward(adapted, tokens, answers, config, machine, step)
         done(tokens[:, 1:].numel())
     for p in adapted.trained().values():  # a process without a sequence has no gradient
         p.grad = add_up(torch.zeros_like(p) if p.grad is None else p.grad)
@@ -302,8 +303,9 @@ def train(
     save: Callable[[int], None], log: TextIO,
 ) -> int:
     """Steps from `begin` to `steps`. save(steps done) is called after every `save_every`,
-    after the last step, and after a signal: one to any process ends all after the step that
-    is under way. Returns the signal's number, or 0 if all steps are done."""
+    and after the last step. A signal to any process ends all processes after the current
+    step, and the state is saved then, too. Returns the signal's number, or 0 if all steps are
+    done."""
     config = setup.config
     # Those of a step that this process has.
     tokens = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
@@ -321,8 +323,8 @@ def train(
             # The paper is silent: the gradient of each group is clipped to norm 1.
             norms = [clip_grad_norm_(g["params"], 1) for g in optimizer.param_groups]
             if not sum(norms).isfinite():
-                remedy = "a gradient is not finite; lower --lr, --conv-lr"
-                raise UserError(f"step {step + 1}: {remedy}")
+                remedy = "lower --lr or --conv-lr"
+                raise UserError(f"step {step + 1}: a gradient is not finite; {remedy}")
             optimizer.step()
 
             bar.set_postfix_str(f"step {step + 1}, loss {loss:.3f}", refresh=False)
@@ -344,8 +346,7 @@ def train(
 def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
     """The configuration that a command line asks for (None: the program's own), and the
     state of the run that it goes on with."""
-    named = {name: RECIPES[name] | {"recipe": name} for name in RECIPES}
-    recipes = {name: completed(TrainConfig(**named[name])) for name in named}
+    recipes = {name: completed(TrainConfig(recipe=name, **RECIPES[name])) for name in RECIPES}
     given = flags_given(make_parser(__doc__, recipes), line)
     if "resume" in given:
         given["out"] = given.pop("resume")
@@ -357,12 +358,14 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
 
     model = given.get("model", str(TINY))
     if "recipe" not in given and model != str(TINY):
-        machine = prepare(given.get("device"), given.get("dtype"))
-        refuse_without_recipe(Path(model), machine, recipes, WHAT_FOR)
-    recipe = named[given.get("recipe", "embedded")]
-    if given.get("method") not in (None, recipe.get("method")):
-        recipe = {key: value for key, value in recipe.items() if key not in OF_THE_METHOD}
-    return completed(TrainConfig(**recipe | given)), None
+        refuse_missing_model(Path(model))
+        remedy = f"take one of {', '.join(RECIPES)}; docs/training.md says what each is for"
+        raise UserError(f"--recipe must be named for another base than tiny/; {remedy}")
+    name = given.get("recipe", "embedded")
+    changes = {"recipe": name} | RECIPES[name]
+    if given.get("method") not in (None, recipes[name].method):
+        changes = {key: value for key, value in changes.items() if key not in OF_THE_METHOD}
+    return completed(TrainConfig(**changes | given)), None
 
 
 def score(setup: Setup, adapted: AdaptedLlama) -> dict[str, float]:

@@ -99,9 +99,10 @@ def read_prompt(name: str) -> str:
     try:
         text = data.decode(UTF8)
     except UnicodeDecodeError as error:
-        raise UserError(f"--prompt {name}: not UTF-8 text (byte {error.start})") from None
+        fault = f"not UTF-8 text (byte {error.start}); save it as UTF-8"
+        raise UserError(f"--prompt {name}: {fault}") from None
     if not text:
-        raise UserError(f"--prompt {name}: there is no text in it")
+        raise UserError(f"--prompt {name}: there is no text in it; write one")
     return text
 
 

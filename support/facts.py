@@ -25,9 +25,9 @@ class FactTokens(NamedTuple):
 
     words: list[int]  # a blank and at least three small letters
     breaks: frozenset[int]  # all that end a line, such as a full stop with a line break
-    before: list[int]  # the name
-    between: list[int]  # the name and the word
-    after: list[int]  # the word
+    before: list[int]  # what stands before the name
+    between: list[int]  # what stands between the name and the word
+    after: list[int]  # what stands after the word
 
 
 @lru_cache
@@ -124,5 +124,6 @@ def tell_all(
     """8 facts in each of documents (N, L): the texts (N, L), and how long ago the word
     of each was last told, (N, L - 1)."""
     rows = [tell(row, 8, part, 0, i, tokenizer, form) for i, row in enumerate(documents)]
-    tokens, ago = (torch.stack(row) for row in zip(*rows))
+    tokens = torch.stack([text for text, _ in rows])
+    ago = torch.stack([distances for _, distances in rows])
     return tokens, ago[:, 1:]

@@ -121,7 +121,7 @@ def write_whole(file: Path, save: Callable[[Path], None], new: bool = False) -> 
         with open(beside, "rb") as written:
             os.fsync(written.fileno())
         if new:
-            claim(whole, beside)
+            give_name(whole, beside)
         else:
             os.replace(beside, whole)
     except CANNOT_WRITE as error:
@@ -130,7 +130,7 @@ def write_whole(file: Path, save: Callable[[Path], None], new: bool = False) -> 
         beside.unlink(missing_ok=True)  # after an error or Ctrl-C; else it has its name by now
 
 
-def claim(whole: Path, beside: Path) -> None:
+def give_name(whole: Path, beside: Path) -> None:
     """Give a file its name if that is free. If not, it stays under another one: UserError."""
     try:
         os.link(beside, whole)
@@ -170,5 +170,5 @@ def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
         reason = why(file, error)
         raise UserError(f"{file}: damaged or another version's ({reason})") from None
     if checksum(tensors, text) != written:
-        raise UserError(f"{file}: damaged, its content does not have its checksum")
+        raise UserError(f"{file}: damaged, as its checksum is another; take a copy, or make it anew")
     return tensors, json.loads(text)

@@ -92,9 +92,9 @@ def parsed(text: bytes) -> Any:
 
 
 def has_rows(file: Path) -> bool:
-    """Whether each line is a document. The end of the name says so, in capitals or not;
-    of a .json file the first line does. Raises UserError if texts are packed
-    otherwise."""
+    """Whether each line is a document. The end of the name says so, in capitals or not. For
+    a .json file that is not packed the first line says so. Raises UserError if texts are
+    packed otherwise."""
     name = file.name.lower()
     if name.endswith((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz")):
         return True
@@ -235,8 +235,8 @@ def fingerprint(row: np.ndarray) -> bytes:
 
 
 def copies(held_out: np.ndarray, ids: np.ndarray, bos: int, L: int) -> set[bytes]:
-    """The beginnings of L tokens that documents of both have. A copy can have another name,
-    or be a row of another file, so that the contents are compared."""
+    """The fingerprints of the first L tokens of documents that are in both. A copy can have
+    another name, or be a row of another file, so that the contents are compared."""
     scored = set(map(fingerprint, beginnings(held_out, bos, L)))
     return scored.intersection(map(fingerprint, beginnings(ids, bos, L)))
 

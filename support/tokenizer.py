@@ -37,7 +37,7 @@ class Tokenizer:
             sentence = f"{self.file.name} is not a readable tokenizer ({reason})"
             raise UserError(f"{path}: {sentence}") from None
         self.bos = self.prefix[0]  # begins each text
-        self.letter = self.tokens.encode("x")[-1:]  # what `piece` puts in front of a token
+        self.x = self.tokens.encode("x")[-1:]  # the id of "x"
 
     def begin(self, path: Path) -> list[int]:
         """The ids that begin a text: those of prefix.json, or else the BOS alone. Where no
@@ -84,31 +84,31 @@ class Tokenizer:
         return self.tokens.decode(ids)
 
     def added(self, i: int, before: list[int]) -> str:
-        """The text that token i adds to that of others. A part of a letter gives U+FFFD."""
+        """The text that token i adds to that of others. A part of a character gives U+FFFD."""
         return self.decode([*before, i]).removeprefix(self.decode(before))
 
     def texts(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text that each of the ids adds to those before. Of the tokens of one letter the
-        last one has the letter, and the others have no text."""
-        letters, before = getincrementaldecoder("utf-8")("replace"), []
+        """The text that each of the ids adds to those before. Of the tokens of one character
+        the last one has the character, and the others have no text."""
+        characters, before = getincrementaldecoder("utf-8")("replace"), []
         for i in ids:
             added = self.added(i, before)
             inside = "\ufffd" in added
             part = bytes_of(self.tokens.name(i), added) if inside else added.encode()
-            yield letters.decode(part)
-            # The letter, as a tokenizer drops the blank in front of a text.
-            before = self.letter if inside else [*self.letter, i]
+            yield characters.decode(part)
+            # x stands in front, as a tokenizer drops the blank at the start of a text.
+            before = self.x if inside else [*self.x, i]
 
     def piece(self, i: int) -> str:
         """The text that token i adds, with its leading blank if it has one. A part of a
         character gives U+FFFD, and a token without text gives its name."""
         if i >= self.vocab_size:
             return f"<{i}>"
-        return self.added(i, self.letter) or self.tokens.name(i)
+        return self.added(i, self.x) or self.tokens.name(i)
 
 
-# Byte-level BPE writes each byte as one letter: those that can be printed as themselves, and
-# the others as the letters from number 256 on.
+# Byte-level BPE writes each byte as one character: those that can be printed as themselves,
+# and the others as the characters from number 256 on.
 PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTED]
 BYTES = {chr(byte): byte for byte in PRINTED}
@@ -116,12 +116,12 @@ BYTES |= {chr(256 + n): byte for n, byte in enumerate(OTHERS)}
 
 
 def bytes_of(name: str, text: str) -> bytes:
-    """The bytes of a token whose text has U+FFFD, as it is a part of a letter, by its name:
+    """The bytes of a token whose text has U+FFFD, as it is a part of a character, by its name:
     as "<0xE1>", or of byte-level BPE. U+FFFD can also be what is meant."""
     if re.fullmatch("<0x[0-9A-F]{2}>", name):
         return bytes.fromhex(name[3:5])
     if BYTES.keys() >= {*name}:
-        return bytes(BYTES[letter] for letter in name)
+        return bytes(BYTES[character] for character in name)
     return text.encode()
 
 

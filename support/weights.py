@@ -40,14 +40,14 @@ LARGEST = 2**24
 def check_numbers(config) -> None:
     """Convert each number of a LlamaConfig or a Llama3Rope to its field's type, so that 10000
     and 10000.0 in a file are the same model. Raises ValueError if one is of another type, not
-    positive or too large."""
+    positive and finite, or too large."""
     for f in fields_of(config):
         value = getattr(config, f.name)
         if f.type in (int, float, bool):
             if f.type(value) != value:
                 raise ValueError(f"{f.name} {value!r} is not of type {f.type.__name__}")
             if f.type is not bool and not 0 < value < math.inf:
-                raise ValueError(f"{f.name} {value!r} is not positive")
+                raise ValueError(f"{f.name} {value!r} is not positive and finite")
             if f.type is int and value > LARGEST:
                 raise ValueError(f"{f.name} {value!r} is larger than {LARGEST:,}")
             object.__setattr__(config, f.name, f.type(value))  # as the class is frozen
@@ -237,7 +237,7 @@ def files_of_index(index: Path) -> list[Path]:
         named = {index.parent / file for file in read_json(index)["weight_map"].values()}
         whole = index.with_name(index.name.removesuffix(".index.json"))
         if whole.is_file() and whole not in named:
-            raise ValueError(f"it does not name {whole.name}; remove one of the two")
+            raise UserError(f"{index}: it does not name {whole.name}; remove one of the two")
         return sorted(named)
 
 

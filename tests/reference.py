@@ -159,17 +159,17 @@ def turned(k, positions, adapted):
     s, c = adapted.settings, adapted.model.config
     half = k.shape[-1] // 2
     frequency = c.rope_theta ** (-torch.arange(half) / half)
-    reached = s.mem + s.segment if s.positions == "slots" else s.length
+    reached = s.head_sizes[-1] + s.segment if s.positions == "slots" else s.length
     scale = reached / c.context
     angle = torch.tensor(positions).double()[:, None] / scale * frequency
     pairs = torch.complex(k[..., :half], k[..., half:]) * torch.exp(1j * angle)
     return torch.cat((pairs.real, pairs.imag), dim=-1)
 
 
-def slow_compress(k, v, scores, from_slot, adapted):
+def slow_compress(k, v, scores, from_slot, compressors, s):
     """k, v (S, D), scores (S,) and which entries have had a slot that is not a recent one -> those
     of the M slots."""
-    s, S = adapted.settings, len(k)
+    S = len(k)
     by_score = sorted(range(s.sinks, S - s.recent), key=lambda i: -scores[i])
     kept = [*range(s.sinks), *sorted(by_score[: s.heavy])]
     rest = sorted(by_score[s.heavy :])
@@ -177,7 +177,7 @@ def slow_compress(k, v, scores, from_slot, adapted):
     for slot, i in enumerate(kept):
         W[slot, i] = 1
     if s.merged:
-        args = adapted.compressors[0], s.merged, k[rest], v[rest], from_slot[rest]
+        args = compressors[-1], s.merged, k[rest], v[rest], from_slot[rest]
         W[len(kept) : len(kept) + s.merged, rest] = by_loop(*args, scores[rest])
     for n in range(1, s.recent + 1):
         W[s.mem - n, S - n] = 1
@@ -185,18 +185,19 @@ def slow_compress(k, v, scores, from_slot, adapted):
     return W @ k, W @ v, W @ scores, from_slot
 
 
-def slow_memory(adapted, segments):
+def slow_memory(adapted, s, segments):
     """Segments of q (heads that share the key/value head, T, D), k and v (T, D), not rotated ->
     keys as attention reads them, values and attention received, all at the end, and what the heads
-    have read."""
-    s, outputs = adapted.settings, []
-    D = adapted.model.config.head_dim
+    have read. The head is of the last layer, and `s` are its settings."""
+    D, outputs = adapted.model.config.head_dim, []
     k, v, scores = torch.zeros(0, D).double(), torch.zeros(0, D).double(), torch.zeros(0).double()
     from_slot, seen, new = torch.zeros(0).bool(), 0, 0
     for q, k_new, v_new in segments:
         T, q, k_new = len(k_new), q.double(), k_new.double()
         if len(k) > s.mem and new + T > s.segment:
-            k, v, scores, from_slot = slow_compress(k, v, scores, from_slot, adapted)
+            k, v, scores, from_slot = slow_compress(
+                k, v, scores, from_slot, adapted.compressors, s
+            )
             new = 0
         if s.positions == "text":
             q, k_new = (turned(x, range(seen, seen + T), adapted) for x in (q, k_new))

@@ -52,12 +52,16 @@ def test_segments_equal_the_whole_while_nothing_is_compressed(model, method, pos
     assert torch.allclose(logits[0].double(), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("method, segments", [("lococo", 1), ("lococo", 5), ("selection", 1)])
-def test_a_segments_loss_trains_the_compression_before_it(in_float64, model, method, segments):
+@pytest.mark.parametrize("method, segments, positions", [
+    ("lococo", 1, "text"), ("lococo", 5, "slots"), ("selection", 1, "slots")])
+def test_a_segments_loss_trains_the_compression_before_it(
+    in_float64, model, method, segments, positions
+):
     """The loss of the fifth segment. Through one segment its gradient is the numerical derivative
     while the memory after four segments is held fixed; through five nothing is fixed. (In ours
     penalties and scores are constants, so that through five segments it would be another one.)"""
-    adapted, tokens = AdaptedLlama(model, settings(method)), TOKENS[:, :31]
+    adapted = AdaptedLlama(model, settings(method, positions=positions))
+    tokens = TOKENS[:, :31]
     cache = adapted.cache()
     for nats, _ in segment_losses(model, tokens, cache, 6):
         loss = nats.sum()

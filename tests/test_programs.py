@@ -215,7 +215,8 @@ def test_a_prompt_with_special_tokens(run):
     ask = f"{SINKS} --temperature 0 --max-new-tokens 3 --prompt"
     note = "note: --prompt marked has <s>, read as plain text; --special-tokens reads them as"
     assert note in run(generate, f"{ask} marked")[2]
-    assert run(generate, f"{ask} marked --special-tokens") == run(generate, f"{ask} plain")
+    marked, plain = run(generate, f"{ask} marked --special-tokens"), run(generate, f"{ask} plain")
+    assert marked[:2] == plain[:2]  # the third has the time
 
 
 @pytest.mark.parametrize("temperature, expected", [

@@ -27,28 +27,22 @@ def test_needs_become_budgets():
     assert sum(budgets.shared_out(np.array([[0.3, 0.1, 0.1]]), 15)[0]) == 45
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("gate", [0.0, 1.0])
-def test_gates_open_from_a_memory_to_a_full_cache(in_float64, model, gate):
-    tokens = torch.randint(0, 64, (1, 40))
-    of_slots = AdaptedLlama(model, settings("h2o", 8, 8)).cache()
-    gated = budgets.GatedMemory(model.config, of_slots.settings, torch.full((2, 2), gate))
-    expected = KVCache(model.config) if gate else of_slots
-    logits = [prefill(model, tokens, cache, 8) for cache in (gated, expected)]
-    assert torch.allclose(*logits)
-
-
 def test_a_need_is_what_the_loss_falls_by_with_a_gate(in_float64, model):
-    """The gates change only what the third segment reads, so that the gradient is whole."""
+    """The gates open from a memory to a full cache. They change only what the third segment
+    reads, so that the gradient is whole."""
     s, tokens = settings("h2o", 8, 8), torch.randint(0, 64, (1, 25))
     mask = torch.arange(24)[None] % 3 == 0
     needs = budgets.measure_needs(model, s, tokens, mask)
 
-    def loss(gates):
-        cache = budgets.GatedMemory(model.config, s, gates)
+    def loss_of(cache):
         nats = torch.cat([n for n, _ in budgets.segment_losses(model, tokens, cache, 8)], dim=1)
         return nats[mask].mean().item()
 
+    def loss(gates):
+        return loss_of(budgets.GatedMemory(model.config, s, gates))
+
+    assert loss(torch.zeros(2, 2)) == pytest.approx(loss_of(AdaptedLlama(model, s).cache()))
+    assert loss(torch.ones(2, 2)) == pytest.approx(loss_of(KVCache(model.config)))
     for layer, head in np.ndindex(2, 2):
         change = torch.zeros(2, 2)
         change[layer, head] = 1e-4

@@ -1,6 +1,7 @@
 """train.py: the gradient of a step, runs that are stopped and go on, and two
 processes."""
 
+import io
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import support.processes
 import support.text
 import train
 from lococo import AdaptedLlama, segment_losses
+from model import KVCache
 from support.command_line import HERE, Machine
 from support.files import UserError, read_file
 from support.processes import check_environment
@@ -86,18 +88,41 @@ def test_which_keys_longlora_sees_while_it_trains(config, L):
                 assert seen[head, t, key] == (together and key <= t), (head, t, key)
 
 
-def test_full_attention_has_a_gradient_through_the_whole_sequence(in_float64, model):
+@pytest.mark.parametrize("method, cache", [("full", KVCache), ("longlora", train.ShiftedGroups)])
+def test_full_attention_has_a_gradient_through_the_whole_sequence(
+    in_float64, model, method, cache
+):
     """Although a segment has 6 tokens: it is that of one loss of all tokens."""
-    adapted = AdaptedLlama(model, settings_for("full", 8, 6, 41, lora_rank=2))
+    adapted = AdaptedLlama(model, settings_for(method, 8, 6, 41, lora_rank=2))
     tokens = torch.randint(3, 64, (1, 41))
     config = train.TrainConfig(batch=1, micro_batch=1, seq=41, segment=6, bptt=1)
     train.gradients(adapted, lambda i: (tokens[0], torch.zeros(41)), config, CPU, 0)
     found = [p.grad.clone() for p in adapted.trained().values()]
     adapted.zero_grad()
-    p = adapted.model(tokens[:, :-1])[0].log_softmax(dim=-1)
+    p = adapted.model(tokens[:, :-1], cache(model.config))[0].log_softmax(dim=-1)
     (-p[torch.arange(40), tokens[0, 1:]].mean()).backward()
     for grad, p in zip(found, adapted.trained().values(), strict=True):
         torch.testing.assert_close(grad, p.grad)
+
+
+def test_rates_fall_and_gradients_are_clipped(model, monkeypatch):
+    """If a gradient stays the same, AdamW moves each number by the rate: here by the whole
+    one and by a half. Those of both steps are the same once they are clipped."""
+    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 41, kernel=3, lora_rank=2))
+    config = train.TrainConfig(steps=2, lr=0.01, conv_lr=0.1)
+
+    def large(adapted, draw, config, machine, step, done):
+        for p in adapted.trained().values():
+            p.grad = torch.full_like(p, 1000.0**step)
+        return 0.0
+
+    monkeypatch.setattr(train, "gradients", large)
+    before = {name: p.detach().clone() for name, p in adapted.trained().items()}
+    setup, optimizer = train.Setup(config, CPU, None, None), train.make_optimizer(adapted, config)
+    assert train.train(setup, adapted, optimizer, 0, lambda step: None, io.StringIO()) == 0
+    for name, p in adapted.trained().items():
+        rate = 0.1 if name.startswith("compressors") else 0.01
+        torch.testing.assert_close(before[name] - p, torch.full_like(p, 1.5 * rate))
 
 
 # --- Runs -------------------------------------------------------------------------------

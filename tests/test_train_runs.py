@@ -2,7 +2,7 @@
 
 import math
 import os
-import shutil
+import re
 from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,7 +18,7 @@ from model import load_llama
 from support.programs.adapter import load_adapter
 from support.command_line import TINY
 from support.programs.train_report import print_start
-from support.text import pieces, token_streams
+from support.text import part_of, pieces, token_streams
 
 LINE = "--data text --mem 16 --segment 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 --out run"
 H2O = Settings("h2o", 16, 96, heavy=8, recent=8, positions="slots", lora_rank=0)
@@ -66,12 +66,25 @@ def test_the_papers_recipes():
     assert parsed("--recipe inference --method lococo+h2o").conv_lr == 5e-2
 
 
-def test_a_recipe_is_named_for_another_base(run):
-    """All are listed, with what they cost."""
-    shutil.copytree(TINY, "base", ignore=shutil.ignore_patterns("adapter*"))
-    code, out, err = run(train, "--model base --data text")
-    assert code == 2 and not out and all(name in err for name in train.RECIPES)
-    assert err.count("about") == len(train.RECIPES) and ("hours" in err or "days" in err)
+def test_facts_that_are_scored_are_not_those_that_train(run, tokenizer, monkeypatch):
+    """Their names are of two parts, which have none in common."""
+    texts = {"training": "", "held-out": ""}
+
+    def noted(tell, part):
+        def call(*args):
+            told, ago = tell(*args)
+            texts[part] += tokenizer.decode(told.flatten().tolist())
+            return told, ago
+
+        return call
+
+    monkeypatch.setattr(train, "tell", noted(train.tell, "training"))
+    monkeypatch.setattr(train, "tell_all", noted(train.tell_all, "held-out"))
+    code, _, err = run(train, f"{LINE} --score-tokens 96")
+    assert code == 0, err
+    for part, text in texts.items():
+        names = re.findall(r"@( \w+ \w+) =", text)
+        assert names and all(part_of(name.replace(" ", "\u2581")) == part for name in names)
 
 
 def test_what_the_user_says_wins_over_a_recipe():

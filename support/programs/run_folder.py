@@ -94,8 +94,8 @@ def write_state(
     out: Path, adapted: AdaptedLlama, optimizer: Optimizer, config: dict, owner: dict,
     scores: dict, step: int,
 ) -> None:
-    """Nothing in a step is random, so that a run which goes on from here ends with the
-    same bytes."""
+    """Write all that changes during a run. Nothing in a step is random, so that a run which
+    goes on from here ends with the same bytes."""
     tensors = {}
     for name, p in adapted.trained().items():
         tensors[f"value {name}"] = p

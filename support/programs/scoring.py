@@ -126,6 +126,7 @@ def note_limits(models: dict[str, AdaptedLlama], lengths: list[int]) -> None:
 
 # --- Texts ------------------------------------------------------------------------------
 
+
 def parts_to_score(flags: argparse.Namespace) -> list[str]:
     """The part that --part names. Without --part: the part that train.py holds out, if a
     RUN has left it out or the texts are Python's library; otherwise all parts of --data.

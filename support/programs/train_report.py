@@ -1,42 +1,16 @@
-"""What train.py prints: what recipes cost, what a run will do, and its scores at the end."""
+"""What train.py prints: what a run will do, and its scores at the end."""
 
 import math
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import Any
 
 from lococo import Settings, interpolation
-from model import LlamaConfig, load_base
+from model import LlamaConfig
 from support.command_line import TINY, Machine, counted
-from support.files import UserError
 from support.text import Texts
 from support.programs.train_flags import described
-
-
-def refuse_without_recipe(
-    model: Path, machine: Machine, recipes: dict[str, Any], what_for: dict[str, str]
-) -> NoReturn:
-    """Raises UserError, which says what each recipe is for and about how long it takes with
-    this base on this machine. `recipes` has a TrainConfig for each name."""
-    base, _ = load_base(model, machine.dtype, machine.device)
-    tokens = torch.zeros((1, 256), dtype=torch.int64, device=machine.device)
-    seconds = []
-    with torch.no_grad():
-        for _ in range(2):  # the first one also warms up
-            begun = time.perf_counter()
-            base(tokens).sum().item()
-            seconds.append(time.perf_counter() - begun)
-    lines = []
-    for name, config in recipes.items():
-        read = config.steps * config.batch * config.seq
-        hours = 3 * read * seconds[1] / tokens.numel() / 3600  # backward takes as long as 2
-        listed = f"{hours:,.1f} hours" if hours < 100 else f"{hours / 24:,.0f} days"
-        lines.append(f"\n  {name:16} {what_for[name]}; about {listed}")
-    raise UserError(f"--recipe: name one for this base:{''.join(lines)}")
 
 
 def print_start(
