@@ -458,11 +458,12 @@ def load_llama(
         model = Llama(config)
 
     if file.name == "params.json":
-        stored, name_in_file = meta_weights(files), str
+        stored = meta_weights(files)
+        in_file = {name: name for name in model.state_dict()}
     else:
         stored = hugging_face_weights(map(read_tensors, files), config.tied)
-        name_in_file = hugging_face_name
-    expected = {name_in_file(name): p.shape for name, p in model.state_dict().items()}
+        in_file = {name: hugging_face_name(name) for name in model.state_dict()}
+    expected = {in_file[name]: p.shape for name, p in model.state_dict().items()}
     state = {}
     with blamed_on(file, ValueError):
         for name, tensor in checked(stored, expected):
@@ -471,8 +472,7 @@ def load_llama(
             # One tensor is copied at a time, so that the weights are never in memory twice.
             state[name] = tensor.to(device, dtype, copy=True)
 
-    ours = {name: state[name_in_file(name)] for name in model.state_dict()}
-    model.load_state_dict(ours, assign=True)
+    model.load_state_dict({name: state[in_file[name]] for name in in_file}, assign=True)
     return model
 
 

@@ -92,14 +92,6 @@ def refuse_contradiction(params: dict, shard: dict[str, Tensor], fields: dict) -
     if params.get("vocab_size", -1) not in (-1, fields["vocab_size"]):
         sizes = f"vocab_size {params['vocab_size']}, but {fields['vocab_size']}"
         raise ValueError(f"{sizes} in the weights")
-    if "multiple_of" in params:  # Meta's rule for the feed-forward size
-        size = int(8 * params["dim"] / 3)
-        size = int(size * params.get("ffn_dim_multiplier", 1))
-        size = math.ceil(size / params["multiple_of"]) * params["multiple_of"]
-        if size != fields["ffn_dim"]:
-            rule = f"multiple_of and ffn_dim_multiplier give {size}"
-            missing = "is a file consolidated.NN.pth missing?"
-            raise ValueError(f"{rule}, but {fields['ffn_dim']} in the weights; {missing}")
     head_dim = params["dim"] // params["n_heads"]
     pairs = len(shard.get("rope.freqs", ()))
     if pairs and pairs != head_dim // 2:
@@ -255,7 +247,7 @@ def checked(
         shape = left.pop(name)
         if tensor.shape != shape:
             shapes = f"{tuple(tensor.shape)}, and the configuration says {tuple(shape)}"
-            raise ValueError(f"the shape of {name} is {shapes}")
+            raise ValueError(f"the shape of {name} is {shapes}; is a file of weights missing?")
         if tensor.dtype not in READ:
             types = ", ".join(f"{dtype}".removeprefix("torch.") for dtype in READ)
             raise ValueError(f"{name} has numbers of type {tensor.dtype}; take {types}")

@@ -28,7 +28,7 @@ WQ, Q_PROJ = "layers.0.attention.wq.weight", "model.layers.0.self_attn.q_proj.we
 def configuration(c: LlamaConfig, meta: bool) -> dict:
     if meta:
         keys = ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "vocab_size")
-        return {key: getattr(c, key) for key in keys} | {"multiple_of": 32}
+        return {key: getattr(c, key) for key in keys}
     return dict(
         model_type="llama", hidden_act="silu", hidden_size=c.dim, vocab_size=c.vocab_size,
         intermediate_size=c.ffn_dim, num_hidden_layers=c.n_layers, rms_norm_eps=c.norm_eps,
@@ -160,7 +160,7 @@ def test_a_params_json_that_contradicts_its_weights(tmp_path, model, changes, se
     ([HF], "config.json", ["no config.json and no params.json; docs/models.md says"]),
     ([HF], HF, ["there is no model*.safetensors and no pytorch_model*.bin in it"]),
     (SHARDS, SHARDS[0], ["missing", "model.embed_tokens.weight"]),
-    (META[:2], META[1], ["is a file consolidated.NN.pth missing"])])
+    (META[:2], META[1], ["is a file of weights missing?"])])
 def test_a_missing_file(tmp_path, model, files, lost, parts):
     (write_model(tmp_path, model, files) / lost).unlink()
     refusal(load_llama, tmp_path, *parts)

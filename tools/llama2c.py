@@ -41,7 +41,7 @@ def convert(file: Path, folder: Path) -> None:
     weights.setdefault("output.weight", weights["tok_embeddings.weight"])
     del weights["rope.weight"]  # a table of cosines and sines
     params = {"dim": dim, "n_layers": n, "n_heads": H, "n_kv_heads": G, "vocab_size": abs(V),
-              "multiple_of": ffn, "norm_eps": 1e-5, "max_seq_len": context}
+              "norm_eps": 1e-5, "max_seq_len": context}
     write_whole(folder / "consolidated.00.pth", partial(save, weights))
     write_json(folder / "params.json", params)  # last: it says that all is there
 

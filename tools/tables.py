@@ -8,8 +8,8 @@
 
 A cell is one row of a table with one seed. train.py trains it if there is something to
 train, then documents are scored. Runs are in runs/tables/, and go on where they were
-stopped. A cell is one line of docs/results.jsonl, with the nats of each document. It is
-made again only if --again asks for it.
+stopped. A cell is one line of docs/results.jsonl, with the nats of each document. To make
+one again, remove its line and runs/tables/.
 
 A table has cells of one model, one --dtype and one scored text. It shows each row after
 the most steps, and the newest cell of each seed. A page has it between
@@ -114,10 +114,8 @@ ROWS = {
     "ours, top-k": Row("one filter, copies are taken, too (top-k)", "--compressor top-k"),
     "ours, at once": Row("all slots choose at once", "--compressor at-once"),
     "ours, unattended": Row("without the attention received", "--compressor unattended"),
-    "ours, softmax": Row("a softmax alone, mixtures", "--compressor softmax"),
     "ours, paper's compressor": Row("the paper's compressor in ours", PAPER),
     "ours, 3 taps": Row("3 taps instead of 1", "--kernel 3"),
-    "ours, half merged": Row("M/2 merged, M/8 heavy slots", "--heavy {eighth}"),
     "ours, no forgetting": Row("no forgetting", "--forget 1"),
 }
 
@@ -146,10 +144,9 @@ FROZEN = Table(
     ("full", "window", "h2o", *OURS, "stored"), 64, 1024, "test", "--recipe inference"
 )
 ABLATIONS = (
-    "full", "h2o", "h2o text", "h2o 5/8 forget", "ours", "ours untrained", "ours soft",
+    "full", "h2o text", "h2o 5/8 forget", "ours", "ours untrained", "ours soft",
     "ours, one filter", "ours, top-k", "ours, at once", "ours, unattended",
-    "ours, softmax", "ours, paper's compressor", "ours, 3 taps", "ours, half merged",
-    "ours, no forgetting",
+    "ours, paper's compressor", "ours, 3 taps", "ours, no forgetting",
 )
 LONG = Table(
     ("full", "window", "h2o text", *PAPERS[2:], *OURS), 512, 8192, "long",
@@ -226,7 +223,7 @@ def documents_of(table: Table, options: Options, tokenizer: Tokenizer) -> Tensor
 def all_flags(row: Row, table: Table) -> str:
     """The flags of train.py that make a row, but for texts, model, steps and seed."""
     M = table.mem
-    flags = row.flags.format(mem=M, eighth=M // 8)
+    flags = row.flags.format(mem=M)
     T = table.segment or M
     L = table.trains_on or table.seq
     return f"{table.flags} --mem {M} --segment {T} --seq {L} {flags}".strip()
@@ -257,12 +254,11 @@ def origin() -> dict:
     return {"date": str(date.today()), "commit": commit, "machine": machine}
 
 
-def train_cell(name: dict, number: int, options: Options) -> Path:
+def train_cell(name: dict, options: Options) -> Path:
     """Train as a cell's name says, or go on; returns the run's folder. Cells that differ
-    in what is scored, or in sharpness, share a run. A cell that is made again has its own
-    run: `number` cells of this name are stored."""
+    in what is scored, or in sharpness, share a run."""
     fields = ("flags", "steps", "seed", "model", "dtype", "base", "texts")
-    about = json.dumps([name[field] for field in fields] + [number])
+    about = json.dumps([name[field] for field in fields])
     out = RUNS / checksum({}, about)[:12]
     line = [*words_of(name["flags"]), "--model", str(options.model), "--device", "cpu"]
     line += ["--steps", str(name["steps"]), "--seed", str(name["seed"])]
@@ -280,9 +276,9 @@ def train_cell(name: dict, number: int, options: Options) -> Path:
     return out
 
 
-def model_of(name: dict, number: int, row: Row, options: Options) -> AdaptedLlama:
+def model_of(name: dict, row: Row, options: Options) -> AdaptedLlama:
     """The memory to score. It is trained first if its name has steps."""
-    run = train_cell(name, number, options) if name["steps"] else None
+    run = train_cell(name, options) if name["steps"] else None
     machine = prepare("cpu", options.dtype)
     model, _ = load_base(options.model, machine.dtype, machine.device)
     if run:
@@ -310,11 +306,9 @@ def recalled(adapted: AdaptedLlama, documents: Tensor, options: Options) -> dict
     return figures
 
 
-def make_cell(
-    name: dict, number: int, table: Table, options: Options, documents: Tensor
-) -> dict:
+def make_cell(name: dict, table: Table, options: Options, documents: Tensor) -> dict:
     row = ROWS[name["row"].removesuffix(table.ending)]
-    adapted = model_of(name, number, row, options)
+    adapted = model_of(name, row, options)
     at_once = max(1, 8192 // table.seq)
     losses, _, held = token_losses(adapted, documents, prepare("cpu", options.dtype), at_once)
     means = losses.double().mean(dim=1)
@@ -331,7 +325,7 @@ def make_cell(
 
 
 def make_cells(table: Table, options: Options) -> None:
-    """Make and store the cells that are asked for, but for those that are stored."""
+    """Make and store the cells that are asked for and not stored yet."""
     if table.part != "held-out" and not (options.prose and options.prose.is_dir()):
         remedy = "name one with the files that --help lists"
         raise UserError(f"--prose {options.prose}: there is no such folder; {remedy}")
@@ -344,7 +338,7 @@ def make_cells(table: Table, options: Options) -> None:
     common["base"] = identity(untrained(model, "full", 4, 4))["base"][:12]
     common["texts"] = checksum(texts, "")[:12]
     common["scored"] = checksum({"documents": documents}, "")[:12]
-    made_on, made = origin(), []
+    made_on = origin()
     for seed, key in product(options.seeds, options.rows or table.rows):
         flags = all_flags(ROWS[key], table)
         settings = settings_of(flags, options)
@@ -352,11 +346,9 @@ def make_cells(table: Table, options: Options) -> None:
         steps = (options.steps or table.steps) if trains else 0
         name = {"row": key + table.ending, "flags": flags, "steps": steps}
         name |= common | {"seed": seed if steps else 0}
-        number = sum(name.items() <= cell.items() for cell in stored_cells())
-        if name not in made and (options.again or not number):
+        if not any(name.items() <= cell.items() for cell in stored_cells()):
             print(f"{name['row']}, seed {name['seed']}", file=sys.stderr)
-            add(name | made_on | make_cell(name, number, table, options, documents))
-        made.append(name)
+            add(name | made_on | make_cell(name, table, options, documents))
 
 
 # --- Stored cells -----------------------------------------------------------------------
@@ -536,7 +528,6 @@ def parse() -> Options:
         help="of the base (default: float32)")
     add("--seeds", nargs="+", type=at_least(0), default=[0], help="default: 0")
     add("--steps", type=at_least(1), help="of training (default: the table's)")
-    add("--again", action="store_true", help="make also what is stored")
     add("--write", action="store_true", help="write all tables into the pages")
     options = parser.parse_args()
     options.model = options.model.resolve()

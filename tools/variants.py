@@ -1,4 +1,4 @@
-"""Compressors for ablations: ours without one of its parts, or the paper's with another.
+"""Compressors for ablations: ours without one of its parts.
 
 tools/tables.py imports this module, which adds the names to COMPRESSORS. To use one in
 another program, write `import tools.variants` there.
@@ -8,14 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lococo import COMPRESSORS, PENALTY, Compressor, Selection
-
-
-class Softmax(Compressor):
-    """The paper's with a softmax instead of the ReLU and (7)."""
-
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
-        return self.conv(entries).softmax(dim=-1)
+from lococo import COMPRESSORS, PENALTY, Selection
 
 
 class AtOnce(Selection):
@@ -56,7 +49,6 @@ class TopK(OneFilter):
         return (sharpness * (relevance - PENALTY * taken)).softmax(dim=-1)
 
 
-COMPRESSORS["softmax"] = Softmax
 COMPRESSORS["at-once"] = AtOnce
 COMPRESSORS["unattended"] = Unattended
 COMPRESSORS["one-filter"] = OneFilter
