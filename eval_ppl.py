@@ -41,7 +41,7 @@ def token_losses(
     the cache of one document has at the end."""
     nats, hits = [], []
     batches = documents.split(micro_batch)
-    for batch in tqdm(batches, "scoring", leave=False, disable=None):
+    for batch in tqdm(batches, desc="scoring", leave=False, disable=None):
         batch = batch.to(machine.device)
         cache = adapted.cache()  # each batch of documents begins with an empty one
         segment = adapted.settings.segment
@@ -64,9 +64,9 @@ def ranges(what: str, numbers: Tensor, reach: int) -> dict[str, Tensor]:
     """`numbers`: a position or a distance of each token, (N, L - 1). Returns a mask for each
     range; "a-b" has those above a up to b.
 
-    The first range ends at `reach` = M + T: up to here a window may hold the token. `reach`
-    is 0 if there are no slots. The others end at 512, 1024 ... L. A distance of 0, which
-    marks a token that is no answer, is in no range."""
+    The first range ends at `reach` = M + T: up to here a window may hold the token. With a
+    `reach` of 0 there is no such range. The others end at 512, 1024 ... L. A distance of 0,
+    which marks a token that is no answer, is in no range."""
     L = numbers.shape[1] + 1
     doubled = {2**e for e in range(9, L.bit_length()) if reach < 2**e < L}
     edges = sorted({0, min(reach, L), L} | doubled)

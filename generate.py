@@ -101,8 +101,8 @@ def as_text(
 
 
 def parse() -> argparse.Namespace:
-    """The flags. With --show-memory `layer_and_head` has two numbers, or `page` a file; else
-    they are None."""
+    """The flags. `layer_and_head` has the two numbers of --show-memory LAYER HEAD, and `page`
+    the file of --show-memory FILE.html. What is not asked for is None."""
     parser = Parser(__doc__, mem="the adapter's, or 512",
                     segment="the adapter's, or as --mem")
     add = parser.add_argument_group("text").add_argument

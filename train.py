@@ -68,8 +68,7 @@ class TrainConfig:
     seed: int = 0
 
     # Memory
-    # The paper's main method ("Ours" in its table 2); the official code's default.
-    method: str = "lococo+h2o"
+    method: str = "lococo+h2o"  # "Ours" in the paper's table 2
     mem: int = 512  # slots M; section 4.1
     segment: int | None = 512  # tokens that enter together, the paper's chunk; None: M
     # None in the next fields is the method's own value.
@@ -87,15 +86,14 @@ class TrainConfig:
     budgets: list[list[int]] | None = None  # slots of heads, by layer
 
     # Text
-    # Files and folders; none: Python's own library.
-    data: list[str] = field(default_factory=list)
+    data: list[str] = field(default_factory=list)  # paths; none: Python's own library
     held_out: list[str] = field(default_factory=list)  # none: a tenth of `data`
     seq: int = 8192  # trained length L, in tokens; section 4.3 also has 16,384 and 32,768
     facts: int = 0  # written into each sequence
 
     # Training
     lora_rank: int = 8  # section 4.1; with 0 the convolutions train alone
-    # Rate of LoRA, embeddings and norms; section 4.1. Both fall linearly towards 0.
+    # Rate of LoRA, embeddings and norms; section 4.1. Both rates fall linearly towards 0.
     lr: float = 5e-5
     conv_lr: float = 5e-2  # rate of the convolutions; section 4.1
     # The paper gives no number for context extension. 100 steps are 104.9 million
@@ -302,8 +300,8 @@ def train(
     setup: Setup, adapted: AdaptedLlama, optimizer: AdamW, begin: int,
     save: Callable[[int], None], log: TextIO,
 ) -> int:
-    """Steps from `begin` to `steps`. save(steps done) is called after every `save_every`,
-    and after the last step. A signal to any process ends all processes after the current
+    """Steps from `begin` to `steps`. save(steps done) is called after every `save_every`
+    steps and after the last step. A signal to any process ends all processes after the current
     step, and the state is saved then, too. Returns the signal's number, or 0 if all steps are
     done."""
     config = setup.config
@@ -359,8 +357,8 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
     model = given.get("model", str(TINY))
     if "recipe" not in given and model != str(TINY):
         refuse_missing_model(Path(model))
-        remedy = f"take one of {', '.join(RECIPES)}; docs/training.md says what each is for"
-        raise UserError(f"--recipe must be named for another base than tiny/; {remedy}")
+        remedy = f"name one by --recipe, of {', '.join(RECIPES)} (docs/training.md)"
+        raise UserError(f"--model {model}: this base has no usual recipe; {remedy}")
     name = given.get("recipe", "embedded")
     changes = {"recipe": name} | RECIPES[name]
     if given.get("method") not in (None, recipes[name].method):

@@ -102,7 +102,7 @@ def read_prompt(name: str) -> str:
         fault = f"not UTF-8 text (byte {error.start}); save it as UTF-8"
         raise UserError(f"--prompt {name}: {fault}") from None
     if not text:
-        raise UserError(f"--prompt {name}: there is no text in it; write one")
+        raise UserError(f"--prompt {name}: there is no text in it; give one that has some")
     return text
 
 

@@ -170,5 +170,6 @@ def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
         reason = why(file, error)
         raise UserError(f"{file}: damaged or another version's ({reason})") from None
     if checksum(tensors, text) != written:
-        raise UserError(f"{file}: damaged, as its checksum is another; take a copy, or make it anew")
+        remedy = "take another copy, or make it anew"
+        raise UserError(f"{file}: damaged, its content does not have its checksum; {remedy}")
     return tensors, json.loads(text)

@@ -247,7 +247,8 @@ def checked(
         shape = left.pop(name)
         if tensor.shape != shape:
             shapes = f"{tuple(tensor.shape)}, and the configuration says {tuple(shape)}"
-            raise ValueError(f"the shape of {name} is {shapes}; is a file of weights missing?")
+            cause = "it is of another model, or a file of weights is missing"
+            raise ValueError(f"the shape of {name} is {shapes}; {cause}")
         if tensor.dtype not in READ:
             types = ", ".join(f"{dtype}".removeprefix("torch.") for dtype in READ)
             raise ValueError(f"{name} has numbers of type {tensor.dtype}; take {types}")

@@ -11,7 +11,7 @@ from reference import slow_memory
 
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
 from lococo import check_rows, copy_penalty, interpolation, merge, with_slots
-from model import Llama, rope, rotate
+from model import KVCache, Llama, rope, rotate
 from support.files import UserError
 from support.programs.settings import resized, untrained
 
@@ -103,9 +103,9 @@ VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
     ("lococo", dict(heavy=2, recent=2, forget=0.3)),
     ("selection", dict(sinks=1, heavy=0, recent=3, kernel=3)),
     ("lococo+h2o", dict(kernel=21, compressor="official", forget=0.0)),
-    ("h2o", dict(budgets=[[8, 8], [12, 4]])),
-    ("lococo+h2o", dict(budgets=[[8, 8], [12, 4]])),
-    ("selection", dict(budgets=[[8, 8], [8, 24]])),
+    ("h2o", dict(budgets=[[4, 12], [12, 4]])),
+    ("lococo+h2o", dict(budgets=[[4, 12], [12, 4]])),
+    ("selection", dict(budgets=[[5, 9], [5, 13]])),
 ]
 
 
@@ -115,7 +115,8 @@ VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
 def test_every_method_equals_a_slow_memory(config, in_float64, method, changes, positions):
     """The second layer, with segments of uneven sizes and grouped queries. After two whole
     segments 8 slots are full, so that they are compressed before a short one, too, as in
-    algorithm 2. With budgets its two heads are compressed at different times."""
+    algorithm 2. With budgets each of the two key/value heads is a part, and they are
+    compressed at different times."""
     model = Llama(replace(config, context=7))
     adapted = AdaptedLlama(model, settings(method, positions=positions, **changes)).eval()
     for p in adapted.compressors.parameters():
@@ -213,6 +214,17 @@ def test_what_was_trained_with_m_slots_is_used_with_others():
         resized(as_in_the_paper, mem=512)
     with pytest.raises(UserError, match="lococo.sinks has only sinks"):
         resized(settings("lococo+sinks"), mem=4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", ["text", "slots"])
+def test_heads_that_keep_all_read_as_from_a_full_cache(model, positions):
+    """Each head is a part of its own, and nothing is compressed."""
+    s = settings("h2o", 50, budgets=[[45, 55], [55, 45]], positions=positions)
+    cache = AdaptedLlama(model, s).cache()
+    read = logits_of(model, cache)
+    assert len(cache.parts) == 4
+    assert torch.allclose(read, logits_of(model, KVCache(model.config)), atol=1e-4)
 
 
 @pytest.mark.parametrize("slots, words, changes", [

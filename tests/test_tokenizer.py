@@ -68,7 +68,7 @@ def test_tokens_one_by_one_have_the_text(request, kind, monkeypatch):
         assert "".join(as_text(iter(new), tokenizer, ids)) == expected
         assert expected in (more, f" {more}")  # sentencepiece puts a blank in front
         cut = tokenizer.encode(f"{prompt}\U0001f40d")[1:-1]
-        assert "".join(tokenizer.texts(cut)) == prompt  # a part of a letter is held back
+        assert "".join(tokenizer.texts(cut)) == prompt  # a part of a character is held back
     assert max(decoded) < 5
 
 

@@ -160,7 +160,7 @@ def test_a_params_json_that_contradicts_its_weights(tmp_path, model, changes, se
     ([HF], "config.json", ["no config.json and no params.json; docs/models.md says"]),
     ([HF], HF, ["there is no model*.safetensors and no pytorch_model*.bin in it"]),
     (SHARDS, SHARDS[0], ["missing", "model.embed_tokens.weight"]),
-    (META[:2], META[1], ["is a file of weights missing?"])])
+    (META[:2], META[1], ["a file of weights is missing"])])
 def test_a_missing_file(tmp_path, model, files, lost, parts):
     (write_model(tmp_path, model, files) / lost).unlink()
     refusal(load_llama, tmp_path, *parts)

@@ -8,8 +8,8 @@
 
 A cell is one row of a table with one seed. train.py trains it if there is something to
 train, then documents are scored. Runs are in runs/tables/, and go on where they were
-stopped. A cell is one line of docs/results.jsonl, with the nats of each document. To make
-one again, remove its line and runs/tables/.
+stopped. A cell is one line of docs/results.jsonl, with the nats of each document. To score
+one again, remove its line. To train it again, remove its run, too.
 
 A table has cells of one model, one --dtype and one scored text. It shows each row after
 the most steps, and the newest cell of each seed. A page has it between
