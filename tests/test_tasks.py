@@ -148,9 +148,10 @@ def convert(run, words):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["questions"])
 def test_official_files_become_rows(run, case):
     """Six shots of seven training rows, of which one asks the question: they are the others."""
-    data, folder, test, train, items, row, answer = case.values()
-    words, shots = f"{data} {folder}", 6 * (train != "-")
-    texts = ["\n".join(map(json.dumps, items)).replace("#", str(n)) for n in range(7)]
+    data, test, train, row = case["data"], case["questions"], case["shots"], case["row"]
+    words, shots = f"{data} {case['folder']}", 6 * (train != "-")
+    content = "\n".join(map(json.dumps, case["official"]))
+    texts = [content.replace("#", str(n)) for n in range(7)]
     files = {"config/dataset2prompt.json": [PROMPTS], train: texts}
     files |= {"config/dataset2maxlen.json": ['{"qasper": 9, "trec": 64}'], test: texts[:2]}
     for file, lines in files.items():
@@ -161,7 +162,7 @@ def test_official_files_become_rows(run, case):
             Path(file.replace("#", str(n))).open("a").write(line + "\n")
     rows = convert(run, words)
     assert rows == [json.loads(json.dumps(row).replace("#", str(n))) for n in range(2)]
-    shown = np.atleast_1d(row["prompt"])[-1] + answer + "\n\n"
+    shown = np.atleast_1d(row["prompt"])[-1] + case["answer"] + "\n\n"
     found, other = (convert(run, f"{words} --shots {shots} --seed {seed}") for seed in (3, 4))
     assert found != other or not shots
     for n, (row, bare) in enumerate(zip(found, rows, strict=True)):

@@ -16,8 +16,7 @@ import train
 from lococo import AdaptedLlama, Settings, segment_losses
 from model import load_llama
 from support.programs.adapter import load_adapter
-from support.command_line import HERE, TINY
-from support.files import UserError
+from support.command_line import TINY
 from support.programs.train_report import print_start
 from support.text import part_of, pieces, token_streams
 
@@ -65,11 +64,6 @@ def test_the_papers_recipes():
     assert (inference.steps, inference.lora_rank) == (200, 0)  # section 4.1
     # Another method does not take the rate of ours.
     assert parsed("--recipe inference --method lococo+h2o").conv_lr == 5e-2
-
-
-def test_another_base_needs_a_recipe():
-    with pytest.raises(UserError, match="no usual recipe; name one by --recipe, of paper, "):
-        parsed(f"--model {HERE / 'docs'}")
 
 
 def test_facts_that_are_scored_are_not_those_that_train(run, tokenizer, monkeypatch):
