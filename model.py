@@ -248,8 +248,9 @@ class KVCache:
         """Announce T new tokens, before the first layer attends to them."""
         steps = torch.arange(T, device=device)
         firsts = self.first_positions()
+        # Layers with the same first position share their angles.
         angles = {first: self.angle(first + steps) for first in set(firsts)}
-        self.angles = [angles[first] for first in firsts]  # most layers share them
+        self.angles = [angles[first] for first in firsts]
         self.seen += T
 
     def first_positions(self) -> list[int]:
@@ -369,8 +370,8 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
-        # nn.Embedding(V, dim) would do the same, but on the meta device, on which a model is made
-        # before its weights are loaded, its random numbers take 2 seconds.
+        # nn.Embedding(V, dim) would do the same. But a model is made on the meta device before
+        # its weights are loaded, and there its random numbers take 2 seconds.
         embeddings = torch.empty(config.vocab_size, config.dim)
         if not embeddings.is_meta:
             embeddings.normal_()

@@ -142,7 +142,7 @@ OF_THE_METHOD = (
 
 
 def completed(config: TrainConfig) -> TrainConfig:
-    """The configuration with a segment and a batch where they are None."""
+    """The configuration in which `segment` and `batch` are numbers, if they were None."""
     segment = config.segment or config.mem
     batch = config.batch or max(1, 4096 // config.seq)
     return replace(config, segment=segment, batch=batch)
@@ -357,8 +357,8 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
     model = given.get("model", str(TINY))
     if "recipe" not in given and model != str(TINY):
         refuse_missing_model(Path(model))
-        remedy = f"name one by --recipe, of {', '.join(RECIPES)} (docs/training.md)"
-        raise UserError(f"--model {model}: this base has no usual recipe; {remedy}")
+        remedy = f"give --recipe with one of {', '.join(RECIPES)}"
+        raise UserError(f"--model {model}: this base has no default recipe; {remedy}")
     name = given.get("recipe", "embedded")
     changes = {"recipe": name} | RECIPES[name]
     if given.get("method") not in (None, recipes[name].method):

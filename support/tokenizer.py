@@ -37,7 +37,7 @@ class Tokenizer:
             sentence = f"{self.file.name} is not a readable tokenizer ({reason})"
             raise UserError(f"{path}: {sentence}") from None
         self.bos = self.prefix[0]  # begins each text
-        self.x = self.tokens.encode("x")[-1:]  # [the id of "x"]
+        self.x = self.tokens.encode("x")[-1:]  # a list of one id, that of "x"
 
     def begin(self, path: Path) -> list[int]:
         """The ids that begin a text: those of prefix.json, or else the BOS alone. Where no

@@ -275,7 +275,7 @@ MISTAKES = [
     (train, f"{TRAIN} --kernel 4", "--kernel 4: it must be odd"),
     (train, f"{TRAIN} --seq 33", "so that nothing is compressed"),
     (train, f"{TRAIN} --model missing", "missing: there is no such"),
-    (train, f"{TRAIN} --model text", "no usual recipe; name one by --recipe, of paper, "),
+    (train, f"{TRAIN} --model text", "no default recipe; give --recipe with one of paper, "),
     (train, f"{TRAIN} --method h2o --lora-rank 0", "there is nothing to train"),
     (train, f"{TRAIN} --out latin", "latin: this is a file; name a folder"),
     (train, f"{TRAIN} --out ''", "this name is empty"),
