@@ -196,11 +196,11 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     of its first query head, then those of its next.
     """
     T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-    q = q.unflatten(1, (-1, group)).flatten(2, 3)  # (B, G, H/G * T, D)
+    q = q.unflatten(1, (-1, group)).flatten(2, 3) / q.shape[-1] ** 0.5  # (B, G, H/G * T, D)
     attention_logits = widened(q @ k.mT)
-    # In place, as no backward pass needs the logits before the softmax.
-    attention_logits /= q.shape[-1] ** 0.5
-    attention_logits += causal_mask(T, S, attention_logits).repeat(group, 1)
+    if T > 1:  # a single token sees all entries
+        # In place, as no backward pass needs the logits before the softmax.
+        attention_logits += causal_mask(T, S, attention_logits).repeat(group, 1)
     return attention_logits.softmax(dim=-1)
 
 
@@ -312,11 +312,12 @@ class Memory(KVCache):
         read = torch.empty_like(q)
         for n, part in enumerate(self.parts):
             if part.layer == layer:
-                own = part.heads
+                # A slice of all heads is a view, and a list of them would be a copy.
+                own = part.heads if len(part.heads) < k.shape[1] else slice(None)
                 if self.by_slot:
                     self.unrotated[n].append(k[:, own], self.capacity[n])
                 of_part = super().attend(n, q[:, own].flatten(1, 2), k[:, own], v[:, own])
-                read[:, own] = of_part.unflatten(1, (len(own), -1))
+                read[:, own] = of_part.unflatten(1, (-1, q.shape[2]))
         return read.flatten(1, 2)
 
     def read(self, n: int, q: Tensor) -> Tensor:
