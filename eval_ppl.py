@@ -56,17 +56,15 @@ def token_losses(
 
 
 def perplexity(nats: Tensor) -> float:
-    """exp of the mean nats, of any shape. It is infinite from 710 nats on."""
+    """exp of the mean of nats of any shape."""
     return nats.double().mean().exp().item()
 
 
 def ranges(what: str, numbers: Tensor, reach: int) -> dict[str, Tensor]:
-    """`numbers`: a position or a distance of each token, (N, L - 1). Returns a mask for each
-    range; "a-b" has those above a up to b.
-
-    The first range ends at `reach` = M + T: up to here a window may hold the token. With a
-    `reach` of 0 there is no such range. The others end at 512, 1024 ... L. A distance of 0,
-    which marks a token that is no answer, is in no range."""
+    """A mask (N, L - 1) for each range of `numbers` (N, L - 1), which are positions or distances
+    of tokens. Range "a-b" has those above a, up to b. The first one ends at `reach`, M + T: a
+    window can hold what is so near. The others end at 512, 1024 ... L. A distance of 0 marks a
+    token that is no answer, and is in no range."""
     L = numbers.shape[1] + 1
     doubled = {2**e for e in range(9, L.bit_length()) if reach < 2**e < L}
     edges = sorted({0, min(reach, L), L} | doubled)

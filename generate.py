@@ -94,7 +94,8 @@ def as_text(
     """Text of tokens as they come. The prompt's end is decoded, too, because tokenizers drop
     a leading space. A part of a character waits; it is dropped if nothing follows."""
     end = [i for i in prompt[-1:] if i not in tokenizer.prefix]
-    yield from islice(tokenizer.texts(chain(end, tokens)), len(end), None)
+    texts = tokenizer.texts(chain(end, tokens))  # one for each token
+    yield from islice(texts, len(end), None)
 
 
 # --- The program ------------------------------------------------------------------------
@@ -247,7 +248,7 @@ def main() -> None:
     ids = prompt_tokens(flags, text, tokenizer)
     models = chosen_models(flags, base)
     if not flags.positions and not flags.load_memory:
-        # Also where nothing is written now: what follows a saved memory needs room, too.
+        # Also with --save-memory: what will follow a saved memory needs room, too.
         for adapted in models.values():
             within_context(adapted, len(ids), flags.max_new_tokens)
     with machine.precision():

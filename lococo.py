@@ -5,9 +5,9 @@ and there are two more:
 
     R  entries of a head that are neither pinned (in sinks or heavy slots) nor recent: they
        go into merged slots, or are dropped
-    n  the number of a part: a layer, or with budgets some heads of one (see `Part`)
+    n  the index of a part: of a layer, or with budgets of some heads of one (see `Part`)
 
-Three matrices have similar names:
+Three matrices say how much of each entry goes into each slot:
 
     logits          the paper's W of (6), as the convolution gives it
     w               the paper's w of (7): each row sums to 1
@@ -33,8 +33,7 @@ from support.files import UserError
 # paper's mixes entries, and ours lets each slot choose one.
 KINDS = ("sinks", "heavy", "merged", "recent")  # in their order in the cache
 
-# A method is a function of M. It gives the fields of Settings (below) that it sets. Another
-# rule of which entries are kept goes into `Memory.choose`.
+# A method is a function of M. It gives the fields of Settings (below) that it sets.
 METHODS = {
     # What the paper compares with. `longlora` keeps everything, too; while it trains, its
     # attention is train.ShiftedGroups.
@@ -60,7 +59,7 @@ METHODS = {
         recent=M - M * 3 // 8 - M // 4,
         forget=0.75,
         compressor="selection",
-        kernel=1,
+        kernel=1,  # an entry is judged without its neighbours; "embedded" has 3 taps
         start=0.3,
     ),
 }
@@ -81,9 +80,9 @@ class Settings:
     positions: str = "text"  # or "slots", see `interpolation`
     compressor: str = "paper"  # or another of COMPRESSORS
     kernel: int = 21  # taps of the convolution
-    start: float = 1.0  # size of the convolution's weights at the start; the official code's
+    start: float = 1.0  # standard deviation of its first weights, as in the official code
     lora_rank: int = 8
-    lora_alpha: int = 16  # the official code's; the paper names none
+    lora_alpha: int = 16  # as in the official code; the paper names none
     # Not in the paper:
     # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets nothing;
     # 0 counts only the queries that entered last.
@@ -114,20 +113,14 @@ class Settings:
         """The different numbers of slots that heads have, the smallest first."""
         return sorted({M for row in self.budgets or [[self.mem]] for M in row})
 
-    @property
-    def uncompressed(self) -> int:
-        """How many tokens can be read, in whole segments, before a head of M slots is
-        compressed."""
-        return self.mem + self.segment - self.mem % self.segment
-
 
 # --- Compressor (section 3.2.1) ---------------------------------------------------------
 
 
 class Compressor(nn.Module):
     """A convolution says how much of each entry goes into each slot. The heads of a layer
-    share it. `slots` is the number of slots that it fills, the merged ones. If heads differ,
-    it is the most, and a head with fewer takes the first rows of w.
+    share it. `slots` is the number of slots that it fills, the merged ones. With budgets it is
+    the most that a head has, and a head with fewer takes the first rows of w.
 
     One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. All its
     parameters train at the rate of the convolutions.
@@ -161,7 +154,8 @@ class Compressor(nn.Module):
     def first_weights(
         self, slots: int, entries: Tensor, from_slot: Tensor, scores: Tensor | None
     ) -> Tensor:
-        """The first rows of w, (N, slots, R), for heads with so many slots."""
+        """The first rows of w, (N, slots, R), for heads with so many slots. A subclass may
+        save work here, as ours does."""
         return self.weights(entries, from_slot, scores)[:, :slots]
 
 
@@ -271,9 +265,9 @@ class Memory(KVCache):
     def enter(self, T: int, device: torch.device | str = "cpu") -> None:
         """Make room for T new tokens.
 
-        We compress lazily, so that the loss of a segment trains the compression that made
-        room for it; algorithm 2 gives the same slots at the end of a segment. While decoding,
-        the paper compresses at each token, and we do it once for `segment` tokens.
+        Algorithm 2 compresses at the end of a segment. Here the next segment does it first,
+        so that its loss trains this compression; the slots are the same. While decoding, the
+        paper compresses at each token, and we do it once for `segment` tokens.
         """
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
@@ -283,10 +277,9 @@ class Memory(KVCache):
         super().enter(T, device)
 
     def is_full(self, n: int, T: int) -> bool:
-        """Whether part n must be compressed before T tokens enter: it holds more than M
-        entries, and T more do not fit. Once compressed, it may hold M + `segment`. Before that,
-        if it holds more than M, it takes more only within the first segment, as in
-        algorithm 2."""
+        """Whether part n must be compressed before T tokens enter. The first time, as in
+        algorithm 2, this is as soon as it holds more than M entries and the first segment is
+        over. Later it is when there would be more than M + `segment`."""
         size, s = self.keys[n].size, self.parts[n].settings
         if self.was_compressed(n):
             return size + T > s.capacity
@@ -447,9 +440,8 @@ def segment_losses(
     model: Llama, tokens: Tensor, cache: KVCache, segment: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Read tokens (B, L) one segment after the other, into a cache that may hold earlier
-    ones. For each segment yield the loss of every token after the first, in nats,
-    (B, segment), and the logits that predicted it, (B, segment, vocab_size). The last target
-    of a segment is the first token of the next.
+    ones. For each segment yield the loss in nats of the token after each input, (B, segment),
+    and the logits that predicted it, (B, segment, vocab_size).
 
     The graph grows with each segment until `cache.detach()` cuts it.
     """
@@ -544,7 +536,8 @@ class Selection(Compressor):
         neighbours = torch.arange(kernel) != kernel // 2
         with torch.no_grad():
             self.conv.weight[:, :, neighbours] = 0
-            # Filters that no slot takes do not train: there `common` alone judges.
+            # Filters beyond the slots do not train. Where a larger memory takes them, they
+            # are zero, and `common` alone judges.
             self.conv.weight[slots:] = 0
             self.slot_filters[slots:] = 0
         self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts
@@ -555,10 +548,9 @@ class Selection(Compressor):
         slot_filters = self.slot_filters + COMMON_SCALE * self.slot_common
         new = F.conv1d(entries, filters, padding="same")
         old = slot_filters.squeeze(2) @ entries
-        log_scores = (scores + 1e-4).log()  # entries below 0.0001 are alike
-        centred = log_scores - log_scores.mean(dim=-1, keepdim=True)
         by_filters = torch.where(from_slot[:, None], old, new)
-        return by_filters + TRUST_SCALE * self.trust * centred[:, None]
+        log_scores = (scores + 1e-4).log()  # entries below 0.0001 are alike
+        return by_filters + TRUST_SCALE * self.trust * log_scores[:, None]
 
     def normalise(self, relevance: Tensor, entries: Tensor) -> Tensor:
         """This takes the place of the ReLU and of (7): w (N, slots, R); each row sums to 1."""
@@ -580,13 +572,14 @@ class Selection(Compressor):
 @torch.no_grad()
 def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
     """The penalty of each of R entries for each slot: relevance (N, slots, R), entries
-    (N, 2D, R) -> (N, slots, R). This is maximal marginal relevance (Carbonell and Goldstein
-    1998): for each earlier slot the penalty grows by PENALTY times how alike the entry is to
-    what that slot has taken.
+    (N, 2D, R) -> (N, slots, R). For each earlier slot it grows by PENALTY * c^32. Here c is the
+    cosine of the entry's value and of the value that this slot has taken; from both the mean
+    of all R is subtracted before. So it grows by 1000 for a copy, by 34 if c is 0.9, and by 1
+    if c is 0.81. Maximal marginal relevance (Carbonell and Goldstein 1998) takes the most
+    similar of the earlier ones, and this their sum.
 
-    How alike two entries are is the cosine of their values, less the mean of all R, to the
-    power of 32: it is 1 for a copy, and 0.03 where the cosine is 0.9. Keys are not compared,
-    as rotations change them. The penalty is a constant for the gradient, as are the scores.
+    Keys are not compared, as rotations change them. The penalty is a constant for the
+    gradient, as are the scores.
     """
     values = entries.chunk(2, dim=1)[1]  # (N, D, R)
     unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)
@@ -719,11 +712,6 @@ class AdaptedLlama(nn.Module):
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
-
-    def round_embeddings(self) -> None:
-        """For use, give the embeddings the base's dtype. They may be the output
-        matrix, too, and in float32 each call of the model would convert all of them."""
-        self.model.tok_embeddings.to(self.model.dtype)
 
     def recompute_in_backward(self) -> None:
         """Train with less memory and more time: the backward pass runs the layers, apart

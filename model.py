@@ -41,9 +41,6 @@ from support.weights import hugging_face_fields, hugging_face_weights, meta_fiel
 from support.weights import meta_shards, weight_files
 
 
-# The repr of this class is a part of the checksum by which an adapter, a run and a saved
-# memory know their base (support.programs.adapter.identity). A new field needs `repr=False`,
-# or what is stored seems to be of another base.
 @dataclass(frozen=True)
 class LlamaConfig:
     dim: int
@@ -61,6 +58,8 @@ class LlamaConfig:
     qkv_bias: bool = False  # True for ChatGLM3 (tools/chatglm3.py)
     # The share of a head's channels that are rotated, from the first on; ChatGLM3: 0.5.
     turned: float = 1.0
+    # Adapters know their base by a checksum of this class's repr. A new field needs
+    # `repr=False`, or stored adapters seem to be of another base.
     llama3_rope: "Llama3Rope | None" = field(default=None, repr=False)
 
     def __post_init__(self):
@@ -205,8 +204,7 @@ class KVCache:
     """The cache of algorithm 1: each layer keeps every key and value, so that it grows with
     the text. It also knows where the entries stand, and rotates keys and queries.
 
-    A memory of slots is a subclass (lococo.Memory). With budgets its lists have an item for
-    each part of a layer, and `layer` is the number of a part.
+    A memory of slots is a subclass (lococo.Memory).
     """
 
     def __init__(self, config: LlamaConfig, rope_scale: float | None = None):
@@ -222,7 +220,7 @@ class KVCache:
 
     @property
     def size(self) -> int:
-        """S, the number of entries that a layer holds now: the first one if they differ."""
+        """S, the number of entries that the first layer holds now."""
         return self.keys[0].size
 
     @property
@@ -334,8 +332,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer. Its two parts, `project` and `finish`, can run a second time in the backward
-    pass. `cache.attend` between them cannot, as it appends to the cache."""
+    """A layer: `project`, then `cache.attend`, then `finish`."""
 
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
@@ -359,8 +356,8 @@ class Block(nn.Module):
         if not self.recompute:
             q, k, v = self.project(x)
             return self.finish(x, cache.attend(self.layer, q, k, v))
-        # Activations inside `project` and `finish` are not stored; the backward pass
-        # computes them again.
+        # The backward pass computes `project` and `finish` again, so that their activations
+        # are not stored. `cache.attend` cannot run twice, as it appends to the cache.
         q, k, v = checkpoint(self.project, x, use_reentrant=False)
         read = cache.attend(self.layer, q, k, v)
         return checkpoint(self.finish, x, read, use_reentrant=False)
@@ -370,8 +367,8 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
-        # nn.Embedding(V, dim) would do the same. But a model is made on the meta device before
-        # its weights are loaded, and there its random numbers take 2 seconds.
+        # As nn.Embedding, but without random numbers on the meta device, where a model is made
+        # before its weights are loaded: there these would take 2 seconds.
         embeddings = torch.empty(config.vocab_size, config.dim)
         if not embeddings.is_meta:
             embeddings.normal_()

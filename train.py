@@ -77,8 +77,8 @@ class TrainConfig:
     start: float | None = None  # size of its weights at the start
     sinks: int | None = None
     heavy: int | None = None
-    # Only a recipe sets it, for its own M: at most a quarter of the slots are merged, so that
-    # a smaller --mem has room for the others. With --recent the rest of M is merged.
+    # Only a recipe sets it. With a smaller --mem it is M / 4 at most. With --recent it does not
+    # count, and the rest of M is merged.
     merged: int | None = None
     recent: int | None = None
     positions: str | None = None
@@ -179,6 +179,8 @@ class Setup:
 
 # --- One step ---------------------------------------------------------------------------
 
+ANSWERS_EVERY = 3  # one piece in so many has the second backward pass of `add_answers`
+
 
 def gradients(
     adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
@@ -235,9 +237,6 @@ def backward(
         cache.detach()
         total += loss.item()
     return total
-
-
-ANSWERS_EVERY = 3  # pieces
 
 
 def add_answers(losses: Tensor, adapted: AdaptedLlama, config: TrainConfig) -> None:

@@ -117,7 +117,7 @@ def selection_by_loop(compressor, slots, k, v, from_slot, scores):
             if from_slot[j]:
                 own, common = compressor.slot_filters, compressor.slot_common
             logits[j] = filtered(entries, own, i % len(own), j) + 3 * filtered(entries, common, 0, j)
-            logits[j] += 2 * compressor.trust.item() * (received[j] - received.mean())
+            logits[j] += 2 * compressor.trust.item() * received[j]
             logits[j] -= 1000 * taken[j]
         w[i] = (sharpness * logits).softmax(dim=0)
         best = int(logits.argmax())

@@ -43,7 +43,7 @@ from model import Entries, KVCache, Llama, LlamaConfig, load_llama
 from support.command_line import TINY, Machine, at_least, budgets_file, prepare
 from support.command_line import run_program
 from support.facts import fact_tokens, tell
-from support.programs.adapter import shared_copy
+from support.programs.adapter import round_embeddings, shared_copy
 from support.programs.settings import settings_for
 from support.tokenizer import Tokenizer
 from train import TrainConfig, gradients, make_optimizer
@@ -243,7 +243,7 @@ def measure(
         for row, adapted in (models if L == options.seq else memories).items():
             columns[f"memory {L:,}, MB"][row] = [kept_bytes(adapted, L, options) / 1e6]
     for adapted in models.values():
-        adapted.eval().round_embeddings()
+        round_embeddings(adapted.eval())
     if "prefill" in parts:
         take_turns("prefill, s", lambda adapted: prefill_time(adapted, options))
     for n in options.contexts if "decode" in parts else []:

@@ -110,8 +110,14 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
         print(f"note: {run}: {note}; it is used all the same", file=sys.stderr)
     for name, p in trained.items():
         p.data = tensors[name].to(p.device, copy=True)
-    adapted.round_embeddings()
+    round_embeddings(adapted)
     return adapted
+
+
+def round_embeddings(adapted: AdaptedLlama) -> None:
+    """For use, give the embeddings the base's dtype. They may be the output matrix, too, and in
+    float32 each call of the model would convert all of them."""
+    adapted.model.tok_embeddings.to(adapted.model.dtype)
 
 
 def shared_copy(model: Llama) -> Llama:
