@@ -96,6 +96,8 @@ ROWS = {
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
+    "h2o facts": Row("H2O with budgets for facts",
+                     "--method h2o --budgets adapters/smollm2-135m/budgets-facts.json"),
     "ours soft": Row("ours as mixtures: not sharpened in use", "", sharpness=1),
     "ours": Row("**ours**", ""),
     "ours heads": Row("**ours with budgets**", f"--budgets {BUDGETS}"),
@@ -151,7 +153,7 @@ ABLATIONS = (
     "ours, paper's compressor", "ours, 3 taps", "ours, no forgetting",
 )
 LONG = Table(
-    ("full", "window", "h2o text", *PAPERS[2:], *OURS), 512, 8192, "long",
+    ("full", "window", "h2o text", *PAPERS[2:], "h2o facts", *OURS), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
 )
 RESULT = ("full", "window", "h2o text", "official code", *OURS)
