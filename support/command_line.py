@@ -171,14 +171,14 @@ class Parser(argparse.ArgumentParser):
         add("--recent", type=at_least(0), metavar="N",
             help="slots that keep the last tokens (default: the method's)")
         add("--positions", choices=POSITIONS,
-            help="of keys. text: in the text (interpolated if it was trained for more than "
-                 "the base's context); slots: in the cache (default: the method's)")
+            help="of keys. text: in the text, divided if L exceeds the base's context; "
+                 "slots: in the cache (default: the method's)")
         add("--forget", type=at_least(0, float, most=1), metavar="F",
             help="factor of the attention that an entry has received, at each segment, from "
                  "0 to 1 (default: the method's, which is 1 for most)")
         add("--budgets", type=budgets_file, metavar="FILE",
-            help="slots of each head, scaled to M on average; tools/budgets.py writes it "
-                 "(default: those of an adapter, or M each, which is called equal)")
+            help="slots of each head, from tools/budgets.py, scaled to M on average; or the "
+                 "word equal, for M each (default: the adapter's, or equal)")
 
     def parse_methods(self) -> argparse.Namespace:
         """Parse the command line of a program that has a list of --method. `changes` has the

@@ -112,6 +112,8 @@ def test_commands_are_understood(command, monkeypatch, tmp_path):
     has none of the files that they would write: a reader may have made them already."""
     monkeypatch.chdir(tmp_path)
     Path("adapters").symlink_to(HERE / "adapters")
+    if "--budgets budgets.json" in command:  # which the command before has written
+        Path("budgets.json").symlink_to(HERE / "adapters/smollm2-135m/budgets.json")
     words = shlex.split(command)
     while not words[0].endswith(".py"):  # python, torchrun and its flags
         del words[0]

@@ -9,7 +9,7 @@ reads M slots, at 1 all entries, and between them a blend of both. The need of a
 how fast the loss falls as its gate opens. This is a gradient, and is taken where all gates
 are one half, because several heads work together where a fact is recalled (as integrated
 gradients, arXiv 1703.01365, with one step). The graph is cut after each segment. Every head
-gets LEAST * M slots. The others are shared out by the needs.
+gets 3M/8 slots. The others are shared out by the square root of the need.
 
 With --recall facts are written into the texts, and the loss is that of answers whose
 facts were last told more than M + T tokens ago.

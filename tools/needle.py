@@ -1,9 +1,9 @@
 """A needle in a haystack: which facts does a memory give back, by depth and length of a text?
 
     python tools/needle.py runs/facts --model SmolLM2-135M --data book.txt \\
-        --method streaming h2o --mem 512 --positions slots --json needle.json
+        --method streaming h2o --mem 512 --json needle.json
     python tools/needle.py --model SmolLM2-135M --data book.txt \\
-        --method h2o --budgets budgets.json --mem 512 --positions slots --json needle.json
+        --method h2o --budgets budgets.json --mem 512 --json needle.json
     python tools/pictures.py needle --figures needle.json
 
 The second command adds a panel to those that are in the file already.

@@ -34,7 +34,7 @@ def make_parser(doc: str, recipes: dict[str, Any]) -> Parser:
     """A flag that is not given is None; then the recipe decides. `recipes` has a
     TrainConfig for each name. Those after the first are described by what they change of
     it."""
-    parser = Parser(doc, mem="the recipe's", segment="the recipe's")
+    parser = Parser(doc, mem="the recipe's", segment="as --mem; 512 in the paper's recipes")
     parser.set_defaults(model=None, seed=None)
     add_memory_flags(parser)
     add_text_flags(parser)
