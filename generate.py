@@ -21,7 +21,6 @@ The text goes to standard output, the figures to standard error. For the method 
 import argparse
 import sys
 import time
-from itertools import chain, islice
 from pathlib import Path
 from typing import Iterator
 
@@ -85,17 +84,12 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
             logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
 
 
-# --- Text as it comes -------------------------------------------------------------------
-
-
 def as_text(
     tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]
 ) -> Iterator[str]:
     """Text of tokens as they come. The prompt's end is decoded, too, because tokenizers drop
     a leading space. A part of a character waits; it is dropped if nothing follows."""
-    end = [i for i in prompt[-1:] if i not in tokenizer.prefix]
-    texts = tokenizer.texts(chain(end, tokens))  # one for each token
-    yield from islice(texts, len(end), None)
+    return tokenizer.texts(tokens, before=prompt[-1:])
 
 
 # --- The program ------------------------------------------------------------------------
@@ -209,7 +203,7 @@ def show_page(
         print_figures(memory, adapted.settings, time.perf_counter() - begun)
         likeliest = sample(logits[0, : tokenizer.vocab_size], temperature=0)
         records.append(page_record(name, memory, tokenizer.piece(likeliest)))
-    write_page(page, *token_texts(ids, tokenizer), records, new=True)
+    write_page(page, *token_texts(ids, tokenizer), records)
     print(f"open {page} in a browser", file=sys.stderr)
 
 

@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterable, NoReturn
+from typing import Callable, NoReturn
 
 import torch
 
@@ -51,7 +51,8 @@ def output_file(text: str) -> Path:
     if not file.parent.is_dir():
         none = f"there is no folder {file.parent}; make it first"
         raise argparse.ArgumentTypeError(f"{text}: {none}")
-    if text.startswith("/dev/") or (file.exists() and not file.is_file()):
+    redirected = text.startswith(("/dev/std", "/dev/fd"))  # whose file has other output, too
+    if redirected or (file.exists() and not file.is_file()):
         raise argparse.ArgumentTypeError(f"{text}: this is a stream; name a file")
     if not os.access(file.resolve().parent, os.W_OK):
         sentence = "nothing can be written there; name another file"
@@ -118,17 +119,11 @@ def prompt_tokens(flags: argparse.Namespace, text: str, tokenizer: Tokenizer) ->
     if max(new) >= tokenizer.vocab_size:
         name = tokenizer.tokens.name(max(new))
         raise UserError(f"--special-tokens: the model has no row for {name}; leave it out")
-    if not flags.special_tokens:
-        remedy = "; --special-tokens reads them as tokens"
-        note_special(f"--prompt {flags.prompt}", tokenizer.special_in(text), remedy)
+    listed = ", ".join(sorted(tokenizer.special_in(text)))
+    if listed and not flags.special_tokens:
+        note = "read as plain text; --special-tokens reads them as tokens"
+        print(f"note: --prompt {flags.prompt} has {listed}, {note}", file=sys.stderr)
     return ids
-
-
-def note_special(where: str, names: Iterable[str], remedy: str = "") -> None:
-    """Say that a text has these names of special tokens, if there are any."""
-    listed = ", ".join(sorted(names))
-    if listed:
-        print(f"note: {where} has {listed}, read as plain text{remedy}", file=sys.stderr)
 
 
 def resume_command(run: Path) -> str:

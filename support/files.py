@@ -102,43 +102,28 @@ def checksum(tensors: dict[str, Tensor], about: str) -> str:
     return digest.hexdigest()
 
 
-def write_file(file: Path, tensors: dict[str, Tensor], new: bool = False, **about) -> None:
+def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
     """A safetensors file with a JSON object and a checksum. One key of metadata: the order of
-    several would differ between runs. `new` as in `write_whole`."""
+    several would differ between runs."""
     tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
     text = json.dumps(about)
     metadata = {"content": json.dumps([text, checksum(tensors, text)])}
-    write_whole(file, lambda beside: save_file(tensors, beside, metadata), new)
+    write_whole(file, lambda beside: save_file(tensors, beside, metadata))
 
 
-def write_whole(file: Path, save: Callable[[Path], None], new: bool = False) -> None:
-    """Write a file by save(path): under a name that no other process has, synced, then renamed.
-    `new`: a file of this name, which another process may have made meanwhile, is kept."""
+def write_whole(file: Path, save: Callable[[Path], None]) -> None:
+    """Write a file by save(path): under a name that no other process has, synced, then renamed."""
     whole = file.resolve()  # a link stays one
     beside = whole.with_name(f"{whole.name}.{uuid4().hex[:8]}.part")
     try:
         save(beside)
         with open(beside, "rb") as written:
             os.fsync(written.fileno())
-        if new:
-            give_name(whole, beside)
-        else:
-            os.replace(beside, whole)
+        os.replace(beside, whole)
     except CANNOT_WRITE as error:
         raise UserError(f"{file}: cannot be written ({error}); nothing is changed") from None
     finally:
         beside.unlink(missing_ok=True)  # after an error or Ctrl-C; else it has its name by now
-
-
-def give_name(whole: Path, beside: Path) -> None:
-    """Give a file its name if that is free. If not, it stays under another one: UserError."""
-    try:
-        os.link(beside, whole)
-    except OSError as error:
-        kept = beside.with_suffix("")
-        os.replace(beside, kept)
-        sentence = f"cannot be made ({error.strerror}); its content is in {kept}"
-        raise UserError(f"{whole}: {sentence}") from None
 
 
 def write_text(file: Path, text: str) -> None:

@@ -24,12 +24,11 @@ def token_texts(ids: list[int], tokenizer: Tokenizer) -> tuple[list[str], dict[i
 
 
 def write_page(
-    file: Path, tokens: list[str], names: dict[int, str], memories: list[dict],
-    new: bool = False,
+    file: Path, tokens: list[str], names: dict[int, str], memories: list[dict]
 ) -> None:
-    """The template with its data; `new` as in `write_whole`. In a script a `<` could end it or
-    begin a comment, so each one is written as an escape."""
+    """The template with its data. In a script a `<` could end it or begin a comment, so each
+    one is written as an escape."""
     data = {"tokens": tokens, "names": names, "memories": memories}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     page = TEMPLATE.read_text("utf-8").replace(PLACE, text.replace("<", "\\u003c"))
-    write_whole(file, lambda beside: beside.write_bytes(page.encode("utf-8")), new)
+    write_whole(file, lambda beside: beside.write_bytes(page.encode("utf-8")))

@@ -22,8 +22,6 @@ def number_of(variable: str, usual: int) -> int:
 
 RANK = number_of("RANK", 0)  # of this process; 0 alone prints, scores and writes
 WORLD = number_of("WORLD_SIZE", 1)  # processes
-# torchrun sets these.
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # --- Start and end ----------------------------------------------------------------------
 
@@ -32,23 +30,9 @@ def start_process() -> None:
     """Begin a program of many processes, or of one. Process 0 calls `join` when it knows
     that the work can begin: until then it refuses flags and texts, and tokenizes, while
     the others wait here."""
-    check_environment()
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")
         join()
-
-
-def check_environment() -> None:
-    """Raises UserError where a job has left behind a part of torchrun's variables."""
-    if RANK == 0 and WORLD == 1:
-        return
-    missing = [name for name in TORCHRUN if not os.environ.get(name)]
-    if missing or RANK >= WORLD:
-        found = f"RANK is {RANK} and WORLD_SIZE is {WORLD}"
-        if missing:
-            found += f", but {', '.join(missing)} is not set"
-        remedy = "start many processes by torchrun, or unset both for one"
-        raise UserError(f"{found}; {remedy}")
 
 
 def join() -> None:
@@ -59,11 +43,9 @@ def join() -> None:
     try:
         dist.init_process_group(timeout=timedelta(days=1))
     except (ValueError, RuntimeError) as error:
-        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        place = f"MASTER_ADDR={address} MASTER_PORT={port}"
+        fault = str(error).splitlines()[0]
         remedy = "start them by torchrun, or take another MASTER_PORT"
-        sentence = f"the processes do not meet at {place}; {remedy}"
-        raise UserError(f"{sentence} ({str(error).splitlines()[0]})") from None
+        raise UserError(f"the processes do not meet ({fault}); {remedy}") from None
 
 
 def end_together(code: int) -> None:

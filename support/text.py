@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from support.command_line import counted, note_special
+from support.command_line import counted
 from support.files import FOREIGN, UTF8, UserError, checksum
 from support.files import read_file, read_text, write_file
 from support.tokenizer import Tokenizer
@@ -151,13 +151,10 @@ def part_of(name: str) -> str:
 
 def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
     """Token ids of all documents, one after the other, of each of PARTS."""
-    streams, special = {part: [np.empty(0, np.int32)] for part in PARTS}, set()
+    streams = {part: [np.empty(0, np.int32)] for part in PARTS}
     bar = tqdm(files, "tokenizing", leave=False, disable=None)
-    for file, name, text in documents_of(bar):
+    for _, name, text in documents_of(bar):
         streams[part_of(name)].append(np.array(tokenizer.encode(text), np.int32))
-        if library() not in file.parents:
-            special.update(tokenizer.special_in(text))
-    note_special("a text", special)
     return {part: torch.from_numpy(np.concatenate(ids)) for part, ids in streams.items()}
 
 

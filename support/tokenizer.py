@@ -1,7 +1,6 @@
 """Tokenizers: text to token ids and back, by the files of a model's directory."""
 
 import re
-from codecs import getincrementaldecoder
 from itertools import groupby
 from pathlib import Path
 from typing import Callable, Iterable, Iterator
@@ -43,9 +42,7 @@ class Tokenizer:
         """The ids that begin a text: those of prefix.json, or else the BOS alone. Where no
         file names a BOS, the smallest id that ends a text begins the next one."""
         if (path / "prefix.json").is_file():
-            prefix = read_json(path / "prefix.json")
-            refuse_prefix(prefix)
-            return prefix
+            return read_json(path / "prefix.json")
         named = named_ids(path, "bos", self.tokens.id_of)
         begins = [*self.tokens.begins, *named, *sorted(self.ends)]
         if not begins:
@@ -83,53 +80,31 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         return self.tokens.decode(ids)
 
-    def added(self, i: int, before: list[int]) -> str:
-        """The text that token i adds to that of others. A part of a character gives U+FFFD."""
-        return self.decode([*before, i]).removeprefix(self.decode(before))
+    def added(self, ids: list[int], before: list[int]) -> str:
+        """The text that tokens add to that of others. A part of a character gives U+FFFD."""
+        return self.decode([*before, *ids]).removeprefix(self.decode(before))
 
-    def texts(self, ids: Iterable[int]) -> Iterator[str]:
+    def texts(self, ids: Iterable[int], before: list[int] = []) -> Iterator[str]:
         """The text that each of the ids adds to those before. Of the tokens of one character
-        the last one has the character, and the others have no text."""
-        characters, before = getincrementaldecoder("utf-8")("replace"), []
+        the last one has the character, and the others have no text. U+FFFD at the end of a
+        text has none, either."""
+        waiting = []  # the tokens of a character that is not complete
         for i in ids:
-            added = self.added(i, before)
-            inside = "\ufffd" in added
-            part = bytes_of(self.tokens.name(i), added) if inside else added.encode()
-            yield characters.decode(part)
-            # x stands in front, as a tokenizer drops the blank at the start of a text.
-            before = self.x if inside else [*self.x, i]
+            waiting.append(i)
+            added = self.added(waiting, before)
+            if added.endswith("\ufffd"):
+                yield ""
+            else:
+                yield added
+                # x stands in front, as a tokenizer drops the blank at the start of a text.
+                before, waiting = [*self.x, i], []
 
     def piece(self, i: int) -> str:
         """The text that token i adds, with its leading blank if it has one. A part of a
         character gives U+FFFD, and a token without text gives its name."""
         if i >= self.vocab_size:
             return f"<{i}>"
-        return self.added(i, self.x) or self.tokens.name(i)
-
-
-# Byte-level BPE writes each byte as one character: those that can be printed as themselves,
-# and the others as the characters from number 256 on.
-PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
-OTHERS = [byte for byte in range(256) if byte not in PRINTED]
-BYTES = {chr(byte): byte for byte in PRINTED}
-BYTES |= {chr(256 + n): byte for n, byte in enumerate(OTHERS)}
-
-
-def bytes_of(name: str, text: str) -> bytes:
-    """The bytes of a token whose text has U+FFFD, as it is a part of a character, by its name:
-    as "<0xE1>", or of byte-level BPE. U+FFFD can also be what is meant."""
-    if re.fullmatch("<0x[0-9A-F]{2}>", name):
-        return bytes.fromhex(name[3:5])
-    if BYTES.keys() >= {*name}:
-        return bytes(BYTES[character] for character in name)
-    return text.encode()
-
-
-def refuse_prefix(prefix: list[int]) -> None:
-    """Raises ValueError if these are no ids that can begin a text."""
-    ids = isinstance(prefix, list) and prefix
-    if not ids or not all(type(i) is int and i >= 0 for i in prefix):
-        raise ValueError(f"no ids that begin a text: {prefix!r}")
+        return self.added([i], self.x) or self.tokens.name(i)
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -248,11 +223,7 @@ class JsonTokens:
         text = read_text(file)
         try:
             self.tokenizer = JsonTokenizer.from_str(text)
-        except Exception as error:
-            # The package raises plain Exceptions, for which there is no narrower name.
-            # Errors of any other type are not about the file, and pass on.
-            if type(error) is not Exception:
-                raise
+        except Exception as error:  # the package raises plain Exceptions
             raise ValueError(error) from None
         self.tokenizer.no_truncation()  # a file may ask for texts of one length
         self.tokenizer.no_padding()

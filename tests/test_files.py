@@ -2,13 +2,12 @@
 
 import json
 import math
-from functools import partial
 
 import torch
 from conftest import refusal, same
 from safetensors.torch import save_file
 
-from support.files import read_file, read_json, write_file, write_json, write_whole
+from support.files import read_file, read_json, write_file, write_json
 
 TENSORS = {
     "a.b": torch.randn(3, 5), "steps": torch.tensor(7.0), "none": torch.empty(0, 3),
@@ -57,19 +56,3 @@ def test_a_link_stays_a_link(tmp_path):
     write_json(tmp_path / "link", [1])
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "figures.json").read_text() == "[\n 1\n]\n"
-
-
-def test_a_new_file_has_its_name_when_it_is_whole(tmp_path):
-    """Nothing is there before. Of two processes the later one keeps its work elsewhere."""
-    file = tmp_path / "file"
-
-    def save(path, text, other=None):
-        assert not file.exists()
-        path.write_text(text)
-        if other:
-            write_whole(file, partial(save, text=other), new=True)
-
-    refusal(write_whole, file, "cannot be made (File exists)", args=(partial(
-        save, text="later", other="first"), True))
-    assert file.read_text() == "first"
-    assert sorted(f.read_text() for f in tmp_path.iterdir()) == ["first", "later"]

@@ -20,7 +20,7 @@ from support.programs.tracing import TracedMemory
 
 BROWSER = shutil.which("chromium")
 TEXTS = ["</script><!-- <script> ]]> &amp; THE_DATA_OF_THE_PAGE\n",
-         "say \"a\" and 'b', a \\ and ${d}\r\n\ttab\x00\x1f a\u2028b\u2029c\ufffd",
+         "say \"a\" and 'b', a \\ and ${d}\r\n\ttab\x00\x1f a\u2028b\u2029\ufffdc",
          "snake \N{SNAKE}, \u0645\u0631\u062d\u0628\u0627, e\u0301 and \u5317"]
 
 

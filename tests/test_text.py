@@ -98,7 +98,7 @@ def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch):
     one.write_text("another")
     assert texts([one], tokenizer) == ["another"] and len(calls) == 2
     other = SimpleNamespace(
-        encode=lambda text: [1, 69999], special_in=lambda text: [], file=one, prefix=[1])
+        encode=lambda text: [1, 69999], file=one, prefix=[1])
     assert max(ids.max(initial=0) for ids in token_streams([one], other).values()) == 69999
     for file in Path("cache").iterdir():
         file.write_bytes(file.read_bytes()[:-1] + b"x")

@@ -14,14 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import support.processes
 import support.text
 import train
 from lococo import AdaptedLlama, segment_losses
 from model import KVCache
 from support.command_line import HERE, Machine
 from support.files import UserError, read_file
-from support.processes import check_environment
 from support.programs.run_folder import claim
 from support.programs.settings import settings_for
 
@@ -250,16 +248,6 @@ def test_what_a_resumed_run_refuses_and_takes(run):
 
 
 # --- Many processes ---------------------------------------------------------------------
-
-
-def test_what_a_job_leaves_in_the_environment(monkeypatch):
-    """Of a program that torchrun did not start, in a shell that says it has two processes."""
-    for name in support.processes.TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(support.processes, "WORLD", 2)
-    with pytest.raises(UserError, match="but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not"):
-        check_environment()
 
 
 def test_two_processes_train_as_one(own_folders, whole):

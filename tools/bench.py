@@ -2,16 +2,15 @@
 
     python tools/bench.py                                    # minutes on one core
     python tools/bench.py --device cuda --mem 512 --segment 512 --seq 8192
-    python tools/bench.py --model SmolLM2-135M --rows window h2o selection \\
+    python tools/bench.py --model SmolLM2-135M --rows streaming h2o selection \\
         --parts prefill decode compress --lora-rank 0 --mem 64 --segment 64
 
 The model has random weights, or those of --model. Memories take turns, for several
 rounds. The table has the medians and, behind each, how many times the window's that is.
 
-    train     an optimizer step on one sequence, as train.py takes it, the mean of three:
-              with ours there are --facts in a text, and a third of its pieces has a
-              second backward pass. The gradient reaches back over --bptt segments; that
-              of `full`, which has no segments, over the whole sequence
+    train     an optimizer step on one sequence, as train.py takes it without facts. The
+              gradient reaches back over --bptt segments; that of `full`, which has no
+              segments, over the whole sequence
     memory    the most that training keeps for a backward pass, without weights. With a
               memory of M slots it does not grow with the sequence.
     prefill   reading one sequence
@@ -21,7 +20,7 @@ rounds. The table has the medians and, behind each, how many times the window's 
     compress  one compression of M + T entries, the mean of the layers
 
 Every row has LoRA of rank 8, also in prefill and decoding; --lora-rank sets another rank.
---budgets are those of all rows but `full` and `window`.
+--budgets are those of all rows but `full` and `streaming`, which is the window.
 """
 
 import argparse
@@ -40,36 +39,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import prefill
 from lococo import AdaptedLlama
 from model import Entries, KVCache, Llama, LlamaConfig, load_llama
-from support.command_line import TINY, Machine, at_least, budgets_file, prepare
+from support.command_line import at_least, budgets_file, prepare
 from support.command_line import run_program
-from support.facts import fact_tokens, tell
 from support.programs.adapter import round_embeddings, shared_copy
 from support.programs.settings import settings_for
-from support.tokenizer import Tokenizer
 from train import TrainConfig, gradients, make_optimizer
 
-ROWS = {  # the method of each
-    "full": "full",
-    "window": "streaming",
-    "h2o": "h2o",
-    "h2o+forget": "h2o+forget",
-    "selection": "selection",
-    "lococo": "lococo",
-    "lococo+h2o": "lococo+h2o",
-}
+ROWS = ("full", "streaming", "h2o", "h2o+forget", "selection", "lococo", "lococo+h2o")
 PARTS = ("train", "prefill", "decode", "compress", "memory")
-TOKENIZER = Tokenizer(TINY)  # of the facts
 Options = argparse.Namespace  # the flags of `parse`
-
-
-def machine_of(options: Options) -> Machine:
-    return Machine(options.device, getattr(torch, options.dtype))
 
 
 def seconds(work: Callable, options: Options) -> float:
     def wait() -> None:
         if options.device != "cpu":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(options.device)
 
     wait()
     begun = time.perf_counter()
@@ -81,9 +65,9 @@ def seconds(work: Callable, options: Options) -> float:
 def make(row: str, model: Llama, options: Options) -> AdaptedLlama:
     segment = options.seq if row == "full" else options.segment
     changes = {"lora_rank": options.lora_rank}
-    if row not in ("full", "window"):
+    if row not in ("full", "streaming"):
         changes["budgets"] = options.budgets
-    settings = settings_for(ROWS[row], options.mem, segment, options.seq, **changes)
+    settings = settings_for(row, options.mem, segment, options.seq, **changes)
     return AdaptedLlama(shared_copy(model), settings)
 
 
@@ -94,7 +78,7 @@ def train_config(adapted: AdaptedLlama, L: int, options: Options) -> TrainConfig
     """The configuration of train.py that trains on one sequence of L tokens at a time."""
     return TrainConfig(
         seq=L, segment=adapted.settings.segment, bptt=options.bptt, batch=1,
-        micro_batch=1, answer_weight=20.0, lr=1e-5, conv_lr=1e-5,
+        lr=1e-5, conv_lr=1e-5,
     )
 
 
@@ -102,35 +86,24 @@ def random_ids(L: int, options: Options) -> np.ndarray:
     return np.random.default_rng(0).integers(0, options.vocab, L)
 
 
-def add_gradients(
-    adapted: AdaptedLlama, L: int, options: Options, step: int = 0
-) -> None:
-    """Those of a step on one sequence of L random tokens, in lines of 16."""
+def add_gradients(adapted: AdaptedLlama, L: int, options: Options) -> None:
+    """Those of a step on one sequence of L random tokens, without facts."""
     ids = torch.from_numpy(random_ids(L, options))
-    ours = adapted.settings.method == "selection"
-    facts = options.facts if ours else 0  # as the recipes have it
-    ids[::16] = min(fact_tokens(TOKENIZER).breaks) % options.vocab
-
-    def draw(i: int) -> tuple[Tensor, Tensor]:
-        told, ago = tell(ids, facts, "training", 0, i, TOKENIZER)
-        return told % options.vocab, ago
-
     config = train_config(adapted, L, options)
-    gradients(adapted, draw, config, machine_of(options), step)
+    gradients(adapted, lambda i: (ids, torch.zeros_like(ids)), config, options.machine, step=0)
 
 
 def train_time(adapted: AdaptedLlama, options: Options) -> float:
     """Seconds of a step, as train.py takes it."""
     optimizer = make_optimizer(adapted, train_config(adapted, options.seq, options))
 
-    def three_steps() -> None:
-        for step in range(3):
-            optimizer.zero_grad()
-            add_gradients(adapted, options.seq, options, step)
-            torch.nn.utils.clip_grad_norm_(adapted.trained().values(), 1.0)
-            optimizer.step()
+    def step() -> None:
+        optimizer.zero_grad()
+        add_gradients(adapted, options.seq, options)
+        torch.nn.utils.clip_grad_norm_(adapted.trained().values(), 1.0)
+        optimizer.step()
 
-    return seconds(three_steps, options) / 3
+    return seconds(step, options)
 
 
 def kept_bytes(adapted: AdaptedLlama, L: int, options: Options) -> int:
@@ -162,7 +135,7 @@ def kept_bytes(adapted: AdaptedLlama, L: int, options: Options) -> int:
 def prefill_time(adapted: AdaptedLlama, options: Options) -> float:
     tokens = torch.from_numpy(random_ids(options.seq, options))[None].to(options.device)
     cache = adapted.cache()
-    with machine_of(options).precision(), torch.no_grad():
+    with options.machine.precision(), torch.no_grad():
         return seconds(
             lambda: prefill(adapted.model, tokens, cache, options.segment), options
         )
@@ -173,7 +146,7 @@ def filled(adapted: AdaptedLlama, n: int, options: Options) -> KVCache:
     cache, config = adapted.cache(), adapted.model.config
 
     def entries(heads: int, held: int) -> Tensor:
-        kind = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+        kind = {"device": options.device, "dtype": options.machine.dtype}
         return torch.randn((1, heads, held, config.head_dim), **kind)
 
     if adapted.settings.mem:
@@ -200,7 +173,7 @@ def decode_time(adapted: AdaptedLlama, n: int, options: Options) -> float:
         for _ in range(tokens):
             adapted.model(token, cache)
 
-    with machine_of(options).precision():
+    with options.machine.precision():
         write(1)  # after this one a memory has just been compressed
         return seconds(lambda: write(count), options) / count
 
@@ -262,7 +235,7 @@ def print_table(columns: dict[str, dict[str, list]], rows: list[str]) -> None:
         for values in columns.values():
             if row in values:
                 value = statistics.median(values[row])
-                times = value / statistics.median(values["window"])
+                times = value / statistics.median(values["streaming"])
                 line += f"{value:>13.4g}{times:>7.2f}"
             else:
                 line += f"{'-':>13}{'-':>7}"
@@ -275,7 +248,7 @@ def parse() -> Options:
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=PARTS,
         help="what to measure (default: everything)")
-    add("--rows", nargs="+", choices=ROWS, default=list(ROWS),
+    add("--rows", nargs="+", choices=ROWS, default=ROWS,
         help="memories; the window is always there (default: all)")
     add("--model", type=Path, help="a base instead of random weights of these sizes:")
     positive = at_least(1)
@@ -289,10 +262,8 @@ def parse() -> Options:
         help="the other length whose training memory is shown (default: 32768)")
     add("--contexts", type=positive, nargs="+", default=[2048, 32768],
         help="tokens before decoding (default: 2048 32768)")
-    add("--bptt", type=positive, default=4,
-        help="segments that the gradient spans (default: 4, as the embedded recipe)")
-    add("--facts", type=at_least(0), default=8,
-        help="in a sequence; without any there is one backward pass (default: 8)")
+    add("--bptt", type=positive, default=1,
+        help="segments that the gradient spans (default: 1, as the paper)")
     add("--lora-rank", type=at_least(0), default=8,
         help="of all rows; 0 leaves the base frozen (default: 8)")
     add("--budgets", type=budgets_file, metavar="FILE",
@@ -311,8 +282,8 @@ def parse() -> Options:
 
 def main() -> None:
     options = parse()
-    prepare(options.device, options.dtype)
-    dtype = getattr(torch, options.dtype)
+    options.machine = prepare(options.device, options.dtype)
+    dtype = options.machine.dtype
     if options.model:
         model = load_llama(options.model, dtype, options.device)
         options.vocab = model.config.vocab_size
@@ -322,7 +293,7 @@ def main() -> None:
         config = LlamaConfig(options.dim, options.layers, **heads, **sizes)
         with torch.device(options.device):
             model = Llama(config).to(dtype)
-    rows = [row for row in ROWS if row == "window" or row in options.rows]
+    rows = [row for row in ROWS if row == "streaming" or row in options.rows]
     sizes = f"M = {options.mem}, T = {options.segment}, L = {options.seq:,}"
     machine = f"{options.dtype} on {options.device}, {torch.get_num_threads()} threads"
     print(f"{sizes}; {machine}, torch {torch.__version__}; {options.rounds} rounds")

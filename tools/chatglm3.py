@@ -116,4 +116,6 @@ def convert(path: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(lambda: convert(*map(Path, sys.argv[1:]))) if sys.argv[2:] else __doc__)
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    run_program(lambda: convert(*map(Path, sys.argv[1:])))

@@ -9,7 +9,7 @@ set -euo pipefail
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 python -m pytest -q || echo "tests: code $?"
 bench="timeout 240 python tools/bench.py --device cuda --dtype bfloat16 --mem 512 --segment 512"
-rows="--rows full window h2o selection --rounds 1 --contexts 32768"
+rows="--rows full streaming h2o selection --rounds 1 --contexts 32768"
 $bench $rows --dim 4096 --layers 32 --heads 32 --ffn 11008 --vocab 32000 --seq 4096 --lora-rank 0 \
     --parts prefill decode compress || echo "7B: code $?"
 if [ $# -gt 0 ]; then

@@ -1,6 +1,5 @@
 """python tools/llama2c.py FILE.bin DIR: a checkpoint of llama2.c, in Meta's layout, into DIR."""
 
-import io
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,13 +9,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.command_line import run_program
 from support.files import DAMAGED, UserError, why, write_json, write_whole
-
-
-def save(weights: dict[str, torch.Tensor], file: Path) -> None:
-    """By way of memory: where the disk is full, torch.save says nothing but "unexpected pos"."""
-    content = io.BytesIO()
-    torch.save(weights, content)
-    file.write_bytes(content.getbuffer())
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -42,9 +34,11 @@ def convert(file: Path, folder: Path) -> None:
     del weights["rope.weight"]  # a table of cosines and sines
     params = {"dim": dim, "n_layers": n, "n_heads": H, "n_kv_heads": G, "vocab_size": abs(V),
               "norm_eps": 1e-5, "max_seq_len": context}
-    write_whole(folder / "consolidated.00.pth", partial(save, weights))
+    write_whole(folder / "consolidated.00.pth", partial(torch.save, weights))
     write_json(folder / "params.json", params)  # last: it says that all is there
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(lambda: convert(*map(Path, sys.argv[1:]))) if sys.argv[2:] else __doc__)
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    run_program(lambda: convert(*map(Path, sys.argv[1:])))

@@ -101,7 +101,7 @@ def stored_panels(flags: argparse.Namespace, about: dict) -> dict[str, dict]:
     if not flags.json or not flags.json.is_file():
         return {}
     stored = read_json(flags.json)
-    if {**stored, **about} != stored:
+    if not isinstance(stored, dict) or {**stored, **about} != stored:
         others = "it has other texts, or another base, form of facts or --dtype"
         raise UserError(f"--json {flags.json}: {others}; name another file")
     return stored["found"]

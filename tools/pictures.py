@@ -1,10 +1,12 @@
 """Draw the pictures of README.md and docs/results.md, all or those that are named.
 
     pip install matplotlib                    # only the programs that draw need it
+    python tools/pictures.py mechanism        # assets/mechanism.png
     python tools/pictures.py result           # assets/result.png, from docs/results.jsonl
     python tools/pictures.py needle           # assets/needle.png, from docs/needle.json
     python tools/pictures.py memory           # from the embedded adapter
 
+mechanism: one compression, as LoCoCo makes it and as ours.
 result: the loss of each memory above that of full attention, on a frozen SmolLM2.
 needle: which facts each memory finds again, by their depth in texts of several lengths.
 memory: what three memories have of assets/prompt.txt at the end, as Chromium shows it.
@@ -20,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from matplotlib import pyplot
+from matplotlib.patches import Rectangle
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -30,6 +33,67 @@ from support.files import UserError, read_json, write_whole
 
 def write_picture(file: Path, figure: pyplot.Figure) -> None:
     write_whole(file, partial(figure.savefig, dpi=100, facecolor="white", format="png"))
+
+
+# --- One compression, as the paper makes it and as ours -----------------------------------
+
+KIND_COLOURS = {"heavy": "#009e73", "merged": "#e69f00", "recent": "#0072b2", "new": "white"}
+TOP, BOTTOM, SIZE = 2.5, 0.0, 0.84  # heights of both rows; the side of an entry
+
+# 8 slots and 8 new entries become 8 slots. By slot, the entries that go into it, and how
+# much of each. What is kept has one.
+LOCOCO = ["heavy"] * 4 + ["merged"] * 4
+LOCOCO_PARTS = {
+    0: {0: 1},
+    1: {2: 1},
+    2: {9: 1},
+    3: {12: 1},
+    4: {1: 0.7, 3: 0.5, 4: 0.9, 5: 0.3, 8: 0.4},
+    5: {3: 0.5, 5: 1, 6: 0.7, 8: 0.6, 10: 0.8, 13: 0.5},
+    6: {6: 0.3, 7: 0.5, 10: 0.9, 11: 0.6, 13: 0.4},
+    7: {8: 0.3, 11: 0.3, 13: 0.7, 14: 0.9, 15: 0.8},
+}
+FAINT = {4, 6, 7}  # mixed like slot 5, which is drawn in full
+KEPT = ["heavy"] * 3 + ["merged"] * 2 + ["recent"] * 3
+KEPT_PARTS = {slot: {entry: 1} for slot, entry in enumerate((0, 2, 9, 4, 11, 13, 14, 15))}
+
+
+def draw_entries(axes, kinds: list[str], height: float) -> None:
+    for n, kind in enumerate(kinds):
+        colours = dict(facecolor=KIND_COLOURS[kind], edgecolor="#333333")
+        axes.add_patch(Rectangle((n + 0.08, height), SIZE, SIZE, **colours))
+
+
+def draw_compression(axes, kinds: list[str], parts: dict, title: str, below: str) -> None:
+    draw_entries(axes, [*kinds, *["new"] * 8], TOP)
+    draw_entries(axes, kinds, BOTTOM)
+    for slot, entries in parts.items():
+        for entry, share in entries.items():
+            ends = (entry + 0.5, slot + 0.5), (TOP - 0.06, BOTTOM + SIZE + 0.06)
+            shade = 0.3 if slot in FAINT and len(entries) > 1 else 1
+            axes.plot(*ends, color=KIND_COLOURS[kinds[slot]], lw=4 * share, alpha=shade)
+    axes.text(0.08, TOP + 1.95, title, fontsize=20, weight="bold")
+    axes.text(4, TOP + 1.1, "8 slots", fontsize=16, ha="center")
+    axes.text(12, TOP + 1.1, "8 new entries", fontsize=16, ha="center")
+    axes.text(8.4, BOTTOM + SIZE / 2, below, fontsize=16, va="center", color="#333333")
+    axes.set_xlim(-0.1, 16.1)
+    axes.set_ylim(-0.2, TOP + 2.7)
+    axes.set_axis_off()
+
+
+def draw_mechanism(file: Path) -> None:
+    figure, panels = pyplot.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.06)
+    mixed = "a merged slot: a weighted\nmean of many entries"
+    chosen = "a merged slot:\none entry"
+    draw_compression(panels[0], LOCOCO, LOCOCO_PARTS, "LoCoCo mixes", mixed)
+    draw_compression(panels[1], KEPT, KEPT_PARTS, "Ours chooses", chosen)
+    labels = {"heavy": "heavy: most attended", "merged": "merged: learned",
+              "recent": "recent: the last ones"}
+    boxes = [Rectangle((0, 0), 1, 1, facecolor=KIND_COLOURS[kind]) for kind in labels]
+    look = dict(ncols=3, fontsize=16, frameon=False, handlelength=1)
+    figure.legend(boxes, labels.values(), loc="outside lower center", **look)
+    write_picture(file, figure)
 
 
 # --- The result -------------------------------------------------------------------------
@@ -45,24 +109,20 @@ BASELINE, OURS = "#999999", "#d55e00"  # all can tell them apart
 COLOURS = {"ours heads": OURS}
 
 
-def losses_above_full(dtype: str) -> dict[str, float]:
+def losses_above_full() -> dict[str, float]:
     """By row, in nats per token."""
-    about = {"model": "SmolLM2-135M", "dtype": dtype}
+    about = {"model": "SmolLM2-135M", "dtype": "float32"}
     cells = [cell for cell in tables.stored_cells() if about.items() <= cell.items()]
     table = tables.TABLES["long"]
     lines = tables.lines_of(table, cells)
     above = {}
     for row in LABELS:
-        for needed in (row, "full"):
-            if needed not in lines:
-                remedy = "make it with tools/tables.py, or give another --dtype"
-                raise UserError(f"--dtype {dtype}: no cell of {needed!r} is stored; {remedy}")
         above[row] = lines[row].mean() - lines["full"].mean()
     return above
 
 
-def draw_result(dtype: str, file: Path) -> None:
-    above = losses_above_full(dtype)
+def draw_result(file: Path) -> None:
+    above = losses_above_full()
     figure, axes = pyplot.subplots(figsize=(9, 2.6), layout="constrained")
     for row, nats in above.items():
         axes.barh(LABELS[row], nats, color=COLOURS.get(row, BASELINE), height=0.65)
@@ -92,9 +152,8 @@ def draw_needle(figures: Path, file: Path) -> None:
     and a column for each depth."""
     found = read_json(figures)["found"]
     found = dict(sorted(found.items(), key=lambda panel: not panel[0].startswith("base")))
-    panels, places = pyplot.subplots(
-        1, len(found), figsize=(2.6 * len(found), 2.6), layout="constrained", sharey=True
-    )
+    size = dict(figsize=(2.6 * len(found), 2.6), layout="constrained", sharey=True)
+    panels, [places] = pyplot.subplots(1, len(found), squeeze=False, **size)
     for axes, (name, shares) in zip(places, found.items()):
         grid = list(shares.values())
         picture = axes.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
@@ -112,13 +171,13 @@ def draw_needle(figures: Path, file: Path) -> None:
 # --- A page of the memory ---------------------------------------------------------------
 
 
-def draw_memory(run: Path, file: Path) -> None:
+def draw_memory(file: Path) -> None:
     """A page of three memories at its last compression, where ` socket` has the light."""
     browser = shutil.which("chromium")
     if not browser:
         remedy = "Debian's package has this name"
         raise UserError(f"{file}: chromium is not installed; {remedy}")
-    words = ["--prompt", str(HERE / "assets" / "prompt.txt"), "--adapter", str(run)]
+    words = ["--prompt", str(HERE / "assets" / "prompt.txt"), "--adapter", str(TINY)]
     words += ["--method", "streaming", "h2o", "--positions", "slots"]
     flags = ["--headless", "--disable-gpu", "--hide-scrollbars"]
     flags += ["--window-size=1050,1330"]
@@ -139,7 +198,7 @@ def draw_memory(run: Path, file: Path) -> None:
 
 # --- The program ------------------------------------------------------------------------
 
-DRAWN = ("result", "needle", "memory")
+DRAWN = ("mechanism", "result", "needle", "memory")
 
 
 def main() -> None:
@@ -147,21 +206,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     add = parser.add_argument
     add("pictures", nargs="*", metavar="PICTURE", help=", ".join(DRAWN))
-    add("--adapter", type=Path, default=TINY, help="a run (default: tiny/)")
     add("--figures", type=Path, default=HERE / "docs" / "needle.json",
         help="of the needles (default: docs/needle.json)")
-    add("--dtype", default="float32", help="of the result's cells (default: float32)")
     add("--out", type=Path, default=HERE / "assets", help="a folder (default: assets/)")
     flags = parser.parse_args()
     for name in flags.pictures or DRAWN:
         tables.refuse_unknown(name, DRAWN, "picture")
         file = flags.out / f"{name}.png"
-        if name == "result":
-            draw_result(flags.dtype, file)
+        if name == "mechanism":
+            draw_mechanism(file)
+        elif name == "result":
+            draw_result(file)
         elif name == "needle":
             draw_needle(flags.figures, file)
         else:
-            draw_memory(flags.adapter, file)
+            draw_memory(file)
         print(file)
 
 

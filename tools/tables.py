@@ -18,7 +18,6 @@ the most steps, and the newest cell of each seed. A page has it between
 """
 
 import argparse
-import fcntl
 import json
 import platform
 import subprocess
@@ -60,7 +59,6 @@ BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.j
 SCORED = {
     "choosing": ("book_news.txt",),
     "test": ("wikitext2-test.jsonl",),
-    "long choosing": ("book_news.txt",),
     "long": ("book_jack.txt", "wikitext2-test.jsonl"),
 }
 
@@ -137,7 +135,6 @@ class Table:
     against: tuple[str, ...] = ("h2o", "h2o text")  # the best of these is compared with
     documents: int = 48  # that are scored, at most
     trains_on: int | None = None  # tokens of a sequence; None: seq
-    ending: str = ""  # of the names of its rows
     segment: int | None = None  # tokens T of a segment; None: M
     by_position: bool = False  # if it shows where in a document the loss is
 
@@ -176,10 +173,8 @@ TABLES = {
     "long, M = 1024": replace(LONG, rows=OTHER_SIZES, mem=1024),
     "extension": replace(
         LONG, rows=EXTENDED, seq=32768, trains_on=16384, documents=4, steps=6,
-        against=("h2o",), ending=" lora",
         flags="--recipe inference --lora-rank 8 --lr 3e-4 --positions slots",
     ),
-    "long, choosing": replace(LONG, part="long choosing", documents=8),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded --positions slots",
                    steps=400, documents=64),
 }
@@ -195,9 +190,7 @@ def texts_to_train_on(part: str, options: Options) -> list[Path]:
     """An empty list means Python's library."""
     if part == "held-out":
         return []
-    # Runs are shared by both long parts.
-    scored = SCORED[part.removesuffix(" choosing")]
-    return [options.prose / name for name in BOOKS if name not in scored]
+    return [options.prose / name for name in BOOKS if name not in SCORED[part]]
 
 
 def documents_of(table: Table, options: Options, tokenizer: Tokenizer) -> Tensor:
@@ -233,13 +226,8 @@ def all_flags(row: Row, table: Table) -> str:
     return f"{table.flags} --mem {M} --segment {T} --seq {L} {flags}".strip()
 
 
-def words_of(flags: str) -> list[str]:
-    """The flags as train.py gets them, in whatever folder the user is."""
-    return [str(HERE / word) if word.endswith(".json") else word for word in flags.split()]
-
-
 def settings_of(flags: str, options: Options) -> Settings:
-    return train.settings_of(train.parse([*words_of(flags), "--model", str(options.model)])[0])
+    return train.settings_of(train.parse([*flags.split(), "--model", str(options.model)])[0])
 
 
 def origin() -> dict:
@@ -264,13 +252,13 @@ def train_cell(name: dict, options: Options) -> Path:
     fields = ("flags", "steps", "seed", "model", "dtype", "base", "texts")
     about = json.dumps([name[field] for field in fields])
     out = RUNS / checksum({}, about)[:12]
-    line = [*words_of(name["flags"]), "--model", str(options.model), "--device", "cpu"]
+    line = [*name["flags"].split(), "--model", str(options.model), "--device", "cpu"]
     line += ["--steps", str(name["steps"]), "--seed", str(name["seed"])]
     line += ["--dtype", name["dtype"], "--score-tokens", "0", "--out", str(out)]
     texts = texts_to_train_on(name["part"], options)
     if texts:
         line += ["--data", *map(str, texts)]
-    if name["part"].startswith("long"):  # else a tenth of the texts, a book, does not train
+    if name["part"] == "long":  # else a tenth of the texts, a book, does not train
         line += ["--held-out", *(str(options.prose / text) for text in SCORED["long"])]
     if (out / "state.safetensors").is_file():
         line = ["--resume", str(out)]
@@ -311,14 +299,14 @@ def recalled(adapted: AdaptedLlama, documents: Tensor, options: Options) -> dict
 
 
 def make_cell(name: dict, table: Table, options: Options, documents: Tensor) -> dict:
-    row = ROWS[name["row"].removesuffix(table.ending)]
+    row = ROWS[name["row"]]
     adapted = model_of(name, row, options)
     at_once = max(1, 8192 // table.seq)
     losses, _, held = token_losses(adapted, documents, prepare("cpu", options.dtype), at_once)
     means = losses.double().mean(dim=1)
     figures = {"cache bytes": held, "nats": means.mean().item(), "perplexity": perplexity(losses)}
     figures["by document"] = [round(nats, 5) for nats in means.tolist()]
-    if table.part.startswith("long"):
+    if table.part == "long":
         position = torch.arange(1, table.seq).expand(len(losses), -1)
         masks = ranges("", position, table.mem + adapted.settings.segment)
         where = {label: losses[mask].double().mean().item() for label, mask in masks.items()}
@@ -348,7 +336,7 @@ def make_cells(table: Table, options: Options) -> None:
         settings = settings_of(flags, options)
         trains = ROWS[key].trained and (settings.merged or settings.lora_rank)
         steps = (options.steps or table.steps) if trains else 0
-        name = {"row": key + table.ending, "flags": flags, "steps": steps}
+        name = {"row": key, "flags": flags, "steps": steps}
         name |= common | {"seed": seed if steps else 0}
         if not any(name.items() <= cell.items() for cell in stored_cells()):
             print(f"{name['row']}, seed {name['seed']}", file=sys.stderr)
@@ -360,16 +348,11 @@ def make_cells(table: Table, options: Options) -> None:
 
 def stored_cells() -> list[dict]:
     """The oldest first."""
-    if not RESULTS.is_file():
-        return []
     return [cell for _, cell in read_rows(RESULTS, lambda row: True)]
 
 
 def add(cell: dict) -> None:
-    """Two programs may add cells at once: one waits for the other."""
-    RESULTS.parent.mkdir(exist_ok=True)
     with open(RESULTS, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
         file.write(as_json(cell) + "\n")
 
 
@@ -405,7 +388,7 @@ def lines_of(table: Table, cells: list[dict]) -> Lines:
         found = [cell for cell in found if cell.get(key) in (None, found[-1].get(key))]
     lines = {}
     for row in table.rows:
-        some = [cell for cell in found if cell["row"] == row + table.ending]
+        some = [cell for cell in found if cell["row"] == row]
         if some:
             # A row's flags may have changed since a cell was made.
             some = [cell for cell in some if cell.get("flags") == some[-1].get("flags")]

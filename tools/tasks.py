@@ -45,7 +45,7 @@ from lococo import AdaptedLlama, segment_losses
 from metrics import LONGBENCH, compare
 from model import KVCache, load_base
 from support.command_line import (
-    TINY, Machine, Parser, at_least, counted, note_special, prepare, run_program,
+    TINY, Machine, Parser, at_least, counted, prepare, run_program,
 )
 from support.facts import fact_tokens
 from support.files import DAMAGED, UserError, read_json
@@ -373,8 +373,6 @@ def score(flags: argparse.Namespace) -> None:
     model, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     for file, rows in files.items():
         refuse_without_tokens(file, rows, tokenizer)
-        prompts = (text for _, row in rows for text in np.atleast_1d(row["prompt"]).tolist())
-        note_special(f"{file}", {n for text in prompts for n in tokenizer.special_in(text)})
     models = models_to_score(flags, model, with_baselines=True)
     report = {}
     for file, rows in files.items():

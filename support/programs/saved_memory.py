@@ -23,7 +23,7 @@ def save_memory(file: Path | str, memory: Memory, adapted: AdaptedLlama) -> None
         tensors[f"values {n}"] = memory.values[n].held
         if memory.scoring:
             tensors[f"scores {n}"] = memory.scores[n]
-    write_file(Path(file), tensors, new=True, seen=memory.seen, owner=owner(adapted))
+    write_file(Path(file), tensors, seen=memory.seen, owner=owner(adapted))
 
 
 def load_memory(
