@@ -286,13 +286,11 @@ def read_texts(
         ids, scored, parts = split_by_name(data, tokenizer)
     most = max(1, score_tokens // L) if score_tokens else 0
     both = copies(scored, ids, tokenizer.bos, L)
-    if held_out and both:
-        refuse_copy(held_out, both, L, tokenizer)
     documents = pieces(scored, tokenizer.bos, L, most, without=both)
     summary = f"text: {size_of(ids, tokenizer)} to train on, "
     summary += f"{size_of(scored, tokenizer)} held out; {len(documents)} to score"
     if most and not len(documents):
-        reason = f"no document that is held out has --seq {L} tokens"
+        reason = f"no document that is held out, and does not train, has --seq {L} tokens"
         if held_out:
             remedy = "give longer ones, a smaller --seq, or --score-tokens 0"
             raise UserError(f"--held-out {' '.join(held_out)}: {reason}; {remedy}")
@@ -311,18 +309,6 @@ def split_by_flag(
         for names in (data, held_out)
     )
     return ids, scored, [*PARTS]
-
-
-def refuse_copy(
-    held_out: list[str], both: set[bytes], L: int, tokenizer: Tokenizer
-) -> None:
-    """Raises UserError that names a text of --held-out which trains, too."""
-    for file, name, text in documents_of(find_files([*map(Path, held_out)])):
-        if fingerprint(np.array(tokenizer.encode(text)[:L])) in both:
-            place = os.path.relpath(file.with_name(name))
-            sentence = "the same text is also among those that train"
-            remedy = "(--data, or Python's library); take it out of one of them"
-            raise UserError(f"--held-out {place}: {sentence} {remedy}")
 
 
 def split_by_name(

@@ -143,7 +143,7 @@ def test_a_tenth_of_a_runs_texts_is_scored(tokenizer):
     assert held_out[0].tolist() not in fewer.documents.tolist()
     assert "note: 1 held-out text left out of the scores, as a copy trains" in fewer.summary
     nothing = read_texts(["text"], [], 9999, 1, tokenizer).summary
-    assert "no document that is held out has --seq 9999 tokens; name others by" in nothing
+    assert "and does not train, has --seq 9999 tokens; name others by" in nothing
 
 
 def test_pieces_are_spread_evenly_over_texts():
@@ -162,8 +162,8 @@ def test_texts_of_one_part_all_train(tokenizer):
 
 
 def test_texts_that_are_held_out_by_name(tokenizer):
-    """All of the others train. A text cannot be in both, under any name, and must be long
-    enough."""
+    """All of the others train. What also trains, under any name, is not scored, and what is
+    scored must be long enough."""
     files = [*files_of("held-out"), *files_of("training")]
     texts = read_texts(files[3:], files[:3], 96, 9999, tokenizer)
     scored = []
@@ -176,13 +176,13 @@ def test_texts_that_are_held_out_by_name(tokenizer):
     Path("link").symlink_to(FOLDER / "1.py")
     rows = [json.dumps({"text": text}) for text in ("short", (FOLDER / "1.py").read_text())]
     Path("rows.jsonl").write_text("\n".join(rows))
-    for name, place in (("link", "link"), ("rows.jsonl", "rows.jsonl:2")):
-        sentence = f"--held-out {place}: the same text is also among those that train"
-        with pytest.raises(UserError, match=sentence):
-            read_texts(["text"], [name], 96, 0, tokenizer)
-    sentence = "--held-out link: no document that is held out has --seq 9999 tokens; give"
-    with pytest.raises(UserError, match=sentence):
-        read_texts(["text/2.py"], ["link"], 9999, 999, tokenizer)
+    for name in ("link", "rows.jsonl"):
+        summary = read_texts(["text"], [name], 96, 0, tokenizer).summary
+        assert "note: 1 held-out text left out of the scores" in summary
+    sentence = "--held-out link: no document that is held out, and does not train, has --seq"
+    for data, L in (("text/2.py", 9999), ("text", 96)):
+        with pytest.raises(UserError, match=f"{sentence} {L} tokens; give"):
+            read_texts([data], ["link"], L, 999, tokenizer)
 
 
 def test_facts_are_lines_of_their_own(tokenizer):
