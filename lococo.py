@@ -73,10 +73,11 @@ class Settings:
     segment: int  # the most tokens that enter together
     # L that it is trained for, in tokens; without training, the most that the base can read
     length: int
-    sinks: int = 0  # slots that keep the first tokens
-    heavy: int = 0  # slots that keep the entries that have received most attention
-    merged: int = 0  # slots that the convolution fills; a memory without any drops the rest
-    recent: int = 0  # slots that keep the last tokens
+    # How many slots there are of each of KINDS. Without merged slots the rest is dropped.
+    sinks: int = 0
+    heavy: int = 0
+    merged: int = 0
+    recent: int = 0
     positions: str = "text"  # or "slots", see `interpolation`
     compressor: str = "paper"  # or another of COMPRESSORS
     kernel: int = 21  # taps of the convolution
