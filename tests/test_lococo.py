@@ -13,7 +13,7 @@ from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
 from lococo import check_rows, copy_penalty, interpolation, merge, with_slots
 from model import KVCache, Llama, rope, rotate
 from support.files import UserError
-from support.programs.settings import resized, untrained
+from support.programs.settings import resized, uncompressed, untrained
 
 TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -96,6 +96,20 @@ def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
 
 
 # --- Memory -----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mem, segment", [(8, 4), (8, 3), (4, 6), (5, 5)])
+def test_what_is_read_before_a_compression(model, mem, segment):
+    adapted = untrained(model, "streaming", mem, segment, sinks=1)
+    cache = adapted.cache()
+    for x in TOKENS.split(segment, dim=1):
+        held = cache.size
+        model(x, cache)
+        if cache.was_compressed(0):
+            break
+    assert held == uncompressed(adapted.settings)
+
 
 VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
     ("streaming", dict(sinks=3, recent=0)),

@@ -52,7 +52,7 @@ def write(folder: Path, name: str, **content) -> None:
 @pytest.mark.parametrize("kind", ["tokenizer.model", "folder"])
 def test_tokens_one_by_one_have_the_text(request, kind, monkeypatch):
     """As all of them at once, from the first or behind a prompt, in time that is linear: what is
-    decoded for a token has a few ids. Random Unicode of one to four bytes a letter, U+FFFD too."""
+    decoded for a token has a few ids. Random Unicode of one to four bytes a letter."""
     tokenizer = Tokenizer(TINY if kind == "tokenizer.model" else request.getfixturevalue(kind))
     whole, decoded = tokenizer.decode, []
     monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or whole(ids))
@@ -70,6 +70,8 @@ def test_tokens_one_by_one_have_the_text(request, kind, monkeypatch):
         cut = tokenizer.encode(f"{prompt}\U0001f40d")[1:-1]
         assert "".join(tokenizer.texts(cut)) == prompt  # a part of a character is held back
     assert max(decoded) < 8
+    ids = [*tokenizer.continued("a"), tokenizer.bos, *tokenizer.continued(" b")]
+    assert "".join(tokenizer.texts(ids)) == whole(ids)  # a token without text before a blank
 
 
 # --- tokenizer.model --------------------------------------------------------------------
