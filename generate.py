@@ -87,9 +87,10 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 def as_text(
     tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]
 ) -> Iterator[str]:
-    """Text of tokens as they come. The prompt's end is decoded, too, because tokenizers drop
-    a leading space. A part of a character waits; it is dropped if nothing follows."""
-    return tokenizer.texts(tokens, before=prompt[-1:])
+    """Text of tokens as they come behind a prompt, which may be empty but for its prefix. A part
+    of a character waits; it is dropped if nothing follows."""
+    begins = prompt[-1] in tokenizer.prefix
+    return tokenizer.texts(tokens, before=[] if begins else tokenizer.x)
 
 
 # --- The program ------------------------------------------------------------------------

@@ -574,10 +574,10 @@ class Selection(Compressor):
 def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
     """The penalty of each of R entries for each slot: relevance (N, slots, R), entries
     (N, 2D, R) -> (N, slots, R). For each earlier slot it grows by PENALTY * c^32. Here c is the
-    cosine of the entry's value and of the value that this slot has taken; from both the mean
-    of all R is subtracted before. So it grows by 1000 for a copy, by 34 if c is 0.9, and by 1
-    if c is 0.81. Maximal marginal relevance (Carbonell and Goldstein 1998) takes the most
-    similar of the earlier ones, and this their sum.
+    cosine between the entry's value and the value which that slot has taken, after the mean of
+    all R is subtracted from both. A negative c counts as 0. So the penalty grows by 1000 for a
+    copy, by 34 if c is 0.9, and by 1 if c is 0.81. Maximal marginal relevance (Carbonell and
+    Goldstein 1998) subtracts the largest similarity, and this the sum of all.
 
     Keys are not compared, as rotations change them. The penalty is a constant for the
     gradient, as are the scores.

@@ -15,8 +15,9 @@ PLACE = "THE_DATA_OF_THE_PAGE"  # stands once in the template
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> tuple[list[str], dict[int, str]]:
-    """The text of each token; joined, they are the text that was read. Also the names of the
-    tokens without text, such as <s> and the first tokens of a character that has several."""
+    """The text of each token; joined, they are the text that was read, but for a U+FFFD at its
+    end. Also the names of the tokens without text, such as <s> and the first tokens of a
+    character that has several."""
     start = len(tokenizer.prefix)
     texts = [""] * start + [*tokenizer.texts(ids[start:])]
     names = {n: tokenizer.piece(ids[n]) for n, text in enumerate(texts) if not text}

@@ -44,7 +44,8 @@ def join() -> None:
         dist.init_process_group(timeout=timedelta(days=1))
     except (ValueError, RuntimeError) as error:
         fault = str(error).splitlines()[0]
-        remedy = "start them by torchrun, or take another MASTER_PORT"
+        remedy = "start them by torchrun, take another MASTER_PORT, or for one process unset "
+        remedy += "RANK and WORLD_SIZE"
         raise UserError(f"the processes do not meet ({fault}); {remedy}") from None
 
 

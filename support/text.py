@@ -240,7 +240,7 @@ def copies(held_out: np.ndarray, ids: np.ndarray, bos: int, L: int) -> set[bytes
 
 def note_of_copies(both: set[bytes]) -> str:
     held_out = counted(len(both), "held-out text")
-    return f"note: {held_out} left out of the scores, as a copy trains under another name"
+    return f"note: {held_out} left out of the scores, as the same text trains"
 
 
 def pieces(

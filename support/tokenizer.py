@@ -96,8 +96,7 @@ class Tokenizer:
                 yield ""
             else:
                 yield added
-                # x stands in front, as a tokenizer drops the blank at the start of a text.
-                before, waiting = [*self.x, i], []
+                before, waiting = self.x, []  # a tokenizer may drop the first blank of a text
 
     def piece(self, i: int) -> str:
         """The text that token i adds, with its leading blank if it has one. A part of a

@@ -141,7 +141,7 @@ def test_a_tenth_of_a_runs_texts_is_scored(tokenizer):
     (FOLDER / name).write_text(tokenizer.decode(held_out[0].tolist()))  # trains now, too
     fewer = read_texts(["text"], [], 96, 250, tokenizer)
     assert held_out[0].tolist() not in fewer.documents.tolist()
-    assert "note: 1 held-out text left out of the scores, as a copy trains" in fewer.summary
+    assert "note: 1 held-out text left out of the scores, as the same text trains" in fewer.summary
     nothing = read_texts(["text"], [], 9999, 1, tokenizer).summary
     assert "and does not train, has --seq 9999 tokens; name others by" in nothing
 

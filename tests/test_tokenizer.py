@@ -42,6 +42,26 @@ def folder(tmp_path):
     return tmp_path / "base"
 
 
+@pytest.fixture
+def bytes_apart(tmp_path):
+    """As Llama 2's tokenizer.json: what has no token of its own is bytes, as <0xE1>."""
+    package = pytest.importorskip("tokenizers")
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abc"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = package.Tokenizer(package.models.BPE(
+        vocab=vocabulary, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    blanks = [package.normalizers.Prepend("▁"), package.normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = package.normalizers.Sequence(blanks)
+    decoders = package.decoders
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens(words[:3])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, "tokenizer_config", bos_token="<s>", eos_token="</s>")
+    return tmp_path
+
+
 def write(folder: Path, name: str, **content) -> None:
     (folder / f"{name}.json").write_text(json.dumps(content))
 
@@ -49,7 +69,7 @@ def write(folder: Path, name: str, **content) -> None:
 # --- Both kinds -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["tokenizer.model", "folder"])
+@pytest.mark.parametrize("kind", ["tokenizer.model", "folder", "bytes_apart"])
 def test_tokens_one_by_one_have_the_text(request, kind, monkeypatch):
     """As all of them at once, from the first or behind a prompt, in time that is linear: what is
     decoded for a token has a few ids. Random Unicode of one to four bytes a letter."""

@@ -263,7 +263,7 @@ def parse() -> Options:
     add("--contexts", type=positive, nargs="+", default=[2048, 32768],
         help="tokens before decoding (default: 2048 32768)")
     add("--bptt", type=positive, default=1,
-        help="segments that the gradient spans (default: 1, as the paper)")
+        help="segments that the gradient spans (default: 1, as the official code)")
     add("--lora-rank", type=at_least(0), default=8,
         help="of all rows; 0 leaves the base frozen (default: 8)")
     add("--budgets", type=budgets_file, metavar="FILE",

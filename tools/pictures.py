@@ -1,4 +1,4 @@
-"""Draw the pictures of README.md and docs/results.md, all or those that are named.
+"""Draw the pictures of README.md and docs/memory-page.md, all or those that are named.
 
     pip install matplotlib                    # only the programs that draw need it
     python tools/pictures.py mechanism        # assets/mechanism.png
@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 from matplotlib import pyplot
 from matplotlib.patches import Rectangle
 from PIL import Image
@@ -155,7 +156,7 @@ def draw_needle(figures: Path, file: Path) -> None:
     size = dict(figsize=(2.6 * len(found), 2.6), layout="constrained", sharey=True)
     panels, [places] = pyplot.subplots(1, len(found), squeeze=False, **size)
     for axes, (name, shares) in zip(places, found.items()):
-        grid = list(shares.values())
+        grid = np.array([*shares.values()], dtype=float)  # null becomes NaN
         picture = axes.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         method = name.removeprefix("base, ").split()[0]
         budgets = ", with budgets" if name.endswith(" budgets") else ""

@@ -6,6 +6,8 @@
     python tools/tables.py                             # print all stored tables
     python tools/tables.py --write                     # write them into the pages
 
+Run it in the repository's root.
+
 A cell is one row of a table with one seed. train.py trains it if there is something to
 train, then documents are scored. Runs are in runs/tables/, and go on where they were
 stopped. A cell is one line of docs/results.jsonl, with the nats of each document. To score
@@ -55,7 +57,7 @@ RUNS = HERE / "runs" / "tables"
 PAGES = (HERE / "README.md", *sorted((HERE / "docs").glob("*.md")))
 BOOKS = ("book_adv.txt", "book_colonel.txt", "book_jack.txt", "wikitext2-valid.jsonl")
 # What each part scores; the others of these texts train. The novel and the articles of the
-# long parts are joined, and cut into long pieces.
+# long part are joined, and cut into long pieces.
 SCORED = {
     "choosing": ("book_news.txt",),
     "test": ("wikitext2-test.jsonl",),

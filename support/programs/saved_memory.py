@@ -15,8 +15,8 @@ def owner(adapted: AdaptedLlama) -> dict:
 
 
 def save_memory(file: Path | str, memory: Memory, adapted: AdaptedLlama) -> None:
-    """Write what each part holds (see lococo.Part), and the number of tokens seen, into a new
-    file. Raises UserError."""
+    """Write what each part holds (see lococo.Part), and the number of tokens seen, into a file.
+    One of this name is replaced. Raises UserError."""
     tensors = {}
     for n in range(len(memory.parts)):
         tensors[f"keys {n}"] = memory.to_compress[n].held
