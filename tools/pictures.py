@@ -139,8 +139,7 @@ def draw_result(file: Path) -> None:
 # --- Needles ----------------------------------------------------------------------------
 
 
-# Of methods without training; what is none of them is an adapter.
-NAMES = {
+NAMES = {  # of methods without training
     "full": "full cache",
     "streaming": "window",
     "h2o": "H2O",
@@ -160,7 +159,7 @@ def draw_needle(figures: Path, file: Path) -> None:
         picture = axes.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         method = name.removeprefix("base, ").split()[0]
         budgets = ", with budgets" if name.endswith(" budgets") else ""
-        axes.set_title(NAMES.get(method, "ours") + budgets)
+        axes.set_title(NAMES.get(method, f"adapter {Path(name).name}") + budgets)
         axes.set_xticks([0, len(grid[0]) - 1], ["first", "last"])
         axes.set_yticks(range(len(shares)), [f"{int(L):,}" for L in shares])
         axes.set_xlabel("where the fact is")
