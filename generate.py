@@ -89,8 +89,8 @@ def as_text(
 ) -> Iterator[str]:
     """Text of tokens as they come behind a prompt, which may be empty but for its prefix. A part
     of a character waits; it is dropped if nothing follows."""
-    begins = prompt[-1] in tokenizer.prefix
-    return tokenizer.texts(tokens, before=[] if begins else tokenizer.x)
+    continues = any(i not in tokenizer.prefix for i in prompt[-1:])
+    return tokenizer.texts(tokens, before=tokenizer.x if continues else [])
 
 
 # --- The program ------------------------------------------------------------------------
