@@ -61,10 +61,10 @@ def perplexity(nats: Tensor) -> float:
 
 
 def ranges(what: str, numbers: Tensor, reach: int) -> dict[str, Tensor]:
-    """A mask (N, L - 1) for each range of `numbers` (N, L - 1), which are positions or distances
-    of tokens. Range "a-b" has those above a, up to b. The first one ends at `reach`, M + T: a
-    window can hold what is so near. The others end at 512, 1024 ... L. A distance of 0 marks a
-    token that is no answer, and is in no range."""
+    """A mask (N, L - 1) for each range of `numbers` (N, L - 1), which are positions or
+    distances of tokens. Range "a-b" has those above a, up to b. The first one ends at
+    `reach`, M + T: a window can hold what is so near. The others end at 512, 1024 ... L. A
+    distance of 0 marks a token that is no answer, and is in no range."""
     L = numbers.shape[1] + 1
     doubled = {2**e for e in range(9, L.bit_length()) if reach < 2**e < L}
     edges = sorted({0, min(reach, L), L} | doubled)
