@@ -290,7 +290,9 @@ def read_texts(
     summary = f"text: {size_of(ids, tokenizer)} to train on, "
     summary += f"{size_of(scored, tokenizer)} held out; {len(documents)} to score"
     if most and not len(documents):
-        reason = f"no document that is held out, and does not train, has --seq {L} tokens"
+        reason = f"no held-out document has --seq {L} tokens"
+        if both:
+            reason += " but those of which the same text trains"
         if held_out:
             remedy = "give longer ones, a smaller --seq, or --score-tokens 0"
             raise UserError(f"--held-out {' '.join(held_out)}: {reason}; {remedy}")

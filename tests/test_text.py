@@ -143,7 +143,7 @@ def test_a_tenth_of_a_runs_texts_is_scored(tokenizer):
     assert held_out[0].tolist() not in fewer.documents.tolist()
     assert "note: 1 held-out text left out of the scores, as the same text trains" in fewer.summary
     nothing = read_texts(["text"], [], 9999, 1, tokenizer).summary
-    assert "and does not train, has --seq 9999 tokens; name others by" in nothing
+    assert "no held-out document has --seq 9999 tokens; name others by" in nothing
 
 
 def test_pieces_are_spread_evenly_over_texts():
@@ -179,10 +179,11 @@ def test_texts_that_are_held_out_by_name(tokenizer):
     for name in ("link", "rows.jsonl"):
         summary = read_texts(["text"], [name], 96, 0, tokenizer).summary
         assert "note: 1 held-out text left out of the scores" in summary
-    sentence = "--held-out link: no document that is held out, and does not train, has --seq"
-    for data, L in (("text/2.py", 9999), ("text", 96)):
-        with pytest.raises(UserError, match=f"{sentence} {L} tokens; give"):
-            read_texts([data], ["link"], L, 999, tokenizer)
+    sentence = "--held-out link: no held-out document has --seq"
+    with pytest.raises(UserError, match=f"{sentence} 9999 tokens; give"):
+        read_texts(["text/2.py"], ["link"], 9999, 999, tokenizer)
+    with pytest.raises(UserError, match=f"{sentence} 96 tokens but those of which the same text"):
+        read_texts(["text"], ["link"], 96, 999, tokenizer)
 
 
 def test_facts_are_lines_of_their_own(tokenizer):
