@@ -222,7 +222,11 @@ class JsonTokens:
         text = read_text(file)
         try:
             self.tokenizer = JsonTokenizer.from_str(text)
-        except Exception as error:  # the package raises plain Exceptions
+        except Exception as error:
+            # The package raises plain Exceptions, for which there is no narrower name.
+            # Errors of any other type are not about the file, and pass on.
+            if type(error) is not Exception:
+                raise
             raise ValueError(error) from None
         self.tokenizer.no_truncation()  # a file may ask for texts of one length
         self.tokenizer.no_padding()

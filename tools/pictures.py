@@ -36,7 +36,7 @@ def write_picture(file: Path, figure: pyplot.Figure) -> None:
     write_whole(file, partial(figure.savefig, dpi=100, facecolor="white", format="png"))
 
 
-# --- One compression, as the paper makes it and as ours -----------------------------------
+# --- One compression, as the paper makes it and as ours ---------------------------------
 
 KIND_COLOURS = {"heavy": "#009e73", "merged": "#e69f00", "recent": "#0072b2", "new": "white"}
 TOP, BOTTOM, SIZE = 2.5, 0.0, 0.84  # heights of both rows; the side of an entry
