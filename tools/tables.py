@@ -106,6 +106,7 @@ ROWS = {
     # Beside bases that are tuned by LoRA. Full attention divides its positions if it is made
     # for more tokens than the base was trained for.
     "full as it is": Row("full attention, not tuned", "--method full --lora-rank 0 --seq 8192"),
+    "full tuned": Row("full attention, positions divided by 2", "--method full --recompute"),
     "window as it is": Row("window, not tuned", "--method streaming --lora-rank 0"),
     "h2o as it is": Row("H2O by slot, not tuned", "--method h2o --lora-rank 0"),
     "h2o heads as it is": Row("H2O that forgets, with budgets, not tuned",
@@ -159,7 +160,7 @@ RESULT = ("full", "window", "h2o text", "official code", *OURS)
 OTHER_SIZES = ("window", "h2o text", "h2o 5/8 forget", "h2o heads", "ours heads", "stored")
 EXTENDED = (
     "full as it is", "window as it is", "h2o as it is", "h2o heads as it is", "stored by slot",
-    "window", "h2o", "official code", "ours heads",
+    "full tuned", "window", "h2o", "official code", "ours heads",
 )
 FACTS = ("window", "h2o", "lococo+h2o", "ours")
 TABLES = {
