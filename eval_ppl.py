@@ -94,7 +94,7 @@ def score_all(
 ) -> Scores:
     """Score `documents`, by their length, and, if there are any, texts with facts (N, L).
     Print a line for each model."""
-    print(f"cache bytes are those after {[*documents][-1]:,} tokens")
+    print(f"cache bytes are those after {[*documents][-1] - 1:,} tokens")
     title = "perplexity, by tokens of a piece"
     print(f"{title:{NAME}} {'slots':>6} {'cache bytes':>14}", *(f"{L:>10}" for L in documents))
     scores = Scores({}, {}, {})

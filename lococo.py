@@ -105,8 +105,8 @@ class Settings:
 
     @property
     def capacity(self) -> int:
-        """M + T, the most entries that a head holds. With budgets it is the mean over the
-        heads, and some hold more."""
+        """M + T, the most entries that a head with slots holds. With budgets it is the mean
+        over the heads, and some hold more."""
         return self.mem + self.segment
 
     @property
@@ -225,8 +225,8 @@ class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer and key/value head. The
     lists of keys, values and scores have one item for each part of a layer (see `Part`).
 
-    When a part is full (see `is_full`), the mixing matrix turns S entries into M slots. Each
-    method is a choice of this matrix, whose one-hot rows are never built. For M = 4 and a
+    When new tokens do not fit into a part, the mixing matrix turns its S entries into M slots.
+    Each method is a choice of this matrix, whose one-hot rows are never built. For M = 4 and a
     segment of 3, with one heavy slot, two merged slots and one recent slot (the paper's own
     methods have no recent slots), let the entry at place 4 have received most attention. Then
 
@@ -237,8 +237,9 @@ class Memory(KVCache):
         merged     w  w  w  w   .  w  .
         recent     .  .  .  .   .  .  1
 
-    The convolution runs over the columns with a w, from left to right. The paper's (6) has
-    the segment first. Here the memory is first, as its tokens are older.
+    The convolution sees only the columns with a w, side by side: places 3 and 5 become
+    neighbours. The paper's (6) has the segment first. Here the memory is first, as its tokens
+    are older.
     """
 
     def __init__(
@@ -266,28 +267,18 @@ class Memory(KVCache):
     def enter(self, T: int, device: torch.device | str = "cpu") -> None:
         """Make room for T new tokens.
 
-        Algorithm 2 compresses at the end of a segment. Here the next segment does it first,
-        so that its loss trains this compression; the slots are the same. While decoding, the
-        paper compresses at each token, and we do it once for `segment` tokens.
+        Algorithm 2 compresses at the end of each segment. Here this is done just before the
+        next segment enters, so that the loss of that segment trains it; the slots are the
+        same. Fewer tokens than a whole segment enter without it, as long as they fit. So,
+        while decoding, the memory is compressed once for `segment` tokens, where the paper
+        does it at each token.
         """
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
         for n in range(len(self.parts)):
-            if self.is_full(n, T):
+            if self.keys[n].size + T > self.capacity[n]:  # M + `segment`
                 self.compress(n)
         super().enter(T, device)
-
-    def is_full(self, n: int, T: int) -> bool:
-        """Whether part n must be compressed before T tokens enter. The first time, as in
-        algorithm 2, this is as soon as it holds more than M entries and the first segment is
-        over. Later it is when there would be more than M + `segment`."""
-        size, s = self.keys[n].size, self.parts[n].settings
-        if self.was_compressed(n):
-            return size + T > s.capacity
-        return size > s.mem and size + T > s.segment
-
-    def was_compressed(self, n: int) -> bool:
-        return self.keys[n].size < self.seen
 
     def first_positions(self) -> list[int]:
         """With positions by slot a token's position is its place in the part's cache."""
@@ -306,12 +297,12 @@ class Memory(KVCache):
         read = torch.empty_like(q)
         for n, part in enumerate(self.parts):
             if part.layer == layer:
-                # A slice of all heads is a view, and a list of them would be a copy.
-                own = part.heads if len(part.heads) < k.shape[1] else slice(None)
+                heads = torch.tensor(part.heads, device=k.device)
+                own_q, own_k, own_v = (x.index_select(1, heads) for x in (q, k, v))
                 if self.by_slot:
-                    self.unrotated[n].append(k[:, own], self.capacity[n])
-                of_part = super().attend(n, q[:, own].flatten(1, 2), k[:, own], v[:, own])
-                read[:, own] = of_part.unflatten(1, (-1, q.shape[2]))
+                    self.unrotated[n].append(own_k, self.capacity[n])
+                of_part = super().attend(n, own_q.flatten(1, 2), own_k, own_v)
+                read.index_copy_(1, heads, of_part.unflatten(1, (-1, q.shape[2])))
         return read.flatten(1, 2)
 
     def read(self, n: int, q: Tensor) -> Tensor:
@@ -319,8 +310,8 @@ class Memory(KVCache):
 
         Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in sum
         over all queries so far and as a mean of the query heads that share a key/value head.
-        Earlier attention is multiplied by `forget` once in a segment, and T tokens count as
-        T / segment of one.
+        When T tokens enter, earlier attention is multiplied by `forget` ** (T / segment): by
+        `forget` for a whole segment.
         """
         if not self.scoring:
             return super().read(n, q)
@@ -360,8 +351,9 @@ class Memory(KVCache):
 
         # If compressed before, the cache was [pinned | merged | recent slots | segment].
         # Recent slots count as new.
+        compressed_before = k.shape[2] < self.seen
         places = order.split(sizes, dim=2)[1]  # of the rest
-        from_slot = (places < s.pinned + s.merged) & self.was_compressed(n)
+        from_slot = (places < s.pinned + s.merged) & compressed_before
         k_merged, v_merged, w = self.fill_merged(n, k_rest, v_rest, from_slot, scores_rest)
 
         k = torch.cat((k_pinned, k_merged, k_recent), dim=2)
@@ -495,8 +487,8 @@ class LoRALinear(nn.Module):
 
 # --- Ours: slots that learn which entries to keep ---------------------------------------
 
-# AdamW changes all parameters about equally fast. The shared filter is multiplied by 3, so
-# that it learns three times as fast.
+# AdamW changes all parameters about equally fast. The shared filters are multiplied by 3, so
+# that they learn three times as fast.
 COMMON_SCALE = 3
 # At the start, in training, an entry with twice the attention gets 2^2 times the weight.
 TRUST_SCALE = 2
@@ -538,7 +530,7 @@ class Selection(Compressor):
         with torch.no_grad():
             self.conv.weight[:, :, neighbours] = 0
             # Filters beyond the slots do not train. Where a larger memory takes them, they
-            # are zero, and `common` alone judges.
+            # are zero: the shared filters and the attention received judge alone.
             self.conv.weight[slots:] = 0
             self.slot_filters[slots:] = 0
         self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts

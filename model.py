@@ -11,8 +11,8 @@ row.
 Letters:
 
     B  texts in a batch
-    T  tokens of one call of the model. A memory takes at most `segment` tokens at once, which
-       the paper calls B; in "M + T", T is a whole segment
+    T  tokens that enter in one call of the model: a segment, which the paper calls B, or
+       less. In "M + T" it is a whole segment
     S  entries in the cache
     M  slots of a memory
     H  query heads
@@ -58,8 +58,8 @@ class LlamaConfig:
     qkv_bias: bool = False  # True for ChatGLM3 (tools/chatglm3.py)
     # The share of a head's channels that are rotated, from the first on; ChatGLM3: 0.5.
     turned: float = 1.0
-    # Adapters know their base by a checksum of this class's repr. A new field needs
-    # `repr=False`, or stored adapters seem to be of another base.
+    # The checksum by which an adapter knows its base includes this class's repr. A new field
+    # needs `repr=False`, or stored adapters seem to be of another base.
     llama3_rope: "Llama3Rope | None" = field(default=None, repr=False)
 
     def __post_init__(self):
@@ -217,11 +217,6 @@ class KVCache:
         self.values = [Entries() for _ in range(config.n_layers)]
         # For each layer the cosines and sines of the tokens that enter now.
         self.angles: list[tuple[Tensor, Tensor]] = []
-
-    @property
-    def size(self) -> int:
-        """S, the number of entries that the first layer holds now."""
-        return self.keys[0].size
 
     @property
     def nbytes(self) -> int:

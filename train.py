@@ -77,8 +77,8 @@ class TrainConfig:
     start: float | None = None  # size of its weights at the start
     sinks: int | None = None
     heavy: int | None = None
-    # Only a recipe sets it. With a smaller --mem it is M / 4 at most. With --recent it does not
-    # count, and the rest of M is merged.
+    # Only a recipe sets it. It is at most M / 4. If --recent is given, this is ignored, and
+    # all slots that are left are merged.
     merged: int | None = None
     recent: int | None = None
     positions: str | None = None
@@ -241,8 +241,8 @@ def backward(
 
 def add_answers(losses: Tensor, adapted: AdaptedLlama, config: TrainConfig) -> None:
     """In the convolutions' gradient an answer counts `answer_weight` times. The usual
-    backward pass counts it once. This adds the others, from the loss of each answer in a
-    piece, (answers,).
+    backward pass counts it once. This adds the rest. `losses` are those of the answers in
+    one piece.
 
     This costs a second backward pass. To save time, one piece in ANSWERS_EVERY has it,
     ANSWERS_EVERY times as large, so that the mean gradient over the steps, before it is

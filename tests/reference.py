@@ -191,14 +191,13 @@ def slow_memory(adapted, s, segments):
     have read. The head is of the last layer, and `s` are its settings."""
     D, outputs = adapted.model.config.head_dim, []
     k, v, scores = torch.zeros(0, D).double(), torch.zeros(0, D).double(), torch.zeros(0).double()
-    from_slot, seen, new = torch.zeros(0).bool(), 0, 0
+    from_slot, seen = torch.zeros(0).bool(), 0
     for q, k_new, v_new in segments:
         T, q, k_new = len(k_new), q.double(), k_new.double()
-        if len(k) > s.mem and new + T > s.segment:
+        if len(k) + T > s.mem + s.segment:
             k, v, scores, from_slot = slow_compress(
                 k, v, scores, from_slot, adapted.compressors, s
             )
-            new = 0
         if s.positions == "text":
             q, k_new = (turned(x, range(seen, seen + T), adapted) for x in (q, k_new))
         k, v = torch.cat((k, k_new)), torch.cat((v, v_new.double()))
@@ -215,5 +214,5 @@ def slow_memory(adapted, s, segments):
             scores[:n] += p.mean(dim=0)
             out[:, t] = p @ v[:n]
         outputs.append(out)
-        seen, new = seen + T, new + T
+        seen += T
     return read, v, scores, torch.cat(outputs, dim=1)

@@ -13,7 +13,7 @@ from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
 from lococo import check_rows, copy_penalty, interpolation, merge, with_slots
 from model import KVCache, Llama, rope, rotate
 from support.files import UserError
-from support.programs.settings import resized, uncompressed, untrained
+from support.programs.settings import resized, untrained
 
 TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -100,15 +100,13 @@ def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("mem, segment", [(8, 4), (8, 3), (4, 6), (5, 5)])
-def test_what_is_read_before_a_compression(model, mem, segment):
-    adapted = untrained(model, "streaming", mem, segment, sinks=1)
-    cache = adapted.cache()
-    for x in TOKENS.split(segment, dim=1):
-        held = cache.size
+def test_a_memory_is_compressed_when_tokens_do_not_fit(model, mem, segment):
+    cache = untrained(model, "streaming", mem, segment, sinks=1).cache()
+    for x in TOKENS[:, : mem + segment].split(segment, dim=1):
         model(x, cache)
-        if cache.was_compressed(0):
-            break
-    assert held == uncompressed(adapted.settings)
+    assert cache.keys[0].size == mem + segment
+    model(TOKENS[:, :1], cache)
+    assert cache.keys[0].size == mem + 1
 
 
 VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
@@ -127,10 +125,8 @@ VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
 @pytest.mark.parametrize("positions", ["slots", "text"])
 @pytest.mark.parametrize("method, changes", VARIANTS)
 def test_every_method_equals_a_slow_memory(config, in_float64, method, changes, positions):
-    """The second layer, with segments of uneven sizes and grouped queries. After two whole
-    segments 8 slots are full, so that they are compressed before a short one, too, as in
-    algorithm 2. With budgets each of the two key/value heads is a part, and they are
-    compressed at different times."""
+    """The second layer, with segments of uneven sizes and grouped queries. With budgets each
+    of the two key/value heads is a part, and they are compressed at different times."""
     model = Llama(replace(config, context=7))
     adapted = AdaptedLlama(model, settings(method, positions=positions, **changes)).eval()
     for p in adapted.compressors.parameters():

@@ -29,7 +29,7 @@ def test_logits_equal_a_llama_written_a_second_time(model, cuts, gradients):
     with torch.set_grad_enabled(gradients):
         pieces = [model(piece, cache) for piece in rows.split(cuts, dim=1)]
     assert torch.allclose(torch.cat(pieces, dim=1).double(), expected, atol=1e-4)
-    assert cache.size == cache.seen == 12
+    assert cache.keys[0].size == cache.seen == 12
     assert cache.nbytes == 2 * 12 * 2 * 2 * model.config.n_kv_heads * 8 * 4  # k and v, D, bytes
 
 

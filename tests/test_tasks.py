@@ -71,7 +71,7 @@ def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
             monkeypatch.setattr(tasks, "prefill", Mock(side_effect=prefill))
             found, cache = tasks.score_choices(adapted, row | {"answer": answer}, tokenizer, "cpu")
             assert found[metric] == (answer == np.argmax(scores))
-        assert (cache.seen, cache.size) == (48, 32 if settings.mem else 48)
+        assert (cache.seen, cache.keys[0].size) == (48, 32 if settings.mem else 48)
         assert tasks.prefill.call_count == len(set(prompts))
 
 

@@ -36,7 +36,7 @@ from support.command_line import method_flags, named_path
 from support.command_line import output_file, prepare, run_program
 from support.facts import tell_all
 from support.files import UserError, write_json
-from support.programs.settings import settings_for, uncompressed
+from support.programs.settings import settings_for
 from support.text import pieces, token_streams
 from support.tokenizer import Tokenizer
 
@@ -140,7 +140,7 @@ def settings_of(options: Options, model: Llama) -> Settings:
     if L > length:
         passed = f"a head that reads all would pass the base's context of {length:,} tokens"
         raise UserError(f"--length {L}: {passed}; take a smaller --length")
-    if L - 1 <= uncompressed(s):
+    if L - 1 <= s.capacity:
         sizes = f"a memory of {mem} slots and a segment of {segment} tokens hold it"
         nothing = "so that nothing is compressed"
         remedy = "take a larger --length, or a smaller --mem"

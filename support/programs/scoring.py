@@ -14,7 +14,7 @@ from support.programs.adapter import load_adapter, read_adapter, shared_copy
 from support.command_line import TINY, Parser, named_path, output_file
 from support.facts import FORMS
 from support.files import UserError
-from support.programs.settings import method_sizes, refuse_sizes, uncompressed, untrained
+from support.programs.settings import method_sizes, refuse_sizes, untrained
 from support.programs.settings import warn_if_too_long
 from support.text import PARTS, copies, note_of_copies, pieces, token_streams
 from support.tokenizer import Tokenizer
@@ -119,10 +119,9 @@ def note_limits(models: dict[str, AdaptedLlama], lengths: list[int]) -> None:
     for name, adapted in models.items():
         s = adapted.settings
         warn_if_too_long(adapted, max(lengths))
-        most = uncompressed(s)
-        short = [str(L) for L in lengths if L - 1 <= most]
+        short = [str(L) for L in lengths if L - 1 <= s.capacity]
         if s.mem and short and not s.budgets:  # with budgets a head may be compressed earlier
-            nothing = f"up to {most:,} entries nothing is compressed"
+            nothing = f"up to {s.capacity:,} entries nothing is compressed"
             print(f"note: {name}, --lengths {' '.join(short)}: {nothing}", file=sys.stderr)
 
 

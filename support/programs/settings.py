@@ -121,12 +121,6 @@ def refuse_sizes(flags: argparse.Namespace) -> None:
             raise UserError(f"--{name}: it needs a memory; name one by --method, or an adapter")
 
 
-def uncompressed(settings: Settings) -> int:
-    """How many tokens can be read, in whole segments, before a head of M slots is compressed."""
-    M, T = settings.mem, settings.segment
-    return M + T - M % T
-
-
 def reach_of(adapted: AdaptedLlama) -> int:
     """The largest position that a base reads: its context times what positions are divided
     by."""

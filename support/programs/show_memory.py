@@ -63,7 +63,7 @@ def page_record(name: str, memory: TracedMemory, following: str) -> dict:
         "layers": memory.config.n_layers,
         "heads": memory.config.n_kv_heads,
         # Of one entry in all layers, here and in a full cache.
-        "entry_bytes": memory.nbytes // memory.size,
+        "entry_bytes": memory.nbytes // memory.keys[0].size,
         "full_entry_bytes": memory.full_nbytes // memory.seen,
         "next": following,
         "read": memory.seen_at,

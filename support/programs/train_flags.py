@@ -9,7 +9,6 @@ from typing import Any
 from lococo import COMPRESSORS, METHODS, Settings, with_slots
 from support.command_line import Parser, at_least, named_path
 from support.files import UserError
-from support.programs.settings import uncompressed
 
 # What a run that goes on takes beside --resume: more steps, and where things are now.
 OF_A_RESUMED_RUN = ("steps", "model", "data", "held_out", "device")
@@ -140,7 +139,7 @@ def check_use(settings: Settings) -> None:
     if not settings.merged:
         return
     least = with_slots(settings, settings.head_sizes[0])
-    if settings.length - 1 <= uncompressed(least):
+    if settings.length - 1 <= least.capacity:
         sizes = f"a memory of {least.mem} slots and a segment of {least.segment} tokens"
         nothing = f"it fits into {sizes}, so that nothing is compressed"
         remedy = "take a larger --seq, or a smaller --mem and --segment"
