@@ -182,7 +182,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     flags = parse()
-    machine = prepare(flags.device, flags.dtype, flags.seed)
+    machine = prepare(flags.device, flags.dtype)
     model, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     models = models_to_score(flags, model, with_baselines=flags.recall)
     parts = parts_to_score(flags)

@@ -101,6 +101,7 @@ def parse() -> argparse.Namespace:
     the file of --show-memory FILE.html. What is not asked for is None."""
     parser = Parser(__doc__, mem="the adapter's, or 512",
                     segment="the adapter's, or as --mem")
+    parser.add_seed()
     add = parser.add_argument_group("text").add_argument
     add("--prompt", required=True, metavar="FILE", help="a text file; - for standard input")
     add("--special-tokens", action="store_true",

@@ -137,14 +137,26 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
-class Parser(argparse.ArgumentParser):
-    """The flags of all programs. A mistake is one sentence. `mem` and `segment` say in --help
+class PlainParser(argparse.ArgumentParser):
+    """Without flags. A mistake in the command line is one sentence."""
+
+    def __init__(self, doc: str):
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=doc, formatter_class=formatter)
+
+    def error(self, message: str):
+        if message.startswith("argument "):  # argparse's "argument --mem: 0: it must ..."
+            message = message.removeprefix("argument ").replace(": ", " ", 1)
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+class Parser(PlainParser):
+    """The flags of programs that have a model and a memory. `mem` and `segment` say in --help
     what these flags are by default."""
 
     def __init__(self, doc: str, mem: str = "that of a run, or 512",
                  segment: str = "that of a run, or as --mem"):
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=doc, formatter_class=formatter)
+        super().__init__(doc)
         self.machine = self.add_argument_group("model and machine")
         add = self.machine.add_argument
         add("--model", type=Path, default=TINY,
@@ -152,7 +164,6 @@ class Parser(argparse.ArgumentParser):
         add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
         add("--dtype", choices=("float32", "bfloat16"),
             help="of the base model (default: float32 on a CPU, bfloat16 on a GPU)")
-        add("--seed", type=at_least(0), default=0, help="of all random numbers (default: 0)")
         self.memory = self.add_argument_group("memory")
         add = self.memory.add_argument
         add("--mem", type=at_least(4), metavar="M",
@@ -188,10 +199,9 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"--{name}: it goes with --method; a trained adapter has its own")
         return flags
 
-    def error(self, message: str):
-        if message.startswith("argument "):  # argparse's "argument --mem: 0: it must ..."
-            message = message.removeprefix("argument ").replace(": ", " ", 1)
-        self.exit(2, f"{self.prog}: {message}\n")
+    def add_seed(self) -> None:
+        add = self.machine.add_argument
+        add("--seed", type=at_least(0), default=0, help="of all random numbers (default: 0)")
 
 
 def method_flags(flags: dict) -> dict:
@@ -252,7 +262,7 @@ def run_program(main: Callable[[], None]) -> None:
         reasons = {
             FileNotFoundError: "there is no such file",
             IsADirectoryError: "this is a folder; name a file",
-            FileExistsError: "this is a file; name a folder",
+            FileExistsError: "it is there already; name another place",
             NotADirectoryError: "a part of this name is a file; name another place",
         }
         reason = reasons.get(type(error), error.strerror)

@@ -191,7 +191,7 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
     stored = Path(os.path.expanduser(CACHE), name_of_tokens(files, tokenizer))
     try:
         streams, _ = read_file(stored)
-    except UserError:  # not there yet, or damaged
+    except (OSError, UserError):  # not there yet, damaged, or not to be read
         streams = tokenize(files, tokenizer)
         store(stored, streams)
     if not any(len(ids) for ids in streams.values()):

@@ -277,7 +277,7 @@ MISTAKES = [
     (train, f"{TRAIN} --model missing", "missing: there is no such"),
     (train, f"{TRAIN} --model text", "no default recipe; give --recipe with one of paper, "),
     (train, f"{TRAIN} --method h2o --lora-rank 0", "there is nothing to train"),
-    (train, f"{TRAIN} --out latin", "latin: this is a file; name a folder"),
+    (train, f"{TRAIN} --out latin", "latin: it is there already; name another place"),
     (train, f"{TRAIN} --out ''", "this name is empty"),
     (eval_ppl, f"{EVAL} --lengths 99999", "--lengths 99999"),
     (eval_ppl, f"{EVAL} -- nowhere", "nowhere: there is no such folder"),

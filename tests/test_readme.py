@@ -120,8 +120,6 @@ def test_commands_are_understood(command, monkeypatch, tmp_path):
     # A method and a compressor that a reader adds.
     words = [{"both": "h2o", "mine": "selection"}.get(word, word) for word in words]
     program = HERE / words[0]
-    if "argparse" not in program.read_text() and "Parser" not in program.read_text():
-        return  # a program that takes no flags, or only names of files
     parse_args = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(parser: argparse.ArgumentParser, line=None):
@@ -140,7 +138,7 @@ def test_what_the_first_commands_print(run):
     found = [block for block in blocks(README) if "# prints: " in block]
     lines = "".join(found).replace("\\\n", " ").splitlines()
     for line, after in zip(lines, lines[1:]):
-        shown = re.fullmatch(r"# .*prints: (\w+)", after)
+        shown = re.match(r"# .*prints: (\w+)", after)
         if line.startswith("("):
             subprocess.run(["bash", "-c", line], check=True)
         if shown:

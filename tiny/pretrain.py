@@ -11,7 +11,6 @@ Writes Hugging Face's layout. A new base needs a new adapter, as one belongs to 
 `python train.py --model runs/tiny --recipe embedded --steps 1200`.
 """
 
-import argparse
 import io
 import json
 import math
@@ -32,7 +31,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import token_losses
 from model import Llama, LlamaConfig, hugging_face_name, rope, rotate
-from support.command_line import Machine, at_least, run_program
+from support.command_line import Machine, PlainParser, at_least, run_program
 from support.facts import tell
 from support.files import write_text, write_whole
 from support.programs.settings import untrained
@@ -144,8 +143,7 @@ class Options:
 
 
 def parse() -> Options:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = PlainParser(__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the model; a run there goes on")
     add("--steps", type=at_least(1), default=1500, help="of the optimizer (default: 1500)")
@@ -199,7 +197,7 @@ def pretrain(model: Llama, ids: np.ndarray, tokenizer: Tokenizer, options: Optio
 
 def main() -> None:
     options = parse()
-    options.out.mkdir(exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     if not (options.out / "tokenizer.model").is_file():
         train_tokenizer(options.out)

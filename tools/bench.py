@@ -9,10 +9,8 @@ The model has random weights, or those of --model. Memories take turns, for seve
 rounds. The table has the medians and, behind each, how many times the window's that is.
 
     train     an optimizer step on one sequence, as train.py takes it without facts. The
-              gradient reaches back over --bptt segments; that of `full`, which has no
-              segments, over the whole sequence
-    memory    the most that training keeps for a backward pass, without weights. With a
-              memory of M slots it does not grow with the sequence.
+              gradient reaches back over one segment; that of `full`, which has no segments,
+              over the whole sequence
     prefill   reading one sequence
     decode    one token, after so many others. The caches are filled with random entries:
               time depends on how many there are, not on what they say. A memory is timed
@@ -39,14 +37,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import prefill
 from lococo import AdaptedLlama
 from model import Entries, KVCache, Llama, LlamaConfig, load_llama
-from support.command_line import at_least, budgets_file, prepare
+from support.command_line import PlainParser, at_least, budgets_file, prepare
 from support.command_line import run_program
 from support.programs.adapter import round_embeddings, shared_copy
 from support.programs.settings import settings_for
 from train import TrainConfig, gradients, make_optimizer
 
 ROWS = ("full", "streaming", "h2o", "h2o+forget", "selection", "lococo", "lococo+h2o")
-PARTS = ("train", "prefill", "decode", "compress", "memory")
+PARTS = ("train", "prefill", "decode", "compress")
 Options = argparse.Namespace  # the flags of `parse`
 
 
@@ -74,66 +72,33 @@ def make(row: str, model: Llama, options: Options) -> AdaptedLlama:
 # --- Training ---------------------------------------------------------------------------
 
 
-def train_config(adapted: AdaptedLlama, L: int, options: Options) -> TrainConfig:
-    """The configuration of train.py that trains on one sequence of L tokens at a time."""
-    return TrainConfig(
-        seq=L, segment=adapted.settings.segment, bptt=options.bptt, batch=1,
-        lr=1e-5, conv_lr=1e-5,
-    )
-
-
-def random_ids(L: int, options: Options) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, options.vocab, L)
-
-
-def add_gradients(adapted: AdaptedLlama, L: int, options: Options) -> None:
-    """Those of a step on one sequence of L random tokens, without facts."""
-    ids = torch.from_numpy(random_ids(L, options))
-    config = train_config(adapted, L, options)
-    gradients(adapted, lambda i: (ids, torch.zeros_like(ids)), config, options.machine, step=0)
+def random_ids(options: Options) -> Tensor:
+    ids = np.random.default_rng(0).integers(0, options.vocab, options.seq)
+    return torch.from_numpy(ids)
 
 
 def train_time(adapted: AdaptedLlama, options: Options) -> float:
-    """Seconds of a step, as train.py takes it."""
-    optimizer = make_optimizer(adapted, train_config(adapted, options.seq, options))
+    """Seconds of a step on one sequence of random tokens without facts, as train.py takes it."""
+    config = TrainConfig(
+        seq=options.seq, segment=adapted.settings.segment, batch=1, lr=1e-5, conv_lr=1e-5
+    )
+    optimizer, ids = make_optimizer(adapted, config), random_ids(options)
+    draw = lambda i: (ids, torch.zeros_like(ids))
 
     def step() -> None:
         optimizer.zero_grad()
-        add_gradients(adapted, options.seq, options)
+        gradients(adapted, draw, config, options.machine, step=0)
         torch.nn.utils.clip_grad_norm_(adapted.trained().values(), 1.0)
         optimizer.step()
 
     return seconds(step, options)
 
 
-def kept_bytes(adapted: AdaptedLlama, L: int, options: Options) -> int:
-    """The most that a step on L tokens keeps for a backward pass, without weights."""
-    weights = {p.untyped_storage().data_ptr() for p in adapted.parameters()}
-    kept, most = {}, 0
-
-    def pack(t: Tensor) -> Tensor:
-        nonlocal most
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-            most = max(most, sum(kept.values()))
-        return t
-
-    def unpack(t: Tensor) -> Tensor:
-        """A backward pass has begun, and the next forward pass keeps other tensors."""
-        kept.clear()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        add_gradients(adapted, L, options)
-    return most
-
-
 # --- Reading ----------------------------------------------------------------------------
 
 
 def prefill_time(adapted: AdaptedLlama, options: Options) -> float:
-    tokens = torch.from_numpy(random_ids(options.seq, options))[None].to(options.device)
+    tokens = random_ids(options)[None].to(options.device)
     cache = adapted.cache()
     with options.machine.precision(), torch.no_grad():
         return seconds(
@@ -211,10 +176,6 @@ def measure(
 
     if "train" in parts:
         take_turns("train, s", lambda adapted: train_time(adapted, options))
-    for L in (options.seq, options.long) if "memory" in parts else []:
-        # `full` would take L x L.
-        for row, adapted in (models if L == options.seq else memories).items():
-            columns[f"memory {L:,}, MB"][row] = [kept_bytes(adapted, L, options) / 1e6]
     for adapted in models.values():
         round_embeddings(adapted.eval())
     if "prefill" in parts:
@@ -243,8 +204,7 @@ def print_table(columns: dict[str, dict[str, list]], rows: list[str]) -> None:
 
 
 def parse() -> Options:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = PlainParser(__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=PARTS,
         help="what to measure (default: everything)")
@@ -258,12 +218,8 @@ def parse() -> Options:
     add("--mem", type=at_least(8), default=128, help="slots M (default: 128)")
     add("--segment", type=positive, default=128, help="tokens T (default: 128)")
     add("--seq", type=positive, default=2048, help="tokens of a sequence (default: 2048)")
-    add("--long", type=positive, default=32768,
-        help="the other length whose training memory is shown (default: 32768)")
     add("--contexts", type=positive, nargs="+", default=[2048, 32768],
         help="tokens before decoding (default: 2048 32768)")
-    add("--bptt", type=positive, default=1,
-        help="segments that the gradient spans (default: 1, as the official code)")
     add("--lora-rank", type=at_least(0), default=8,
         help="of all rows; 0 leaves the base frozen (default: 8)")
     add("--budgets", type=budgets_file, metavar="FILE",
@@ -274,7 +230,7 @@ def parse() -> Options:
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="of the base model (default: float32)")
     options = parser.parse_args()
-    if not options.lora_rank and {"train", "memory"} & set(options.parts):
+    if not options.lora_rank and "train" in options.parts:
         remedy = "give --parts prefill decode compress"
         parser.error(f"--lora-rank 0: the window has nothing to train; {remedy}")
     return options

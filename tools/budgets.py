@@ -170,7 +170,7 @@ def what_is_scored(
 
 def main() -> None:
     options = parse()
-    machine = prepare(options.device, options.dtype, options.seed)
+    machine = prepare(options.device, options.dtype)
     model, tokenizer = load_base(options.model, machine.dtype, machine.device)
     settings = settings_of(options, model)
     documents, mask = what_is_scored(options, settings, tokenizer)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from model import Llama, LlamaConfig, hugging_face_name, neighbours_to_halves
-from support.command_line import run_program
+from support.command_line import PlainParser, run_program
 from support.files import (
     FOREIGN, UserError, read_given, read_tensors, write_json, write_whole,
 )
@@ -116,6 +116,8 @@ def convert(path: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    run_program(lambda: convert(*map(Path, sys.argv[1:])))
+    parser = PlainParser(__doc__)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    run_program(lambda: convert(options.path, options.out))

@@ -1,4 +1,5 @@
-"""python tools/llama2c.py FILE.bin DIR: a checkpoint of llama2.c, in Meta's layout, into DIR."""
+"""python tools/llama2c.py FILE.bin DIR: a checkpoint of llama2.c, in Meta's layout, into DIR.
+Its tokenizer.model must be copied there, too."""
 
 import sys
 from functools import partial
@@ -7,7 +8,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from support.command_line import run_program
+from support.command_line import PlainParser, run_program
 from support.files import DAMAGED, UserError, why, write_json, write_whole
 
 
@@ -34,11 +35,14 @@ def convert(file: Path, folder: Path) -> None:
     del weights["rope.weight"]  # a table of cosines and sines
     params = {"dim": dim, "n_layers": n, "n_heads": H, "n_kv_heads": G, "vocab_size": abs(V),
               "norm_eps": 1e-5, "max_seq_len": context}
+    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "consolidated.00.pth", partial(torch.save, weights))
     write_json(folder / "params.json", params)  # last: it says that all is there
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    run_program(lambda: convert(*map(Path, sys.argv[1:])))
+    parser = PlainParser(__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    run_program(lambda: convert(options.file, options.folder))

@@ -119,7 +119,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     flags = parse()
-    machine = prepare(flags.device, flags.dtype, flags.seed)
+    machine = prepare(flags.device, flags.dtype)
     model, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     models = models_to_score(flags, model, with_baselines=True)
     parts, usual = parts_to_score(flags), (1024, 2048, 4096, 8192)

@@ -10,7 +10,6 @@ by their attention could gain. There are two texts of the novel and two of artic
 the table "long" of tools/tables.py.
 """
 
-import argparse
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from tqdm import tqdm
 import tables
 from lococo import AdaptedLlama, Memory, Settings, attention_weights, segment_losses
 from model import KVCache, Llama, LlamaConfig, load_base
-from support.command_line import prepare, run_program
+from support.command_line import PlainParser, prepare, run_program
 from support.programs.settings import untrained
 
 M = T = 512
@@ -93,8 +92,7 @@ def nats_of_rows(model: Llama, adapted: AdaptedLlama, text: Tensor) -> dict[str,
 
 
 def main() -> None:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = PlainParser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="directory of the base")
     parser.add_argument("--prose", type=Path, required=True, help="as of tools/tables.py")
     options = parser.parse_args()

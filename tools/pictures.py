@@ -12,7 +12,6 @@ needle: which facts each memory finds again, by their depth in texts of several 
 memory: what three memories have of assets/prompt.txt at the end, as Chromium shows it.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -28,7 +27,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tables
-from support.command_line import HERE, TINY, run_program
+from support.command_line import HERE, TINY, PlainParser, run_program
 from support.files import UserError, read_json, write_whole
 
 
@@ -202,8 +201,7 @@ DRAWN = ("mechanism", "result", "needle", "memory")
 
 
 def main() -> None:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = PlainParser(__doc__)
     add = parser.add_argument
     add("pictures", nargs="*", metavar="PICTURE", help=", ".join(DRAWN))
     add("--figures", type=Path, default=HERE / "docs" / "needle.json",

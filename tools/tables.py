@@ -41,7 +41,7 @@ from eval_ppl import perplexity, ranges, standard_error, token_losses
 from lococo import AdaptedLlama, Settings
 from model import load_base
 from support.programs.adapter import identity, load_adapter
-from support.command_line import HERE, SIZES, TINY, at_least, counted, prepare
+from support.command_line import HERE, SIZES, TINY, PlainParser, at_least, counted, prepare
 from support.command_line import run_program
 from support.facts import tell_all
 from support.files import UserError, as_json, checksum
@@ -135,7 +135,7 @@ class Table:
     part: str  # that is scored: one of SCORED, or "held-out", with facts
     flags: str  # of train.py
     steps: int = 60  # of training, if --steps does not say otherwise
-    against: tuple[str, ...] = ("h2o", "h2o text")  # the best of these is compared with
+    against: str = "h2o"  # the row that others are compared with; or its form "h2o text"
     documents: int = 48  # that are scored, at most
     trains_on: int | None = None  # tokens of a sequence; None: seq
     segment: int | None = None  # tokens T of a segment; None: M
@@ -167,7 +167,7 @@ TABLES = {
     "frozen": FROZEN,
     "frozen, paper": replace(FROZEN, rows=PAPERS),
     "ablations": replace(
-        FROZEN, rows=ABLATIONS, part="choosing", steps=40, against=("ours",)
+        FROZEN, rows=ABLATIONS, part="choosing", steps=40, against="ours"
     ),
     "result": replace(LONG, rows=RESULT, by_position=False),
     "long": LONG,
@@ -181,8 +181,6 @@ TABLES = {
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded --positions slots",
                    steps=400, documents=64),
 }
-# By how many tokens ago a fact was told.
-ANSWERS = {"to 256": (0, 256), "256-512": (256, 512), "512-2,048": (512, 2048)}
 
 Options = argparse.Namespace  # the flags of `parse`
 
@@ -290,15 +288,12 @@ def model_of(name: dict, row: Row, options: Options) -> AdaptedLlama:
 
 
 def recalled(adapted: AdaptedLlama, documents: Tensor, options: Options) -> dict:
-    """Which share is recalled of the facts told in documents, and how many there are."""
+    """Which share is recalled of the facts told 512 to 2,048 tokens ago, and how many there
+    are."""
     told, ago = tell_all(documents, "held-out", Tokenizer(options.model))
     _, hits, _ = token_losses(adapted, told, prepare("cpu", options.dtype), 8)
-    figures = {}
-    for column, (start, stop) in ANSWERS.items():
-        mask = (start < ago) & (ago <= stop)
-        figures[column] = hits[mask].double().mean().item()
-        figures[f"answers {column}"] = int(mask.sum())
-    return figures
+    mask = (512 < ago) & (ago <= 2048)
+    return {"512-2,048": hits[mask].double().mean().item(), "answers 512-2,048": int(mask.sum())}
 
 
 def make_cell(name: dict, table: Table, options: Options, documents: Tensor) -> dict:
@@ -404,11 +399,6 @@ def lines_of(table: Table, cells: list[dict]) -> Lines:
 # --- Tables -----------------------------------------------------------------------------
 
 
-def best_of(rows: tuple[str, ...], lines: Lines) -> Line | None:
-    """Of the rows that have cells the one with the lowest loss."""
-    return min((lines[row] for row in rows if row in lines), key=Line.mean, default=None)
-
-
 def common_seeds(*lines: Line | None) -> list[int]:
     """The seeds that all trained lines have. The list is empty if a line is missing."""
     if None in lines:
@@ -443,7 +433,7 @@ def gap_closed(line: Line, h2o: Line | None, full: Line | None, texts: int) -> s
 def loss_table(table: Table, lines: Lines) -> str:
     """Losses are in nats per token, the mean of a row's seeds."""
     texts = len(SCORED[table.part])
-    other = "ours" if table.against == ("ours",) else "H2O"
+    other = "ours" if table.against == "ours" else "H2O"
     columns = ["memory", "trained", "nats per token", f"from {other}"]
     if "full" in table.rows:
         columns.append("gap closed, %" + " (novel, articles)" * (texts > 1))
@@ -451,7 +441,8 @@ def loss_table(table: Table, lines: Lines) -> str:
     places = [*last.where()][1:] if table.by_position else []  # the first has no compression
     columns += places
     text = "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n"
-    against, h2o = best_of(table.against, lines), best_of(("h2o", "h2o text"), lines)
+    h2o = lines.get("h2o", lines.get("h2o text"))  # a table has one of them
+    against = lines.get("ours") if table.against == "ours" else h2o
     for line in lines.values():
         seeds = counted(len(line.cells), "seed")
         trained = f"{line.steps} steps, {seeds}" if line.steps else "-"
@@ -467,12 +458,9 @@ def facts_table(table: Table, lines: Lines) -> str:
     """Each figure is that of one seed, in their order."""
     text = "| memory | steps | perplexity | recalled, % |\n|---|---|---|---|\n"
     for line in lines.values():
-        figures, shares = [], []
-        for cell in line.cells.values():
-            share = cell["512-2,048"]  # None if no fact was told so long ago
-            figures.append(f"{cell['perplexity']:.2f}")
-            shares.append("-" if share is None else f"{100 * share:.0f}")
-        figures, shares = ", ".join(figures), ", ".join(shares)
+        cells = line.cells.values()
+        figures = ", ".join(f"{cell['perplexity']:.2f}" for cell in cells)
+        shares = ", ".join(f"{100 * cell['512-2,048']:.0f}" for cell in cells)
         text += f"| {line.label} | {line.steps} | {figures} | {shares} |\n"
     return text
 
@@ -506,8 +494,7 @@ def with_tables(text: str, tables: dict[str, str]) -> str:
 
 
 def parse() -> Options:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = PlainParser(__doc__)
     add = parser.add_argument
     prose = ", ".join(dict.fromkeys((*BOOKS, *SCORED["choosing"], *SCORED["test"])))
     add("tables", nargs="*", metavar="TABLE", help=f"to make: {'; '.join(TABLES)}")

@@ -371,15 +371,17 @@ def score(flags: argparse.Namespace) -> None:
         if not rows:
             raise UserError(f"{file}: there are no rows in it")
     model, tokenizer = load_base(flags.model, machine.dtype, machine.device)
+    cuts = {}
     for file, rows in files.items():
+        if flags.cut:
+            cuts[file] = sum(shorten(row, flags.cut, tokenizer) for _, row in rows)
         refuse_without_tokens(file, rows, tokenizer)
     models = models_to_score(flags, model, with_baselines=True)
     report = {}
     for file, rows in files.items():
         print(f"{file}: {counted(len(rows), 'row')}", end="")
         if flags.cut:
-            cuts = sum(shorten(row, flags.cut, tokenizer) for _, row in rows)
-            print(f", {cuts} with a prompt cut to {flags.cut:,} tokens", end="")
+            print(f", {cuts[file]} with a prompt cut to {flags.cut:,} tokens", end="")
         print()
         report[str(file)] = score_file(models, rows, tokenizer, machine)
     if flags.json:
@@ -414,6 +416,7 @@ def score_file(
 
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
+    parser.add_seed()
     add = parser.add_argument
     add("data", choices=[*DATA, "recall", "score"], help="what to convert; or score")
     add("files", type=Path, nargs="*", metavar="PATH", help="folder of official files; score: rows")

@@ -34,6 +34,7 @@ def make_parser(doc: str, recipes: dict[str, Any]) -> Parser:
     TrainConfig for each name. Those after the first are described by what they change of
     it."""
     parser = Parser(doc, mem="the recipe's", segment="as --mem; 512 in the paper's recipes")
+    parser.add_seed()
     parser.set_defaults(model=None, seed=None)
     add_memory_flags(parser)
     add_text_flags(parser)
