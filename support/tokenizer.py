@@ -7,8 +7,7 @@ from typing import Callable, Iterable, Iterator
 
 from sentencepiece import SentencePieceProcessor
 
-from support.files import FOREIGN, UserError, read_given, read_json, read_text
-from support.files import refuse_missing_model, why
+from support.files import FOREIGN, UserError, read_given, read_json, read_text, why
 
 
 class Tokenizer:
@@ -101,8 +100,6 @@ class Tokenizer:
     def piece(self, i: int) -> str:
         """The text that token i adds, with its leading blank if it has one. A part of a
         character gives U+FFFD, and a token without text gives its name."""
-        if i >= self.vocab_size:
-            return f"<{i}>"
         return self.added([i], self.x) or self.tokens.name(i)
 
 
@@ -114,7 +111,6 @@ def tokenizer_file(path: Path) -> Path:
     for file in places + [parent / "tokenizer.model" for parent in parents]:
         if file.is_file():
             return file
-    refuse_missing_model(path)
     raise UserError(f"{path}: there is no tokenizer.model and no tokenizer.json in it")
 
 
