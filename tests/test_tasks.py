@@ -117,6 +117,14 @@ def test_long_prompts_lose_their_middle(tokenizer):
     assert row["prompt"] == [tokenizer.decode(ids[1:5]) + tokenizer.decode(ids[-5:]), "x ="]
 
 
+def test_a_prompt_that_is_cut_to_nothing(run):
+    """The middle is all of its text. This is said before anything is scored."""
+    row = {"prompt": "\n\n\n\nx = y\n\n\n\n", "answers": ["1"]}
+    Path("rows").write_text(json.dumps(row))
+    code, out, err = run(tasks, "score rows --method h2o --cut 4")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "rows, line 1: no token for" in err
+
+
 ANSWERS = {"prompt": "x =", "answers": ["1"]}
 CHOICES = {"prompt": "x =", "choices": ["1", "2"], "answer": 0}
 BAD = [ANSWERS | change for change in (dict(answers=[]), dict(stop=""), dict(longbench="trec"))]
