@@ -39,6 +39,7 @@ from lococo import AdaptedLlama
 from model import Entries, KVCache, Llama, LlamaConfig, load_llama
 from support.command_line import PlainParser, at_least, budgets_file, prepare
 from support.command_line import run_program
+from support.files import UserError
 from support.programs.adapter import round_embeddings, shared_copy
 from support.programs.settings import settings_for
 from train import TrainConfig, gradients, make_optimizer
@@ -246,7 +247,10 @@ def main() -> None:
     else:
         sizes = dict(ffn_dim=options.ffn, vocab_size=options.vocab)
         heads = dict(n_heads=options.heads, n_kv_heads=options.heads)
-        config = LlamaConfig(options.dim, options.layers, **heads, **sizes)
+        try:
+            config = LlamaConfig(options.dim, options.layers, **heads, **sizes)
+        except ValueError as error:
+            raise UserError(f"{error}; take other --dim and --heads") from None
         with torch.device(options.device):
             model = Llama(config).to(dtype)
     rows = [row for row in ROWS if row == "streaming" or row in options.rows]

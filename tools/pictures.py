@@ -21,14 +21,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from matplotlib import pyplot
-from matplotlib.patches import Rectangle
-from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tables
-from support.command_line import HERE, TINY, PlainParser, run_program
+from support.command_line import HERE, TINY, PlainParser, end_with, run_program
 from support.files import UserError, read_json, write_whole
+
+try:
+    from matplotlib import pyplot
+    from matplotlib.patches import Rectangle
+    from PIL import Image
+except ImportError:
+    end_with("it needs one more package: pip install matplotlib")
 
 
 def write_picture(file: Path, figure: pyplot.Figure) -> None:
@@ -149,7 +153,9 @@ NAMES = {  # of methods without training
 def draw_needle(figures: Path, file: Path) -> None:
     """From the file of tools/needle.py: a panel for each memory, with a row for each length
     and a column for each depth."""
-    found = read_json(figures)["found"]
+    found = dict(read_json(figures)).get("found")
+    if not found:
+        raise UserError(f"{figures}: there are no panels in it; tools/needle.py makes them")
     found = dict(sorted(found.items(), key=lambda panel: not panel[0].startswith("base")))
     size = dict(figsize=(2.6 * len(found), 2.6), layout="constrained", sharey=True)
     panels, [places] = pyplot.subplots(1, len(found), squeeze=False, **size)
