@@ -136,15 +136,13 @@ def test_the_usual_lengths_that_no_text_has_are_left_out(run):
     assert code == 0 and "parts): 1 of 2048 tokens\n" in out, err
 
 
-@pytest.mark.parametrize("method, mem, changes, tokens, remedy", [
-    ("streaming", 128, {}, 9999, ""),  # positions end at M + T = 256
-    ("streaming", 1024, {}, 9999, "take a smaller --mem or --segment"),  # M + T = 2048
-    ("full", 16, {}, 1025, "--method h2o --mem 512 --positions slots keeps them small"),
+@pytest.mark.parametrize("method, mem, tokens, remedy", [
+    ("streaming", 128, 9999, ""),  # positions end at M + T = 256
+    ("streaming", 1024, 9999, "take a smaller --mem or --segment"),  # M + T = 2048
+    ("full", 16, 1025, "--method h2o --mem 512 --positions slots keeps them small"),
 ])
-def test_a_warning_if_positions_pass_the_context(
-    capsys, method, mem, changes, tokens, remedy
-):
-    warn_if_too_long(untrained(load_llama(TINY), method, mem, mem, **changes), tokens)
+def test_a_warning_if_positions_pass_the_context(capsys, method, mem, tokens, remedy):
+    warn_if_too_long(untrained(load_llama(TINY), method, mem, mem), tokens)
     err = capsys.readouterr().err
     assert err.startswith(f"warning: {method}: positions may reach ") == bool(remedy)
     assert err.endswith(f"and the memory is for 1,024; {remedy}\n" if remedy else "")
