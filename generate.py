@@ -33,11 +33,12 @@ from model import KVCache, Llama, load_base
 from support.command_line import TINY, Parser, at_least, new_file, prepare
 from support.command_line import prompt_tokens, read_prompt, run_program
 from support.files import UserError
+from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter, shared_copy
 from support.programs.saved_memory import load_memory, save_memory
 from support.programs.settings import method_sizes, refuse_sizes, untrained
 from support.programs.settings import warn_if_too_long, within_context
-from support.programs.show_memory import page_record, token_texts, what_to_show, write_page
+from support.programs.show_memory import page_record, what_to_show
 from support.programs.tracing import SUGGESTED, check_slots, describe_slots
 from support.programs.tracing import memory_of_layer, memory_of_page
 from support.tokenizer import Tokenizer

@@ -441,7 +441,7 @@ def segment_losses(
     inputs = tokens[:, :-1].split(segment, dim=1)
     targets = tokens[:, 1:].split(segment, dim=1)
     for x, y in zip(inputs, targets):
-        logits = model(x, cache)  # the cache compresses first, if it is full
+        logits = model(x, cache)  # the cache compresses first, if x does not fit
         nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
         yield nats.view_as(y), logits
 

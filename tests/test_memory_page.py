@@ -15,7 +15,7 @@ import generate
 from generate import prefill
 from lococo import KINDS, AdaptedLlama, Settings
 from support.command_line import HERE
-from support.programs.show_memory import token_texts, write_page
+from support.memory_page import token_texts, write_page
 from support.programs.tracing import TracedMemory
 
 BROWSER = shutil.which("chromium")

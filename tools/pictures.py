@@ -153,8 +153,9 @@ NAMES = {  # of methods without training
 def draw_needle(figures: Path, file: Path) -> None:
     """From the file of tools/needle.py: a panel for each memory, with a row for each length
     and a column for each depth."""
-    found = dict(read_json(figures)).get("found")
-    if not found:
+    content = read_json(figures)
+    found = content.get("found") if isinstance(content, dict) else None
+    if not isinstance(found, dict):
         raise UserError(f"{figures}: there are no panels in it; tools/needle.py makes them")
     found = dict(sorted(found.items(), key=lambda panel: not panel[0].startswith("base")))
     size = dict(figsize=(2.6 * len(found), 2.6), layout="constrained", sharey=True)

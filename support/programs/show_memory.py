@@ -1,22 +1,16 @@
-"""`generate.py --show-memory page.html`: what memories hold while a text is read.
-
-memory_page.html, beside this file, is the page without data: HTML, CSS and JavaScript.
-"""
+"""`generate.py --show-memory page.html`: what memories hold while a text is read, as the data
+of the page."""
 
 import argparse
-import json
 from pathlib import Path
 
 from torch import Tensor
 
 from lococo import KINDS
 from support.command_line import new_file
-from support.files import UserError, write_whole
+from support.files import UserError
 from support.programs.tracing import TracedMemory
-from support.tokenizer import Tokenizer
 
-TEMPLATE = Path(__file__).with_name("memory_page.html")
-PLACE = "THE_DATA_OF_THE_PAGE"  # stands once in the template
 LEAST = 0.01  # smaller shares are left out
 TITLES = {  # of methods, as README.md calls them
     "streaming": "window (streaming)",
@@ -75,24 +69,3 @@ def page_record(name: str, memory: TracedMemory, following: str) -> dict:
         "read": memory.seen_at,
         "held": held,
     }
-
-
-def token_texts(ids: list[int], tokenizer: Tokenizer) -> tuple[list[str], dict[int, str]]:
-    """The text of each token; joined, they are the text that was read, but for a U+FFFD at its
-    end. Also the names of the tokens without text, such as <s> and the first tokens of a
-    character that has several."""
-    start = len(tokenizer.prefix)
-    texts = [""] * start + [*tokenizer.texts(ids[start:])]
-    names = {n: tokenizer.piece(ids[n]) for n, text in enumerate(texts) if not text}
-    return texts, names
-
-
-def write_page(
-    file: Path, tokens: list[str], names: dict[int, str], memories: list[dict]
-) -> None:
-    """The template with its data. In a script a `<` could end it or begin a comment, so each
-    one is written as an escape."""
-    data = {"tokens": tokens, "names": names, "memories": memories}
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    page = TEMPLATE.read_text("utf-8").replace(PLACE, text.replace("<", "\\u003c"))
-    write_whole(file, lambda beside: beside.write_bytes(page.encode("utf-8")))
