@@ -267,11 +267,10 @@ class Memory(KVCache):
     def enter(self, T: int, device: torch.device | str = "cpu") -> None:
         """Make room for T new tokens.
 
-        Algorithm 2 compresses at the end of each segment. Here this is done just before the
-        next segment enters, so that the loss of that segment trains it; the slots are the
-        same. Fewer tokens than a whole segment enter without it, as long as they fit. So,
-        while decoding, the memory is compressed once for `segment` tokens, where the paper
-        does it at each token.
+        Algorithm 2 compresses at the end of each segment. Here this is done just before new
+        tokens enter that would not fit, so that their loss trains it. For whole segments the
+        slots are the same. While decoding, the memory is compressed once for `segment`
+        tokens, where the paper does it at each token.
         """
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"

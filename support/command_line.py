@@ -138,7 +138,7 @@ def counted(number: int, thing: str) -> str:
 
 
 class PlainParser(argparse.ArgumentParser):
-    """Without flags. A mistake in the command line is one sentence."""
+    """It has no flags yet. A mistake in the command line is one sentence."""
 
     def __init__(self, doc: str):
         formatter = argparse.RawDescriptionHelpFormatter
@@ -200,6 +200,7 @@ class Parser(PlainParser):
         return flags
 
     def add_seed(self) -> None:
+        """For a program in which something is random."""
         add = self.machine.add_argument
         add("--seed", type=at_least(0), default=0, help="of all random numbers (default: 0)")
 

@@ -84,7 +84,9 @@ def train_time(adapted: AdaptedLlama, options: Options) -> float:
         seq=options.seq, segment=adapted.settings.segment, batch=1, lr=1e-5, conv_lr=1e-5
     )
     optimizer, ids = make_optimizer(adapted, config), random_ids(options)
-    draw = lambda i: (ids, torch.zeros_like(ids))
+
+    def draw(i: int) -> tuple[Tensor, Tensor]:
+        return ids, torch.zeros_like(ids)
 
     def step() -> None:
         optimizer.zero_grad()
