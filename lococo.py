@@ -194,8 +194,10 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     q = q.unflatten(1, (-1, group)).flatten(2, 3) / q.shape[-1] ** 0.5  # (B, G, H/G * T, D)
     attention_logits = widened(q @ k.mT)
     if T > 1:  # a single token sees all entries
-        # In place, as no backward pass needs the logits before the softmax.
-        attention_logits += causal_mask(T, S, attention_logits).repeat(group, 1)
+        # All queries see the older entries. Among the last T the mask is added in place. It
+        # is a constant, so that the gradient needs no trace of it.
+        last = attention_logits.detach().unflatten(2, (group, T))[..., S - T :]
+        last += causal_mask(T, T, last)
     return attention_logits.softmax(dim=-1)
 
 
