@@ -174,7 +174,7 @@ def parse() -> argparse.Namespace:
     add("--micro-batch", type=at_least(1), default=4, metavar="N",
         help="pieces in memory at once (default: 4)")
     add("--by-position", action="store_true",
-        help="also where the loss is, at the last length")
+        help="also the loss by position in the text, at the last length")
     add("--recall", action="store_true",
         help="also what is remembered; without --method a window and H2O stand beside each RUN")
     return parse_models(parser)

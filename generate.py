@@ -37,7 +37,7 @@ from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter, shared_copy
 from support.programs.saved_memory import load_memory, save_memory
 from support.programs.settings import method_sizes, refuse_sizes, untrained
-from support.programs.settings import warn_if_too_long, within_context
+from support.programs.settings import keep_within_context, warn_if_too_long
 from support.programs.show_memory import page_record, what_to_show
 from support.programs.tracing import SUGGESTED, check_slots, describe_slots
 from support.programs.tracing import memory_of_layer, memory_of_page
@@ -75,7 +75,7 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
     token that ends the text. `logits` (1, vocab_size) are those after the last token that
     was read."""
     for n in range(most):
-        # Without the rows that only pad the vocabulary.
+        # Some models pad their vocabulary: logits beyond `vocab_size` belong to no token.
         token = sample(logits[0, : tokenizer.vocab_size], temperature)
         if token in tokenizer.ends:
             return
@@ -244,9 +244,9 @@ def main() -> None:
     ids = prompt_tokens(flags, text, tokenizer)
     models = chosen_models(flags, base)
     if not flags.positions and not flags.load_memory:
-        # Also with --save-memory: what will follow a saved memory needs room, too.
+        # With --save-memory, too: a memory that is saved will be continued.
         for adapted in models.values():
-            within_context(adapted, len(ids), flags.max_new_tokens)
+            keep_within_context(adapted, len(ids), flags.max_new_tokens)
     with machine.precision():
         if flags.page:
             show_page(flags.page, models, ids, tokenizer)

@@ -1,17 +1,18 @@
-"""LoCoCo: a long context in a fixed number of key/value slots, by a small convolution.
+"""LoCoCo: a long context in a fixed number of key/value slots, by a convolution.
 
 Equation numbers are those of the paper (arXiv 2406.05317), letters are those of model.py,
 and there are two more:
 
-    R  entries of a head that are neither pinned (in sinks or heavy slots) nor recent: they
-       go into merged slots, or are dropped
-    n  the index of a part: of a layer, or with budgets of some heads of one (see `Part`)
+    R  entries of a head that a compression does not keep as they are: it puts them into
+       merged slots, or drops them
+    n  the index of a part. A part is a layer or, with budgets, those heads of a layer that
+       have equally many slots (see `Part`)
 
 Three matrices say how much of each entry goes into each slot:
 
     logits          the paper's W of (6), as the convolution gives it
     w               the paper's w of (7): each row sums to 1
-    mixing matrix   ours: the rows of w, and one-hot rows that copy what is kept
+    mixing matrix   not in the paper: the rows of w, and one-hot rows that copy what is kept
 """
 
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,7 @@ METHODS = {
     # attention is train.ShiftedGroups.
     "full": lambda M: {},
     "longlora": lambda M: {},
-    # StreamingLLM with M slots. The version in LoCoCo's table keeps 8 sinks and no window.
+    # StreamingLLM with M slots. LoCoCo's table gives it 8 entries, and does not say which.
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
     # The paper does not say how H2O divides its slots; H2O's authors do it so.
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
@@ -135,7 +136,7 @@ class Compressor(nn.Module):
         self.slots = slots
         # g of (6)
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
-        # The scale of these weights cancels in (7), but not in the softmax of ours.
+        # The scale of these weights cancels in (7), but not in the softmax of Selection.
         nn.init.normal_(self.conv.weight, std=start)
 
     def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
@@ -194,8 +195,8 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     q = q.unflatten(1, (-1, group)).flatten(2, 3) / q.shape[-1] ** 0.5  # (B, G, H/G * T, D)
     attention_logits = widened(q @ k.mT)
     if T > 1:  # a single token sees all entries
-        # All queries see the older entries. Among the last T the mask is added in place. It
-        # is a constant, so that the gradient needs no trace of it.
+        # All queries see the older entries, so that the last T columns alone need the mask.
+        # It is added in place. It is a constant, and autograd need not know of it.
         last = attention_logits.detach().unflatten(2, (group, T))[..., S - T :]
         last += causal_mask(T, T, last)
     return attention_logits.softmax(dim=-1)
@@ -256,23 +257,26 @@ class Memory(KVCache):
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
         # Attention received, (B, G, S)
         self.scores: list[Tensor | None] = [None] * len(self.parts)
-        # By slot a key moves at each compression. It is kept without a rotation, too, or the
-        # errors of many rotations would add up. With positions of the text these stay empty.
+        # With positions by slot a key has a new place after each compression. The key without
+        # a rotation is kept, too, as rotating it again and again would add up errors. With
+        # positions of the text `unrotated` stays empty.
         self.by_slot = settings.positions == "slots"
         self.unrotated = [Entries() for _ in self.parts]
 
     @property
     def to_compress(self) -> list[Entries]:
-        """The keys that compressions read."""
+        """The keys that compressions read and mix: rotated ones with positions of the text (the
+        paper's), and unrotated ones by slot."""
         return self.unrotated if self.by_slot else self.keys
 
     def enter(self, T: int, device: torch.device | str = "cpu") -> None:
         """Make room for T new tokens.
 
-        Algorithm 2 compresses at the end of each segment. Here this is done just before new
-        tokens enter that would not fit, so that their loss trains it. For whole segments the
-        slots are the same. While decoding, the memory is compressed once for `segment`
-        tokens, where the paper does it at each token.
+        Algorithm 2 compresses at the end of each segment. Here this is done later, just before
+        new tokens enter that would not fit. So the loss of these tokens depends on the
+        compression, and trains it. For whole segments the slots are the same. While decoding,
+        the memory is compressed once for `segment` tokens, where the paper does it at each
+        token.
         """
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
@@ -293,7 +297,7 @@ class Memory(KVCache):
         return super().nbytes + sum(keys.held.nbytes for keys in self.unrotated if keys.size)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As in a KVCache, in which each part is a layer of its own, with fewer heads."""
+        """KVCache.attend for each part of the layer, as if it were a layer with fewer heads."""
         q = q.unflatten(1, (k.shape[1], -1))  # (B, G, H/G, T, D)
         read = torch.empty_like(q)
         for n, part in enumerate(self.parts):
@@ -350,8 +354,8 @@ class Memory(KVCache):
             scores = in_order(scores, order)
             scores_pinned, scores_rest, scores_recent = scores.split(sizes, dim=2)
 
-        # If compressed before, the cache was [pinned | merged | recent slots | segment].
-        # Recent slots count as new.
+        # After an earlier compression the cache is [pinned | merged | recent | new tokens].
+        # Entries from recent slots count as new.
         compressed_before = k.shape[2] < self.seen
         places = order.split(sizes, dim=2)[1]  # of the rest
         from_slot = (places < s.pinned + s.merged) & compressed_before
@@ -386,7 +390,7 @@ class Memory(KVCache):
         if self.by_slot:
             self.unrotated[n] = Entries(k)
             places = torch.arange(k.shape[2], device=k.device)
-            k = rotate(k, *self.angle(places))
+            k = rotate(k, *self.rotation(places))
         self.keys[n] = Entries(k)
         self.values[n] = Entries(v)
         self.scores[n] = scores
@@ -503,7 +507,7 @@ class Selection(Compressor):
 
     The relevance of an entry is a sum of three terms: a filter that all slots share, one of
     24 other filters, and the logarithm of the attention that the entry has received. Entries
-    that stand in a slot already are judged by other filters, which learn to keep them. The
+    from heavy and merged slots are judged by other filters, which learn to keep them. The
     slots take the 24 in turn, so that what was trained serves any number of slots.
 
     While it trains, a slot is a mixture: its row of w is a softmax of the relevance, so that
@@ -572,8 +576,8 @@ def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
     copy, by 34 if c is 0.9, and by 1 if c is 0.81. Maximal marginal relevance (Carbonell and
     Goldstein 1998) subtracts the largest similarity, and this the sum of all.
 
-    Keys are not compared, as rotations change them. The penalty is a constant for the
-    gradient, as are the scores.
+    Keys are not compared, as rotations change them with positions of the text. The penalty is
+    a constant for the gradient, as are the scores.
     """
     values = entries.chunk(2, dim=1)[1]  # (N, D, R)
     unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)
@@ -666,10 +670,11 @@ class AdaptedLlama(nn.Module):
     `adapted.model(tokens, cache)` with a `cache` of `adapted.cache()`. `train()` and `eval()`
     say whether compressors are in training or in use.
 
-    Section 4.1 trains the compressors, embeddings, norms and LoRA (here on q, k, v and o,
-    as in LongLoRA and the official code); with rank 0, the inference mode, the compressors
-    alone. What trains requires a gradient. It is in float32, or small steps would be rounded
-    away. Raises UserError if the base or a compressor cannot be used so.
+    For context extension section 4.1 trains the compressors, LoRA, embeddings and norms. LoRA
+    is here on q, k, v and o, as in LongLoRA and the official code. In the inference mode
+    (`lora_rank` 0) the compressors train alone. What trains requires a gradient. It is in
+    float32, or small steps would be rounded away. Raises UserError if the base or a compressor
+    cannot be used so.
     """
 
     def __init__(self, model: Llama, settings: Settings):
@@ -691,10 +696,10 @@ class AdaptedLlama(nn.Module):
         if self.compressors:  # all are of one class
             check_rows(self.compressors[0], config.head_dim)
         if settings.lora_rank:  # context extension; without LoRA the base stays frozen
-            self.add_lora()
+            self.tune_base()
 
-    def add_lora(self) -> None:
-        """LoRA on q, k, v and o. Embeddings and norms train whole."""
+    def tune_base(self) -> None:
+        """Put LoRA on q, k, v and o, and let embeddings and norms train."""
         for block in self.model.layers:
             for name in ("wq", "wk", "wv", "wo"):
                 linear = getattr(block.attention, name)

@@ -1,12 +1,12 @@
 """Llama-2 in plain PyTorch: the model, its cache, and how official weights are loaded.
 
-Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288), with two switches for Llama
-3.2 (`tied`, `llama3_rope`) and two for ChatGLM3 (`qkv_bias`, `turned`). LoCoCo plugs in at one
-place, the cache: the model tells `cache.enter` how many tokens come, and each block hands
-q, k and v to `cache.attend`. The cache decides where tokens stand (RoPE) and what is kept.
-The KVCache below keeps every entry; the Memory of lococo.py keeps M slots. Equation numbers
-are those of the LoCoCo paper. Where its Q, K and V have a column for each token, ours have a
-row.
+Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288), with switches for other
+models: `tied` (SmolLM2, Llama 3.2), `llama3_rope` (Llama 3.1 and 3.2), `qkv_bias` and `turned`
+(ChatGLM3). LoCoCo plugs in at one place, the cache: the model tells `cache.enter` how many
+tokens come, and each block hands q, k and v to `cache.attend`. The cache decides where tokens
+stand (RoPE) and what is kept. The KVCache below keeps every entry; the Memory of lococo.py
+keeps M slots. Equation numbers are those of the LoCoCo paper. Where its Q, K and V have a
+column for each token, they have a row here.
 
 Letters:
 
@@ -56,7 +56,8 @@ class LlamaConfig:
     rope_scale: float = 1.0  # positions are divided by this (position interpolation)
     tied: bool = False  # the embeddings are the output matrix, too
     qkv_bias: bool = False  # True for ChatGLM3 (tools/chatglm3.py)
-    # The share of a head's channels that are rotated, from the first on; ChatGLM3: 0.5.
+    # The share of a head's channel pairs (i, i + D/2) that are rotated, from the first pair
+    # on; ChatGLM3: 0.5.
     turned: float = 1.0
     # The checksum by which an adapter knows its base includes this class's repr. A new field
     # needs `repr=False`, or stored adapters seem to be of another base.
@@ -175,8 +176,9 @@ class Entries:
     def held(self) -> Tensor:
         return self.buffer[:, :, : self.size]
 
-    def append(self, new: Tensor, most: float) -> None:
-        """Add new entries (B, G, T, D). There are never more than `most`."""
+    def append(self, new: Tensor, capacity: float) -> None:
+        """Add new entries (B, G, T, D). The caller sees to it that there are never more than
+        `capacity`, so that the buffer needs no more."""
         end = self.size + new.shape[2]
         if self.buffer is None:
             self.buffer = new
@@ -184,7 +186,7 @@ class Entries:
             self.buffer = torch.cat((self.held, new), dim=2)
         else:
             if self.buffer.shape[2] < end:
-                larger = min(2 * end, most)
+                larger = min(2 * end, capacity)
                 self.buffer = F.pad(self.held, (0, 0, 0, larger - self.size))
             self.buffer[:, :, self.size : end] = new
         self.size = end
@@ -216,7 +218,7 @@ class KVCache:
         self.keys = [Entries() for _ in range(config.n_layers)]  # rotated
         self.values = [Entries() for _ in range(config.n_layers)]
         # For each layer the cosines and sines of the tokens that enter now.
-        self.angles: list[tuple[Tensor, Tensor]] = []
+        self.rotations: list[tuple[Tensor, Tensor]] = []
 
     @property
     def nbytes(self) -> int:
@@ -241,16 +243,16 @@ class KVCache:
         """Announce T new tokens, before the first layer attends to them."""
         steps = torch.arange(T, device=device)
         firsts = self.first_positions()
-        # Layers with the same first position share their angles.
-        angles = {first: self.angle(first + steps) for first in set(firsts)}
-        self.angles = [angles[first] for first in firsts]
+        # Layers with the same first position share their cosines and sines.
+        rotations = {first: self.rotation(first + steps) for first in set(firsts)}
+        self.rotations = [rotations[first] for first in firsts]
         self.seen += T
 
     def first_positions(self) -> list[int]:
         """The position of the next token in each layer: here its place in the text."""
         return [self.seen] * len(self.keys)
 
-    def angle(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The cosines and sines that `rotate` needs for these positions."""
         return rope(positions / self.rope_scale, self.config)
 
@@ -258,8 +260,9 @@ class KVCache:
         """Append a layer's new k and v (B, G, T, D), then let each of its queries
         q (B, H, T, D) attend to the older entries and, causally, to the new ones. Neither q
         nor k is rotated yet. Returns what the heads read, (B, H, T, D)."""
-        cos, sin = self.angles[layer]
-        # Algorithm 1, step 4.
+        cos, sin = self.rotations[layer]
+        # Step 4 of algorithm 1 comes before its step 3 here: what is new is appended, and then
+        # the queries attend to all entries.
         self.keys[layer].append(rotate(k, cos, sin), self.capacity[layer])
         self.values[layer].append(v, self.capacity[layer])
         return self.read(layer, rotate(q, cos, sin))

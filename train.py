@@ -106,8 +106,8 @@ class TrainConfig:
     # code has 1.
     bptt: int = 1
     recompute: bool = False  # True takes less memory and more time
-    # Ours: in the convolutions' gradient the loss of an answer, which is the word of a
-    # fact that is told again, counts so many times.
+    # Not in the paper: in the convolutions' gradient the loss of an answer, which is the word
+    # of a fact that is told again, counts so many times.
     answer_weight: float = 1.0
 
     # Scoring and output
@@ -169,9 +169,9 @@ class Setup:
     texts: Texts  # to train on and to score
 
     def draw(self, i: int) -> tuple[Tensor, Tensor]:
-        """Training sequence i with facts written into it, (L,), and for the word of each
-        fact how long ago it was last told, else 0, (L,). Raises UserError if the text is
-        too short."""
+        """Training sequence i with facts written into it, (L,), and a distance for each token,
+        (L,). The word of a fact that is told again has the number of tokens since it was last
+        told. All other tokens have 0. Raises UserError if the text is too short."""
         c = self.config
         tokens = sequence(self.texts.ids, c.seq, c.seed, i)
         return tell(tokens, c.facts, "training", c.seed, i, self.tokenizer)
@@ -304,7 +304,7 @@ def train(
     step, and the state is saved then, too. Returns the signal's number, or 0 if all steps are
     done."""
     config = setup.config
-    # Those of a step that this process has.
+    # The tokens of one step that this process reads.
     tokens = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
     bar = tqdm(
         desc="training", total=config.steps * tokens, initial=begin * tokens,

@@ -156,7 +156,7 @@ LONG = Table(
     ("full", "window", "h2o text", *PAPERS[2:], "h2o facts", *OURS), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
 )
-RESULT = ("full", "window", "h2o text", "official code", *OURS)
+RESULT = ("full", "window", "h2o text", "lococo+h2o", "official code", *OURS)
 OTHER_SIZES = (
     "window", "h2o text", "official code", "h2o heads", "ours", "ours heads", "stored",
 )

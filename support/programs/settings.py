@@ -128,7 +128,7 @@ def reach_of(adapted: AdaptedLlama) -> int:
     return round(config.context * interpolation(config, adapted.settings))
 
 
-def within_context(adapted: AdaptedLlama, tokens: int, new: int) -> None:
+def keep_within_context(adapted: AdaptedLlama, tokens: int, new: int) -> None:
     """Number keys by slot, if so many tokens of a text and new ones behind it pass the base's
     context. A base that was tuned to divided positions stays as it is."""
     s, config, reach = adapted.settings, adapted.model.config, reach_of(adapted)
