@@ -95,7 +95,6 @@ def test_a_run_that_has_not_ended_has_no_adapter(model, tmp_path):
 @pytest.mark.parametrize("change, sentence", [
     (lambda tensors, about: tensors.update({LORA_A: tensors[LORA_A][:1]}),  # it could broadcast
      "another version"),
-    (lambda tensors, about: tensors.update(more=tensors.pop(LORA_A)), "another version"),
     (lambda tensors, about: about["settings"].pop("method"), "another version"),
     (lambda tensors, about: about.pop("base"), "another version"),
     (lambda tensors, about: about["settings"].update(method="magic"), "method 'magic' is unknown"),

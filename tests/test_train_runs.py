@@ -13,15 +13,15 @@ from conftest import cells, nats_by_hand
 from safetensors.torch import load_file
 
 import train
-from lococo import AdaptedLlama, Settings, segment_losses
+from lococo import segment_losses
 from model import load_llama
 from support.programs.adapter import load_adapter
 from support.command_line import TINY
+from support.programs.settings import untrained
 from support.programs.train_report import print_start
 from support.text import part_of, pieces, token_streams
 
 LINE = "--data text --mem 16 --segment 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 --out run"
-H2O = Settings("h2o", 16, 96, heavy=8, recent=8, positions="slots", lora_rank=0)
 
 
 @pytest.mark.parametrize("words", ["selection --lora-rank 0", "lococo+h2o --dtype bfloat16"])
@@ -41,7 +41,8 @@ def test_methods_train_and_are_read_back(run, tokenizer, words):
     assert found == dict.fromkeys(found, "rank" not in words) | {"compr": True}
     streams = token_streams([Path("text")], tokenizer)
     rows = pieces(streams["held-out"], tokenizer.bos, 96, 1)
-    models = {"base, h2o M=16 positions=slots": AdaptedLlama(load_llama(TINY), H2O)}
+    h2o = untrained(load_llama(TINY), "h2o", 16, 16, positions="slots")
+    models = {"base, h2o M=16 positions=slots": h2o}
     models[f"{method}, after training"] = load_adapter(Path("run"), load_llama(TINY))
     for name, adapted in models.items():
         expected = math.exp(nats_by_hand(adapted, rows).mean())

@@ -81,7 +81,6 @@ NULLS = dict.fromkeys([
 
 
 @pytest.mark.parametrize("files, changes, expected", [
-    (META[:1], {}, UNNAMED),
     (META, {"vocab_size": -1, "ffn_dim_multiplier": 1.1}, UNNAMED),  # as for 70B
     (META[:1], dict.fromkeys(["rope_theta", "max_seq_len", "ffn_dim_multiplier"]), UNNAMED),
     ([HF], NULLS | {"rope_parameters": {"rope_type": None, "rope_theta": None}}, {}),

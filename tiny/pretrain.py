@@ -11,12 +11,12 @@ Writes Hugging Face's layout. A new base needs a new adapter, as one belongs to 
 `python train.py --model runs/tiny --recipe embedded --steps 1200`.
 """
 
+import argparse
 import io
 import json
 import math
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -132,14 +132,7 @@ def init(model: Llama) -> Llama:
     return model
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line asks for."""
-
-    out: Path
-    steps: int
-    batch: int
-    lr: float
+Options = argparse.Namespace  # the flags of `parse`
 
 
 def parse() -> Options:
@@ -149,7 +142,7 @@ def parse() -> Options:
     add("--steps", type=at_least(1), default=1500, help="of the optimizer (default: 1500)")
     add("--batch", type=at_least(1), default=16, help="sequences per step (default: 16)")
     add("--lr", type=at_least(0, float), default=2e-3, help="highest rate (default: 2e-3)")
-    return Options(**vars(parser.parse_args()))
+    return parser.parse_args()
 
 
 def step_loss(model: Llama, tokens: Tensor) -> Tensor:

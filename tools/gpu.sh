@@ -13,5 +13,5 @@ rows="--rows full streaming h2o selection --rounds 1 --contexts 32768"
 $bench $rows --dim 4096 --layers 32 --heads 32 --ffn 11008 --vocab 32000 --seq 4096 --lora-rank 0 \
     --parts prefill decode compress || echo "7B: code $?"
 if [ $# -gt 0 ]; then
-    $bench $rows --model "$1" --seq 8192 --parts train prefill decode compress || echo "$1: code $?"
+    $bench $rows --model "$1" --seq 8192 || echo "$1: code $?"
 fi

@@ -500,7 +500,8 @@ def parse() -> Options:
     add = parser.add_argument
     prose = ", ".join(dict.fromkeys((*BOOKS, *SCORED["choosing"], *SCORED["test"])))
     add("tables", nargs="*", metavar="TABLE", help=f"to make: {'; '.join(TABLES)}")
-    add("--rows", nargs="+", default=[], metavar="ROW", help="default: all of a table")
+    add("--rows", nargs="+", choices=ROWS, default=[], metavar="ROW",
+        help="default: all of a table")
     add("--model", type=Path, default=TINY, help="directory of the base (default: tiny/)")
     add("--prose", type=Path, help=f"folder with {prose}")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
@@ -523,8 +524,6 @@ def main() -> None:
     options = parse()
     for name in options.tables:
         refuse_unknown(name, TABLES, "table")
-    for name in options.rows:
-        refuse_unknown(name, ROWS, "row")
     for name in options.tables:
         make_cells(TABLES[name], options)
     tables = all_tables(stored_cells())

@@ -39,7 +39,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from eval_ppl import NAME
+from eval_ppl import NAME, standard_error
 from generate import as_text, decode, prefill
 from lococo import AdaptedLlama, segment_losses
 from metrics import LONGBENCH, compare
@@ -186,7 +186,7 @@ def answered(row: dict) -> str:
 
 
 def recall(shots: int, seed: int) -> Iterator[dict]:
-    """32 held-out texts of 2,048 tokens with 8 facts (support.facts.tell), each told once in the
+    """32 held-out texts of 2,048 tokens with 8 facts, each told once in the
     first half of the lines; at the end `shots` of the others are asked and answered, then one is
     asked."""
     if shots > 7:
@@ -355,8 +355,8 @@ def summary(columns: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     for column, values in columns.items():
         cells[column] = {"mean": np.mean(values).item()}
         if len(values) > 1:
-            error = np.std(values) / (len(values) - 1) ** 0.5
-            cells[column]["error"] = error.item()
+            numbers = torch.tensor(values, dtype=torch.float64)
+            cells[column]["error"] = standard_error(numbers)
     if "rougeL" in columns:
         three = [cells[column]["mean"] for column in ("rouge1", "rouge2", "rougeL")]
         cells["rouge"] = {"mean": np.cbrt(np.prod(three)).item()}
