@@ -186,9 +186,8 @@ def answered(row: dict) -> str:
 
 
 def recall(shots: int, seed: int) -> Iterator[dict]:
-    """32 held-out texts of 2,048 tokens with 8 facts, each told once in the
-    first half of the lines; at the end `shots` of the others are asked and answered, then one is
-    asked."""
+    """32 held-out texts of 2,048 tokens with 8 facts, each told once in the first half of the
+    lines. At the end `shots` of them are asked and answered, and then another one is asked."""
     if shots > 7:
         raise UserError(f"--shots {shots}: a text has 8 facts, so that at most 7 are answered")
     tokenizer = Tokenizer(TINY)
