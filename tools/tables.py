@@ -158,7 +158,7 @@ LONG = Table(
 )
 RESULT = ("full", "window", "h2o text", "lococo+h2o", "official code", *OURS)
 OTHER_SIZES = (
-    "window", "h2o text", "lococo", "lococo+h2o", "official code", "h2o heads", "ours",
+    "window", "h2o text", *PAPERS[2:], "h2o heads", "ours",
     "ours heads", "stored",
 )
 EXTENDED = (
