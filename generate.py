@@ -34,7 +34,7 @@ from support.command_line import TINY, Parser, at_least, new_file, prepare
 from support.command_line import prompt_tokens, read_prompt, run_program
 from support.files import UserError
 from support.memory_page import token_texts, write_page
-from support.programs.adapter import load_adapter, shared_copy
+from support.programs.adapter import load_adapter
 from support.programs.saved_memory import load_memory, save_memory
 from support.programs.settings import method_sizes, refuse_sizes, untrained
 from support.programs.settings import keep_within_context, warn_if_too_long
@@ -147,7 +147,7 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
         run = TINY
     models = {}
     if run:
-        adapted = load_adapter(run, shared_copy(model), **flags.sizes)
+        adapted = load_adapter(run, model, **flags.sizes)
         models[f"{adapted.settings.method}, adapter {run.resolve().name}"] = adapted
     mem, segment = method_sizes(flags, [*models.values()])
     for method in flags.method:

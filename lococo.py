@@ -646,6 +646,12 @@ def check_budgets(budgets: list[list[int]], config: LlamaConfig) -> None:
 # --- All together: the adapted model ----------------------------------------------------
 
 
+def check_base(model: Llama) -> None:
+    """Raises UserError if a base has LoRA already."""
+    if any(isinstance(module, LoRALinear) for module in model.modules()):
+        raise UserError("this base is adapted already, with LoRA; load the base once more")
+
+
 @torch.no_grad()
 def check_rows(compressor: Compressor, head_dim: int) -> None:
     """Raises UserError if w of random entries has another shape, or if its rows do not sum to
@@ -679,8 +685,7 @@ class AdaptedLlama(nn.Module):
 
     def __init__(self, model: Llama, settings: Settings):
         super().__init__()
-        if any(isinstance(module, LoRALinear) for module in model.modules()):
-            raise UserError("this base is adapted already, with LoRA; load the base once more")
+        check_base(model)
         self.settings = settings
         self.model = model.requires_grad_(False)
         config = model.config

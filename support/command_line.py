@@ -25,7 +25,7 @@ def at_least(least: float, kind: type = int, most: float = HUGE) -> Callable[[st
 
     def convert(text: str) -> float:
         number = kind(text)
-        if number < least and most == HUGE:
+        if not number >= least and most == HUGE:  # also what is not a number
             raise argparse.ArgumentTypeError(f"{text}: it must be at least {least}")
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"{text}: it must be from {least} to {most}")
@@ -71,21 +71,18 @@ def new_file(text: str) -> Path:
 
 def budgets_file(text: str) -> list[list[int]]:
     """An argparse type: a file of tools/budgets.py. Returns the slots of each layer's heads,
-    or for the word "equal" an empty list."""
+    or for the word "equal" an empty list. Raises UserError."""
     if text == "equal":
         return []
-    file = named_path(text)
-    if not file.is_file():
-        raise argparse.ArgumentTypeError(f"{text}: there is no such file")
+    if not Path(text).is_file():
+        raise UserError(f"--budgets {text}: there is no such file")
     try:
-        slots = [[int(n) for n in row] for row in read_json(file)["budgets"]]
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        slots = [[int(n) for n in row] for row in read_json(Path(text))["budgets"]]
     except FOREIGN:
         slots = []
     if min(sum(slots, []), default=0) < 1 or len({len(row) for row in slots}) > 1:
         remedy = "it has no lists of budgets, numbers from 1 on; tools/budgets.py makes them"
-        raise argparse.ArgumentTypeError(f"{text}: {remedy}")
+        raise UserError(f"--budgets {text}: {remedy}")
     return slots
 
 

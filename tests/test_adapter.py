@@ -25,13 +25,16 @@ def adapter(model) -> AdaptedLlama:
 
 
 def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
+    """A base stays as it is, also one that is refused."""
     base, scaled, turned, rounded = (copy.deepcopy(model) for _ in range(4))
     adapted, tokens = adapter(model), torch.arange(60)[None]
     write_adapter(tmp_path, adapted, ["training"])
     scaled.layers[1].feed_forward.w2.weight.data *= 1.1
     turned.config = replace(turned.config, rope_theta=20000.0)
     for other in (scaled, turned):
+        before = {name: t.clone() for name, t in other.state_dict().items()}
         refusal(load_adapter, tmp_path, "for another base", args=(other,))
+        assert same(other.state_dict(), before)
     loaded = load_adapter(tmp_path, base)
     assert loaded.settings == adapted.settings
     assert torch.equal(*(prefill(m.model, tokens, m.cache(), 8) for m in (adapted, loaded)))
@@ -73,7 +76,7 @@ def test_what_positions_were_divided_by_stays(model, tmp_path):
     base = copy.deepcopy(model)
     long = settings("selection", 8, 8, 128, lora_rank=2)  # twice the context
     write_adapter(tmp_path, AdaptedLlama(model, long), ["training"])
-    with pytest.raises(UserError, match="divided by 2 in training; leave out --positions"):
+    with pytest.raises(UserError, match="divided by 2 in training, and would .* by 1 now; leave out"):
         load_adapter(tmp_path, base, positions="slots")
 
 

@@ -158,8 +158,7 @@ LONG = Table(
 )
 RESULT = ("full", "window", "h2o text", "lococo+h2o", "official code", *OURS)
 OTHER_SIZES = (
-    "window", "h2o text", *PAPERS[2:], "h2o heads", "ours",
-    "ours heads", "stored",
+    "window", "h2o text", *PAPERS[2:], "h2o heads", "ours", "ours heads", "stored",
 )
 EXTENDED = (
     "full as it is", "window as it is", "h2o as it is", "h2o heads as it is", "stored by slot",

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, check_budgets
-from lococo import interpolation
+from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, check_base
+from lococo import check_budgets, interpolation
 from model import Llama
 from support.command_line import resume_command
 from support.files import UserError, checksum, read_file, write_file
@@ -78,10 +78,10 @@ def check_settings(run: Path, settings: dict) -> None:
 
 
 def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
-    """Put the adapter of a run directory of train.py onto its base model, for reading and
-    not for training; `sizes` other than those of its training are as in `resized`. Without
-    LoRA the base may have other weights of the same shapes, such as those before a
-    quantization. Raises UserError."""
+    """The adapter of a run directory of train.py on its base model, for reading and not for
+    training; `sizes` other than those of its training are as in `resized`. The base itself
+    stays as it is. Without LoRA it may have other weights of the same shapes, such as those
+    before a quantization. Raises UserError."""
     settings, tensors, base, _ = read_adapter(Path(run))
     remedy = "give --model as in its training; an adapter of another version must be trained again"
     other = f"{run}: its adapter is for another base; {remedy}"
@@ -93,8 +93,9 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     divisors = [interpolation(model.config, s) for s in (settings, changed)]
     if divisors[0] != divisors[1]:
         divided = f"positions were divided by {divisors[0]:.3g} in training"
-        raise UserError(f"{run}: {divided}; leave out --positions, or take a smaller --mem")
-    adapted = AdaptedLlama(model, changed).eval()
+        now = f"and would be divided by {divisors[1]:.3g} now"
+        raise UserError(f"{run}: {divided}, {now}; leave out --positions, or take a smaller --mem")
+    adapted = AdaptedLlama(shared_copy(model), changed).eval()
     trained = adapted.trained()
     # The shapes are compared, too, as a tensor of another shape could be broadcast.
     stored = {name: t.shape for name, t in tensors.items()}
@@ -123,7 +124,8 @@ def round_embeddings(adapted: AdaptedLlama) -> None:
 def shared_copy(model: Llama) -> Llama:
     """A second Llama on the same weights, which are not copied: what is frozen stays in memory
     once. An adapter that is loaded changes one of the two and leaves the other as it is. One
-    that trains embeddings and norms changes both."""
+    that trains embeddings and norms changes both. Raises UserError."""
+    check_base(model)
     with torch.device("meta"):  # shapes without numbers
         other = Llama(model.config)
     other.load_state_dict(model.state_dict(), assign=True)

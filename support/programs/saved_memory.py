@@ -39,11 +39,11 @@ def load_memory(
         adapted.settings = replace(adapted.settings, positions=settings["positions"])
     mine = owner(adapted)
     if saved != mine:
-        other = {name: value for name, value in settings.items()
-                 if value != mine["settings"].get(name)}
-        other |= {"budgets": "of its own"} if "budgets" in other else {}
-        listed = ", ".join(f"{name} {value}" for name, value in other.items())
-        what = listed or "another model, adapter or --dtype"
+        other = [f"{name} {value}" for name, value in settings.items()
+                 if value != mine["settings"].get(name) and name != "budgets"]
+        what = ", ".join(other) or "other budgets, another adapter or another --dtype"
+        if saved.get("base") != mine["base"]:
+            what = "another model or adapter"
         raise UserError(f"--load-memory {file}: it was saved with {what}; give the same")
     memory = adapted.cache()
     device = adapted.model.norm.weight.device

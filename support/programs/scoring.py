@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lococo import METHODS, AdaptedLlama, Settings
 from model import Llama
-from support.programs.adapter import load_adapter, read_adapter, shared_copy
+from support.programs.adapter import load_adapter, read_adapter
 from support.command_line import TINY, Parser, named_path, output_file
 from support.facts import FORMS
 from support.files import UserError
@@ -100,7 +100,7 @@ def models_to_score(
     once, so that a wrong one is refused before anything is scored."""
     runs = {}
     for run in flags.runs:
-        runs[os.path.relpath(run)] = load_adapter(run, shared_copy(model), **flags.sizes)
+        runs[os.path.relpath(run)] = load_adapter(run, model, **flags.sizes)
     if not runs and not flags.method:
         refuse_sizes(flags)
     models = [untrained(model, "full", 512, segment=512)]

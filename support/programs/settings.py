@@ -19,6 +19,8 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     be fewer than M slots: `h2o` with M = 128 and recent=0 has 64. A row without slots keeps all
     entries. Budgets are scaled to M slots on average. Raises UserError.
     """
+    if method not in METHODS:
+        raise UserError(f"method {method}: lococo.METHODS has {', '.join(METHODS)}")
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
     chosen = row | given
