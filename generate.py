@@ -128,6 +128,7 @@ def parse() -> argparse.Namespace:
     flags.layer_and_head = flags.page = None
     if flags.show_memory:
         flags.layer_and_head, flags.page = what_to_show(flags.show_memory)
+        flags.max_new_tokens = 0
         if flags.save_memory or flags.load_memory:
             parser.error("--show-memory goes with neither --save-memory nor --load-memory")
     asked = [f"--adapter {flags.adapter}"] if flags.adapter else []
@@ -213,7 +214,7 @@ def continue_text(
     flags: argparse.Namespace, adapted: AdaptedLlama, ids: list[int], tokenizer: Tokenizer
 ) -> None:
     """Read the text, and continue it; or save the memory, or print what slots hold."""
-    most = 0 if flags.save_memory or flags.layer_and_head else flags.max_new_tokens
+    most = 0 if flags.save_memory else flags.max_new_tokens
     if flags.load_memory:
         cache = load_memory(flags.load_memory, adapted, flags.positions)
     elif flags.layer_and_head:
@@ -251,7 +252,7 @@ def main() -> None:
         if flags.page:
             show_page(flags.page, models, ids, tokenizer)
         else:
-            [adapted] = models.values()
+            [adapted] = models.values()  # `parse` allows several for a page alone
             continue_text(flags, adapted, ids, tokenizer)
 
 

@@ -107,7 +107,7 @@ class Settings:
     @property
     def capacity(self) -> int:
         """M + T, the most entries that a head with slots holds. With budgets it is the mean
-        over the heads, and some hold more."""
+        over the heads, and some hold more. In the settings of a Part it is exact."""
         return self.mem + self.segment
 
     @property
@@ -297,7 +297,8 @@ class Memory(KVCache):
         return super().nbytes + sum(keys.held.nbytes for keys in self.unrotated if keys.size)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """KVCache.attend for each part of the layer, as if it were a layer with fewer heads."""
+        """KVCache.attend for each part n of the layer, as if it were a layer with fewer
+        heads."""
         q = q.unflatten(1, (k.shape[1], -1))  # (B, G, H/G, T, D)
         read = torch.empty_like(q)
         for n, part in enumerate(self.parts):
@@ -356,8 +357,9 @@ class Memory(KVCache):
 
         # After an earlier compression the cache is [pinned | merged | recent | new tokens].
         # Entries from recent slots count as new.
-        compressed_before = k.shape[2] < self.seen
+        compressed_before = k.shape[2] < self.seen  # there are fewer entries than tokens
         places = order.split(sizes, dim=2)[1]  # of the rest
+        # Sinks are never among the rest.
         from_slot = (places < s.pinned + s.merged) & compressed_before
         k_merged, v_merged, w = self.fill_merged(n, k_rest, v_rest, from_slot, scores_rest)
 
@@ -456,7 +458,8 @@ def segment_losses(
 
 def interpolation(config: LlamaConfig, settings: Settings) -> float:
     """The number by which positions are divided, so that those of a text of L tokens
-    (the settings' `length`) lie inside the pretrained context. A longer text may pass it.
+    (the settings' `length`) lie inside the pretrained context. Positions of a longer text
+    may pass the context.
 
     "text" (the paper): a token's position in the text, which reaches L. "slots": its place
     in the cache, which never exceeds M + T of the largest head.
@@ -523,7 +526,7 @@ class Selection(Compressor):
     def __init__(
         self, head_dim: int, slots: int, kernel: int, start: float = 1.0, filters: int = 24
     ):
-        super().__init__(head_dim, filters, kernel, start)  # `conv` has them, not the slots
+        super().__init__(head_dim, filters, kernel, start)  # `conv` has a row for each filter
         self.slots = slots
         # For new entries: the filters of `conv`, in which the neighbours of an entry start at
         # zero, and `common`, which all slots share.
@@ -582,7 +585,7 @@ def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
     values = entries.chunk(2, dim=1)[1]  # (N, D, R)
     unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)
     alike = (unit.mT @ unit).clamp_(min=0)  # (N, R, R); an opposite entry is not a copy
-    for _ in range(5):
+    for _ in range(5):  # c^32, faster than pow
         alike.square_()
     alike *= PENALTY
     heads = torch.arange(len(alike), device=alike.device)

@@ -214,7 +214,7 @@ class KVCache:
         self.config = config
         self.rope_scale = config.rope_scale if rope_scale is None else rope_scale
         self.seen = 0  # tokens that have entered
-        self.capacity = [math.inf] * config.n_layers  # entries that each layer may hold
+        self.capacity = [math.inf] * config.n_layers  # how large a buffer may grow
         self.keys = [Entries() for _ in range(config.n_layers)]  # rotated
         self.values = [Entries() for _ in range(config.n_layers)]
         # For each layer the cosines and sines of the tokens that enter now.
@@ -261,8 +261,8 @@ class KVCache:
         q (B, H, T, D) attend to the older entries and, causally, to the new ones. Neither q
         nor k is rotated yet. Returns what the heads read, (B, H, T, D)."""
         cos, sin = self.rotations[layer]
-        # Step 4 of algorithm 1 comes before its step 3 here: what is new is appended, and then
-        # the queries attend to all entries.
+        # Algorithm 1 attends first and appends then. Here what is new is appended first, and the
+        # queries attend to all entries.
         self.keys[layer].append(rotate(k, cos, sin), self.capacity[layer])
         self.values[layer].append(v, self.capacity[layer])
         return self.read(layer, rotate(q, cos, sin))
@@ -472,32 +472,16 @@ def load_llama(
     return model
 
 
-def from_transformers(config: dict, state: dict[str, Tensor]) -> Llama:
-    """A Llama that the package transformers has in memory, m: `m.config.to_dict()` and
-    `m.state_dict()`. The weights are shared, and not copied. Raises ValueError if it is no
-    plain Llama-2."""
-    given = {key: value for key, value in config.items() if value is not None}
-    with torch.device("meta"):
-        model = Llama(config_of(hugging_face_fields(given)))
-    expected = {hugging_face_name(name): p.shape for name, p in model.state_dict().items()}
-    stored = dict(checked(hugging_face_weights([state], model.config.tied), expected))
-    ours = {name: stored[hugging_face_name(name)] for name in model.state_dict()}
-    model.load_state_dict(ours, assign=True)
-    return model
-
-
 def read_config(file: Path) -> LlamaConfig:
     """What a params.json or a config.json says of the model. Raises UserError."""
     with blamed_on(file, *FOREIGN):
         if file.name == "params.json":
-            return config_of(meta_fields(file))
-        return config_of(hugging_face_fields(read_given(file)))
-
-
-def config_of(values: dict) -> LlamaConfig:
-    if "llama3_rope" in values:
-        values["llama3_rope"] = Llama3Rope(**values["llama3_rope"])
-    return LlamaConfig(**values)
+            values = meta_fields(file)
+        else:
+            values = hugging_face_fields(read_given(file))
+        if "llama3_rope" in values:
+            values["llama3_rope"] = Llama3Rope(**values["llama3_rope"])
+        return LlamaConfig(**values)
 
 
 def meta_weights(files: list[Path]) -> Iterator[tuple[str, Tensor]]:

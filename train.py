@@ -225,6 +225,7 @@ def backward(
     for number, start in enumerate(range(0, config.seq - 1, length)):
         # The last target of a piece is the first token of the next.
         piece = slice(start, start + length + 1)
+        of_targets = answers[:, start + 1 : start + length + 1]
         with machine.precision():  # autocast, unless the base is in float32
             segments = segment_losses(adapted.model, tokens[:, piece], cache, segment)
             losses = torch.cat([nats for nats, _ in segments], dim=1) / targets
@@ -232,7 +233,7 @@ def backward(
         # With --lora-rank 0 nothing before the first compression has a gradient.
         if loss.requires_grad:
             if (step + number) % ANSWERS_EVERY == 0:
-                add_answers(losses[answers[:, piece][:, 1:]], adapted, config)
+                add_answers(losses[of_targets], adapted, config)
             loss.backward()
         cache.detach()
         total += loss.item()
@@ -378,6 +379,7 @@ def score(setup: Setup, adapted: AdaptedLlama) -> dict[str, float]:
     if config.facts:
         told, ago = tell_all(documents, "held-out", setup.tokenizer)
         _, hits, _ = token_losses(adapted, told, setup.machine, config.micro_batch)
+        # Full attention has the ranges of the others.
         reach = (adapted.settings.mem or config.mem) + config.segment
         for distance, mask in ranges("recall ", ago, reach).items():
             row[distance] = hits[mask].double().mean().item()
@@ -392,7 +394,8 @@ def run(config: TrainConfig, state: State | None) -> int:
     machine = prepare(config.device, config.dtype, config.seed)
     usual = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
     out, log = claim(config.out, usual, state.step if state else None)
-    config = replace(config, out=str(out))
+    dtype = str(machine.dtype).removeprefix("torch.")  # also if it goes on elsewhere
+    config = replace(config, out=str(out), dtype=dtype)
     with log:
         model, tokenizer = load_base(Path(config.model), machine.dtype, machine.device)
         texts = read_texts(

@@ -74,8 +74,6 @@ def budgets_file(text: str) -> list[list[int]]:
     or for the word "equal" an empty list. Raises UserError."""
     if text == "equal":
         return []
-    if not Path(text).is_file():
-        raise UserError(f"--budgets {text}: there is no such file")
     try:
         slots = [[int(n) for n in row] for row in read_json(Path(text))["budgets"]]
     except FOREIGN:
@@ -88,8 +86,6 @@ def budgets_file(text: str) -> list[list[int]]:
 
 def read_prompt(name: str) -> str:
     """The text of --prompt, a file; of standard input if the name is -. Raises UserError."""
-    if Path(name).is_dir():
-        raise UserError(f"--prompt {name}: this is a folder; name a file")
     if name != "-" and not os.path.exists(name):
         remedy = "a text itself comes by standard input: echo TEXT | ... --prompt -"
         raise UserError(f"--prompt {name}: there is no such file; {remedy}")
@@ -234,6 +230,8 @@ def prepare(device: str | None, dtype: str | None, seed: int = 0) -> Machine:
         raise UserError(f"--device {device}: {none}") from None
     usual = "float32" if torch.device(device).type == "cpu" else "bfloat16"
     torch.manual_seed(seed)
+    # On a GPU convolutions would round float32 to 10 bits, and slots choose other entries.
+    torch.backends.cudnn.allow_tf32 = False
     # A CPU is many times slower with a softmax's tiny weights.
     torch.set_flush_denormal(True)
     return Machine(device, getattr(torch, dtype or usual))

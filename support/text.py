@@ -5,7 +5,6 @@ import gzip
 import hashlib
 import json
 import os
-import re
 import sys
 import sysconfig
 import zlib
@@ -93,14 +92,11 @@ def parsed(text: bytes) -> Any:
 
 def has_rows(file: Path) -> bool:
     """Whether each line is a document. The end of the name says so, in capitals or not. For
-    a .json file that is not packed the first line says so. Raises UserError if texts are
-    packed otherwise."""
+    a .json file that is not packed the first line says so. Raises UserError for a list of
+    texts."""
     name = file.name.lower()
     if name.endswith((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz")):
         return True
-    if re.search(r"\.(jsonl?|ndjson|txt)\.(gz|zst|xz|bz2|lz4|zip|7z)$", name):
-        remedy = "unpack it, or pack rows as .jsonl.gz"
-        raise UserError(f"{file}: texts that are packed so are not read; {remedy}")
     if not name.endswith(".json"):
         return False
     content = file.read_bytes()

@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import refusal
 from reference import meta_state, permute
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from model import Llama, LlamaConfig, from_transformers, hugging_face_name, load_base, load_llama
+from model import Llama, LlamaConfig, hugging_face_name, load_base, load_llama
 from support.command_line import TINY
 
 TOKENS = torch.tensor([[1, 5, 9, 60, 33, 2, 7, 7, 5, 9, 60, 12]])
@@ -115,17 +115,6 @@ def test_what_an_index_does_not_name_is_not_loaded(tmp_path, model):
     load(tmp_path, model)
     save_file({}, tmp_path / HF)
     refusal(load_llama, tmp_path, f"it does not name {HF}; remove one")
-
-
-def test_a_model_of_transformers_in_memory(tmp_path, model):
-    """Its configuration and its weights, which are shared."""
-    state = load_file(write_model(tmp_path, model, [HF]) / HF)
-    config = configuration(model.config, meta=False) | {"rope_scaling": None}
-    taken = from_transformers(config, state)
-    assert torch.equal(taken(TOKENS), model(TOKENS))
-    assert taken.norm.weight.data_ptr() == state["model.norm.weight"].data_ptr()
-    with pytest.raises(ValueError, match="model_type mistral"):
-        from_transformers(config | {"model_type": "mistral"}, state)
 
 
 # --- What is refused --------------------------------------------------------------------

@@ -94,7 +94,8 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     if divisors[0] != divisors[1]:
         divided = f"positions were divided by {divisors[0]:.3g} in training"
         now = f"and would be divided by {divisors[1]:.3g} now"
-        raise UserError(f"{run}: {divided}, {now}; leave out --positions, or take a smaller --mem")
+        remedy = "leave out --positions, or take smaller sizes"
+        raise UserError(f"{run}: {divided}, {now}; {remedy}")
     adapted = AdaptedLlama(shared_copy(model), changed).eval()
     trained = adapted.trained()
     # The shapes are compared, too, as a tensor of another shape could be broadcast.

@@ -35,7 +35,7 @@ def load_memory(
     tensors, about = read_file(Path(file))
     saved = about.get("owner", {})
     settings = saved.get("settings", {})
-    if positions is None and settings:
+    if positions is None and "positions" in settings:
         adapted.settings = replace(adapted.settings, positions=settings["positions"])
     mine = owner(adapted)
     if saved != mine:

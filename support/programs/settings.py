@@ -83,7 +83,8 @@ def broken_rule(row: dict, counts: dict[str, int], mem: int) -> str | None:
 def check_sizes(settings: Settings) -> None:
     """Raises UserError if a head has too few slots, or budgets do not suit the method."""
     if settings.mem == settings.sinks:  # 0 if all is kept
-        raise UserError(f"budgets: {settings.method} has no slots to divide")
+        none = f"{settings.method} has no slots to divide"
+        raise UserError(f"{none}; take a larger --mem, or another method")
     least = settings.head_sizes[0]
     # At least 4, as for --mem. Each head has all sinks, and room for something else.
     too_few = least < max(4, settings.sinks + 1)
