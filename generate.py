@@ -167,6 +167,8 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
     if needs_slots:
         for adapted in models.values():
             check_slots(adapted.settings)
+    if not any(adapted.settings.mem for adapted in models.values()):
+        refuse_sizes(flags)
     return models
 
 

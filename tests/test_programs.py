@@ -257,6 +257,7 @@ MISTAKES = [
         ("--method h2o streaming full --adapter a --show-memory p.html", "up to three with"),
         ("--show-memory 1 x", "--show-memory 1 x: name a layer and a head, such as 1 0, or one"),
         ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
+        ("--method full", "--mem: it needs a memory of slots"),
         ("--load-memory adapter/adapter.safetensors", "saved with another model"),
         ("--mem 8 --budgets heads.json --show-memory p.html", "a page does not show heads"),
         ("--budgets latin", "latin: cannot be read as JSON"),

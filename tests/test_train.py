@@ -241,7 +241,8 @@ def test_what_a_resumed_run_refuses_and_takes(run):
     Path("text").rename("texts")
     code, _, err = run(train, "--resume run --steps 3 --data texts")
     Path("texts").rename("text")
-    assert code == 0 and read_file(STATE)[1]["config"]["steps"] == 3, err
+    config = read_file(STATE)[1]["config"]
+    assert (code, config["steps"], config["dtype"]) == (0, 3, "float32"), err
     assert [json.loads(line)["step"] for line in open(log)] == [1, 3]
 
 

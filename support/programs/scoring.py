@@ -101,12 +101,12 @@ def models_to_score(
     runs = {}
     for run in flags.runs:
         runs[os.path.relpath(run)] = load_adapter(run, model, **flags.sizes)
-    if not runs and not flags.method:
-        refuse_sizes(flags)
     models = [untrained(model, "full", 512, segment=512)]
     mem, segment = method_sizes(flags, [*runs.values()])
     for method in flags.method:
         models.append(untrained(model, method, mem, segment, **flags.changes))
+    if not any(adapted.settings.mem for adapted in [*runs.values(), *models]):
+        refuse_sizes(flags)
     if with_baselines and not flags.method:
         for adapted in runs.values():
             if adapted.settings.mem:

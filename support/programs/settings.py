@@ -116,10 +116,10 @@ def method_sizes(flags: argparse.Namespace, adapters: list[AdaptedLlama]) -> tup
 
 
 def refuse_sizes(flags: argparse.Namespace) -> None:
-    """Raises UserError if flags have sizes of a memory and no memory is named."""
+    """Raises UserError if flags have sizes of slots, and no memory that is named has slots."""
     for name, value in flags.sizes.items():
         if value is not None:
-            raise UserError(f"--{name}: it needs a memory; name one by --method, or an adapter")
+            raise UserError(f"--{name}: it needs a memory of slots; name one by --method, or an adapter")
 
 
 def reach_of(adapted: AdaptedLlama) -> int:
