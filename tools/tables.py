@@ -144,7 +144,7 @@ class Table:
 PAPERS = ("window", "h2o", "official h2o", "lococo", "lococo+h2o", "official code")
 OURS = ("h2o 5/8 forget", "h2o heads", "ours", "ours heads")
 FROZEN = Table(
-    ("full", "window", "h2o", *OURS, "stored"), 64, 1024, "test", "--recipe inference"
+    ("full", *PAPERS, *OURS, "stored"), 64, 1024, "test", "--recipe inference"
 )
 ABLATIONS = (
     "full", "h2o text", "h2o 5/8 forget", "ours", "ours untrained", "ours soft",
@@ -166,7 +166,6 @@ EXTENDED = (
 FACTS = ("window", "h2o", "lococo+h2o", "ours")
 TABLES = {
     "frozen": FROZEN,
-    "frozen, paper": replace(FROZEN, rows=PAPERS),
     "ablations": replace(
         FROZEN, rows=ABLATIONS, part="choosing", steps=40, against="ours"
     ),
