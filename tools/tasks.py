@@ -7,8 +7,7 @@
     python tools/tasks.py triviaqa triviaqa-unfiltered --shots 50 --out triviaqa50.jsonl
     python tools/tasks.py scrolls scrolls/qasper --out qasper.jsonl
     python tools/tasks.py longbench LongBench/data/qasper.jsonl --out longbench-qasper.jsonl
-    python tools/tasks.py recall --shots 3 --out runs/recall       # from the embedded model's text
-    python tools/tasks.py score runs/recall/choices.jsonl runs/recall/questions.jsonl
+    python tools/tasks.py score race4.jsonl --model Llama-2-7b-hf --method streaming h2o --mem 512
     python tools/tasks.py score longbench-qasper.jsonl --model Llama-2-7b-hf --run R --cut 3500
 
 A row is a line of JSON of one of two kinds; `score` reads each prompt once, through the memory:
@@ -44,14 +43,11 @@ from generate import as_text, decode, prefill
 from lococo import AdaptedLlama, segment_losses
 from metrics import LONGBENCH, compare
 from model import KVCache, load_base
-from support.command_line import (
-    TINY, Machine, Parser, at_least, counted, prepare, run_program,
-)
-from support.facts import fact_tokens
+from support.command_line import Machine, Parser, at_least, counted, prepare, run_program
 from support.files import DAMAGED, UserError, read_json
 from support.files import write_json, write_text
 from support.programs.scoring import add_shared_flags, models_to_score, parse_models
-from support.text import long_documents, part_of, read_rows, token_streams
+from support.text import read_rows
 from support.tokenizer import Tokenizer
 
 # --- Rows from the official files -------------------------------------------------------
@@ -185,48 +181,18 @@ def answered(row: dict) -> str:
     return f"{prompt} {row['answers'][0] if 'answers' in row else row['choices'][row['answer']]}"
 
 
-def recall(shots: int, seed: int) -> Iterator[dict]:
-    """32 held-out texts of 2,048 tokens with 8 facts, each told once in the first half of the
-    lines. At the end `shots` of them are asked and answered, and then another one is asked."""
-    if shots > 7:
-        raise UserError(f"--shots {shots}: a text has 8 facts, so that at most 7 are answered")
-    tokenizer = Tokenizer(TINY)
-    words = [tokenizer.piece(i)[1:] for i in fact_tokens(tokenizer).words]
-    length = 2048 - 6 * 8 - 6 * (shots + 1) - 16
-    ids = token_streams([], tokenizer)["held-out"]
-    for i, document in enumerate(long_documents(ids, tokenizer.bos, length, 32).tolist()):
-        lines = tokenizer.decode(document).split("\n")
-        rng, facts = np.random.default_rng((seed, i)), {}
-        values = rng.choice(words, 8, replace=False).tolist()
-        while len(facts) < 8:
-            a, b = rng.choice(words, 2)
-            if part_of(f"\u2581{a}\u2581{b}") == "held-out":
-                facts.setdefault(f"@ {a} {b} =", values[len(facts)])
-        told = [f"{question} {value}" for question, value in facts.items()]
-        for line in told:
-            lines.insert(int(rng.integers(1, len(lines) // 2)), line)
-        prompt = "\n".join([*lines, *told[:shots], [*facts][-1]])
-        yield {"prompt": prompt, "choices": values, "answer": 7}
-
-
 def write_rows(flags: argparse.Namespace) -> None:
     """Write the rows of a data set to --out."""
-    if flags.data == "recall":
-        rows = list(recall(flags.shots, flags.seed))
-        asked = [{"prompt": r["prompt"], "answers": [r["choices"][7]]} for r in rows]
-        made = {flags.out / "choices.jsonl": rows, flags.out / "questions.jsonl": asked}
-    else:
-        train, test, convert = DATA[flags.data]
-        source = flags.files[0] if flags.files else Path()
-        rows = read(flags.data, source, test, convert)
-        training = read(flags.data, source, train, convert) if flags.shots else []
-        if flags.shots >= max(len(training), 1):
-            raise UserError(f"--shots {flags.shots}: {len(training)} rows to draw from")
-        made = {flags.out: list(with_shots(rows, training, flags.shots, flags.seed))}
-    for file, rows in made.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
-        print(f"{file}: {counted(len(rows), 'row')}")
+    train, test, convert = DATA[flags.data]
+    source = flags.files[0] if flags.files else Path()
+    rows = read(flags.data, source, test, convert)
+    training = read(flags.data, source, train, convert) if flags.shots else []
+    if flags.shots >= max(len(training), 1):
+        raise UserError(f"--shots {flags.shots}: {len(training)} rows to draw from")
+    shown = with_shots(rows, training, flags.shots, flags.seed)
+    flags.out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(flags.out, "".join(json.dumps(row) + "\n" for row in shown))
+    print(f"{flags.out}: {counted(len(rows), 'row')}")
 
 
 # --- Scores -----------------------------------------------------------------------------
@@ -417,10 +383,10 @@ def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_seed()
     add = parser.add_argument
-    add("data", choices=[*DATA, "recall", "score"], help="what to convert; or score")
+    add("data", choices=[*DATA, "score"], help="what to convert; or score")
     add("files", type=Path, nargs="*", metavar="PATH", help="folder of official files; score: rows")
     add("--shots", type=at_least(0), default=0, help="answered rows in front of each")
-    add("--out", type=Path, help="file (recall: folder) to write rows to")
+    add("--out", type=Path, help="file to write rows to")
     add("--cut", type=at_least(4), metavar="N", help="score: cut longer prompts in the middle")
     add("--run", dest="runs", type=Path, nargs="+", default=[], help="score these adapters")
     add_shared_flags(parser)
@@ -428,10 +394,8 @@ def parse() -> argparse.Namespace:
     if flags.data != "score":
         if not flags.out:
             parser.error("--out: name the file to write to")
-        most = 0 if flags.data == "recall" else 1
-        if len(flags.files) > most:
-            takes = "one folder at a time" if most else "recall makes its own texts"
-            parser.error(f"{flags.files[most]}: {takes}")
+        if len(flags.files) > 1:
+            parser.error(f"{flags.files[1]}: one folder at a time")
     elif flags.out or flags.shots:
         flag = f"--out {flags.out}" if flags.out else f"--shots {flags.shots}"
         parser.error(f"{flag}: score takes rows as they are; --json FILE writes the tables")
