@@ -119,7 +119,8 @@ def refuse_sizes(flags: argparse.Namespace) -> None:
     """Raises UserError if flags have sizes of slots, and no memory that is named has slots."""
     for name, value in flags.sizes.items():
         if value is not None:
-            raise UserError(f"--{name}: it needs a memory of slots; name one by --method, or an adapter")
+            remedy = "name one by --method, or an adapter"
+            raise UserError(f"--{name}: it needs a memory of slots; {remedy}")
 
 
 def reach_of(adapted: AdaptedLlama) -> int:
