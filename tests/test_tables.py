@@ -19,12 +19,13 @@ def rows_of(text):
 
 def test_the_table_by_hand(monkeypatch):
     """Full attention is 2 below H2O. Ours is 1 and, with another seed, 0.5 below it. A cell of
-    another size is of another table."""
+    another size is of another table, and one of another base is not beside it."""
     rows = ("full", "window", "h2o", "ours")
     monkeypatch.setitem(tables.TABLES, "frozen", replace(tables.FROZEN, rows=rows))
-    stored = [cell("ours", [9.0, 9.0], mem=128), cell("full", [1.0, 3.0]),
-              cell("h2o", [3.0, 5.0]), cell("ours", [2.0, 4.0]),
-              cell("ours", [2.5, 4.5], seed=1)]
+    stored = [cell("ours", [9.0, 9.0], mem=128), cell("window", [9.0, 9.0], base="old"),
+              cell("full", [1.0, 3.0]), cell("h2o", [3.0, 5.0], scored="s", base="new"),
+              cell("ours", [2.0, 4.0], scored="s", base="new"),
+              cell("ours", [2.5, 4.5], seed=1, scored="s", base="new")]
     made = tables.all_tables(stored)
     assert rows_of(made["frozen, M, float32"]) == [
         ["-", "2.0000", "-2.0000 ± 0.0000", "100 |"],

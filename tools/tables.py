@@ -144,7 +144,7 @@ class Table:
 PAPERS = ("window", "h2o", "official h2o", "lococo", "lococo+h2o", "official code")
 OURS = ("h2o 5/8 forget", "h2o heads", "ours", "ours heads")
 FROZEN = Table(
-    ("full", *PAPERS, *OURS, "stored"), 64, 1024, "test", "--recipe inference"
+    ("full", "window", "h2o", *OURS, "stored"), 64, 1024, "test", "--recipe inference"
 )
 ABLATIONS = (
     "full", "h2o text", "h2o 5/8 forget", "ours", "ours untrained", "ours soft",
@@ -166,6 +166,7 @@ EXTENDED = (
 FACTS = ("window", "h2o", "lococo+h2o", "ours")
 TABLES = {
     "frozen": FROZEN,
+    "frozen, paper": replace(FROZEN, rows=PAPERS),
     "ablations": replace(
         FROZEN, rows=ABLATIONS, part="choosing", steps=40, against="ours"
     ),
@@ -382,6 +383,9 @@ def lines_of(table: Table, cells: list[dict]) -> Lines:
     """In the order of the table. `cells` are of one model and dtype."""
     about = {key: getattr(table, key) for key in ("mem", "seq", "part", "documents")}
     found = [cell for cell in cells if about.items() <= cell.items()]
+    # Those of the newest base and documents: others cannot be paired. Some do not say theirs.
+    for key in ("base", "scored"):
+        found = [cell for cell in found if cell.get(key) in (None, found[-1].get(key))]
     lines = {}
     for row in table.rows:
         by_seed = {cell["seed"]: cell for cell in found if cell["row"] == row}
