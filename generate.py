@@ -128,7 +128,7 @@ def parse() -> argparse.Namespace:
     flags.layer_and_head = flags.page = None
     if flags.show_memory:
         flags.layer_and_head, flags.page = what_to_show(flags.show_memory)
-        flags.max_new_tokens = 0
+        flags.max_new_tokens = 0  # nothing is written
         if flags.save_memory or flags.load_memory:
             parser.error("--show-memory goes with neither --save-memory nor --load-memory")
     asked = [f"--adapter {flags.adapter}"] if flags.adapter else []

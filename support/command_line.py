@@ -74,6 +74,8 @@ def budgets_file(text: str) -> list[list[int]]:
     or for the word "equal" an empty list. Raises UserError."""
     if text == "equal":
         return []
+    if not Path(text).is_file():
+        raise UserError(f"--budgets {text}: there is no such file")
     try:
         slots = [[int(n) for n in row] for row in read_json(Path(text))["budgets"]]
     except FOREIGN:

@@ -49,6 +49,7 @@ def test_a_method_is_four_counts(method, mem, changes, counts):
 
 @pytest.mark.parametrize("method, changes, words", [
     ("full", dict(recent=4), "keeps everything and has no slots"),
+    ("nothing", {}, "method nothing: lococo.METHODS has full, "),
     ("lococo", dict(heavy=8), "needs merged slots"),
     ("h2o", dict(heavy=9), "from 1 to 8, and none negative"),
     ("h2o", dict(heavy=0, recent=0), "from 1 to 8")])

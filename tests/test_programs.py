@@ -193,7 +193,8 @@ def test_a_memory_is_saved_and_asked_again(run, tokenizer):
 
 
 def test_a_text_beyond_the_context_is_read_by_slot(run):
-    """If nothing else is asked for. A question after it goes on so."""
+    """If nothing else is asked for. A question after it goes on so. What --show-memory does not
+    write does not count."""
     ask = "--method h2o --mem 128 --temperature 0 --max-new-tokens 3 --prompt"
     Path("book").write_text(Path("text/0.py").read_text() * 6)
     note = "that may follow pass the base's context of 1,024; keys are numbered by slot"
@@ -204,6 +205,10 @@ def test_a_text_beyond_the_context_is_read_by_slot(run):
     assert run(generate, f"{ask} book --save-memory read")[0] == 0
     Path("question").write_text("return x")
     assert run(generate, f"{ask} question --load-memory read")[0] == 0
+    many = f"{ask} text/0.py --max-new-tokens 1024"
+    assert note in run(generate, f"{many} --save-memory other")[2]
+    code, _, err = run(generate, f"{many} --show-memory 0 0")
+    assert code == 0 and note not in err
 
 
 def test_a_prompt_with_special_tokens(run):
@@ -261,6 +266,8 @@ MISTAKES = [
         ("--load-memory adapter/adapter.safetensors", "saved with another model"),
         ("--mem 8 --budgets heads.json --show-memory p.html", "a page does not show heads"),
         ("--budgets latin", "latin: cannot be read as JSON"),
+        ("--budgets nowhere", "--budgets nowhere: there is no such file"),
+        ("--temperature nan", "--temperature nan: it must be at least 0"),
         ("--budgets tiny.json", "tiny.json: it has no lists of budgets"),
         ("--show-memory p.html --save-memory m", "goes with neither --save-memory nor"),
     ]

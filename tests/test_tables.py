@@ -18,20 +18,26 @@ def rows_of(text):
 
 
 def test_the_table_by_hand(monkeypatch):
-    """Full attention is 2 below H2O. Ours is 1 and, with another seed, 0.5 below it. A cell of
-    another size is of another table, and one of another base is not beside it."""
+    """Full attention is 2 below H2O. Ours is 1 and, with another seed, 0.5 below it. The
+    newest cell counts, of those after the most steps."""
     rows = ("full", "window", "h2o", "ours")
     monkeypatch.setitem(tables.TABLES, "frozen", replace(tables.FROZEN, rows=rows))
-    stored = [cell("ours", [9.0, 9.0], mem=128), cell("window", [9.0, 9.0], base="old"),
-              cell("full", [1.0, 3.0]), cell("h2o", [3.0, 5.0], scored="s", base="new"),
-              cell("ours", [2.0, 4.0], scored="s", base="new"),
-              cell("ours", [2.5, 4.5], seed=1, scored="s", base="new")]
+    old = [cell("ours", [9.0, 9.0]), cell("full", [1.0, 3.0], base="x"),
+           cell("ours", [9.0, 9.0], mem=128)]
+    stored = [*old, cell("h2o", [3.0, 5.0]),
+              cell("ours", [2.0, 4.0], scored="s", base="x"),
+              cell("ours", [2.5, 4.5], seed=1, scored="s", base="x"),
+              cell("ours", [8.0, 8.0], steps=40, scored="s", base="x")]
     made = tables.all_tables(stored)
     assert rows_of(made["frozen, M, float32"]) == [
         ["-", "2.0000", "-2.0000 ± 0.0000", "100 |"],
         ["-", "4.0000", "+0.0000 ± 0.0000", "0 |"],
         ["60 steps, 2 seeds", "3.2500", "-0.7500 ± 0.0000", "50, 25 |"],
     ]
+    # Another base: nothing of the old one is beside it. Some cells do not say their base.
+    other = tables.all_tables([*stored, cell("window", [7.0, 7.0], base="y", scored="s")])
+    losses = [row[1] for row in rows_of(other["frozen, M, float32"])]
+    assert losses == ["7.0000", "4.0000", "9.0000"]
 
 
 def test_a_gap_on_two_texts():

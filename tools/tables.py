@@ -13,7 +13,8 @@ train, then documents are scored. Runs are in runs/tables/, and go on where they
 stopped. A cell is one line of docs/results.jsonl, with the nats of each document. To score
 one again, remove its line. To train it again, remove its run, too.
 
-A table has cells of one model, one --dtype and one scored text. A page has it between
+A table has cells of one model, one --dtype and one scored text. It shows each row after
+the most steps, and the newest cell of each seed. A page has it between
 `<!-- tools/tables.py: NAME -->` and `<!-- end -->`; a name is as
 "frozen, SmolLM2-135M, float32".
 """
@@ -357,7 +358,7 @@ def add(cell: dict) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table after so many steps: its cells, by seed."""
+    """A row of a table after so many steps: its newest cells, by seed."""
 
     label: str
     steps: int
@@ -388,9 +389,12 @@ def lines_of(table: Table, cells: list[dict]) -> Lines:
         found = [cell for cell in found if cell.get(key) in (None, found[-1].get(key))]
     lines = {}
     for row in table.rows:
-        by_seed = {cell["seed"]: cell for cell in found if cell["row"] == row}
-        if by_seed:
-            steps = max(cell["steps"] for cell in by_seed.values())
+        some = [cell for cell in found if cell["row"] == row]
+        if some:
+            # A row's flags may have changed since a cell was made.
+            some = [cell for cell in some if cell.get("flags") == some[-1].get("flags")]
+            steps = max(cell["steps"] for cell in some)
+            by_seed = {cell["seed"]: cell for cell in some if cell["steps"] == steps}
             lines[row] = Line(ROWS[row].label, steps, dict(sorted(by_seed.items())))
     return lines
 
