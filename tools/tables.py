@@ -157,9 +157,7 @@ LONG = Table(
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
 )
 RESULT = ("full", "window", "h2o text", "lococo+h2o", "official code", *OURS)
-OTHER_SIZES = (
-    "window", "h2o text", *PAPERS[2:], "h2o heads", "ours", "ours heads", "stored",
-)
+OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
 EXTENDED = (
     "full as it is", "window as it is", "h2o as it is", "h2o heads as it is", "stored by slot",
     "full tuned", "window", "h2o", "official code", "ours heads",
