@@ -89,7 +89,7 @@ def as_text(
 ) -> Iterator[str]:
     """Text of tokens as they come behind a prompt, which may be empty but for its prefix. A part
     of a character waits; it is dropped if nothing follows."""
-    continues = any(i not in tokenizer.prefix for i in prompt[-1:])
+    continues = prompt[-1] not in tokenizer.prefix
     return tokenizer.texts(tokens, before=tokenizer.x if continues else [])
 
 

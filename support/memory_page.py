@@ -32,4 +32,4 @@ def write_page(
     data = {"tokens": tokens, "names": names, "memories": memories}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     page = TEMPLATE.read_text("utf-8").replace(PLACE, text.replace("<", "\\u003c"))
-    write_whole(file, lambda beside: beside.write_bytes(page.encode("utf-8")))
+    write_whole(file, lambda beside: beside.write_bytes(page.encode("utf-8", "replace")))

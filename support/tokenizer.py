@@ -41,7 +41,10 @@ class Tokenizer:
         """The ids that begin a text: those of prefix.json, or else the BOS alone. Where no
         file names a BOS, the smallest id that ends a text begins the next one."""
         if (path / "prefix.json").is_file():
-            return read_json(path / "prefix.json")
+            ids = read_json(path / "prefix.json")
+            if not ids or [i for i in ids if type(i) is not int or i < 0]:
+                raise ValueError("prefix.json must be a list of ids")
+            return ids
         named = named_ids(path, "bos", self.tokens.id_of)
         begins = [*self.tokens.begins, *named, *sorted(self.ends)]
         if not begins:

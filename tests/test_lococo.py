@@ -213,6 +213,8 @@ def test_what_was_trained_with_m_slots_is_used_with_others():
         resized(as_in_the_paper, mem=512)
     with pytest.raises(UserError, match="lococo.sinks has no slots to divide"):
         resized(settings("lococo+sinks"), mem=4)
+    with pytest.raises(UserError, match="--mem 6: it leaves no merged slot"):
+        resized(settings("selection", 128, sinks=4, heavy=0, merged=24), mem=6)
 
 
 @pytest.mark.parametrize("slots, words, changes", [

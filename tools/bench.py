@@ -51,7 +51,7 @@ Options = argparse.Namespace  # the flags of `parse`
 
 def seconds(work: Callable, options: Options) -> float:
     def wait() -> None:
-        if options.device != "cpu":
+        if torch.device(options.device).type == "cuda":
             torch.cuda.synchronize(options.device)
 
     wait()

@@ -103,13 +103,13 @@ def convert_shard(shard: Path, left: dict[str, torch.Size], D: int) -> dict[str,
 def convert(path: Path, out: Path) -> None:
     shards = sorted(path.glob("pytorch_model-*.bin")) or sorted(path.glob("*.safetensors"))
     model = model_for(path, shards, out)
+    shutil.copy(path / "tokenizer.model", out)
     left = {hugging_face_name(name): p.shape for name, p in model.state_dict().items()}
     for shard in shards:
         tensors = convert_shard(shard, left, model.config.head_dim)
         write_whole(out / f"model-{shard.stem}.safetensors", partial(save_file, tensors))
     if left:
         raise UserError(f"{path}: there is no tensor for {', '.join(left)}"[:250])
-    shutil.copy(path / "tokenizer.model", out)
     words = Tokenizer(out).vocab_size  # after these: [MASK], [gMASK], [sMASK], sop
     write_json(out / "prefix.json", [words + 1, words + 3])  # a prompt's [gMASK] sop
     os.replace(out / "about.json", out / "config.json")

@@ -6,8 +6,8 @@ Full attention reads a text first, and the attention that each entry receives fr
 segment is noted. Then a memory of 512 slots reads it, and keeps the entries that receive
 most from the next segment, or from all that follow. No memory can know this. The share of
 the gap between H2O and full attention that it closes says what a better choice of entries
-by their attention could gain. There are two texts of the novel and two of articles, as in
-the table "long" of tools/tables.py.
+by their attention could gain. Two pieces of the novel and two of joined articles are
+read; the table "long" of tools/tables.py has eight of each.
 """
 
 from dataclasses import replace

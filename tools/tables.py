@@ -212,6 +212,9 @@ def documents_of(table: Table, options: Options, tokenizer: Tokenizer) -> Tensor
             else:  # pieces, evenly spread
                 cut = torch.from_numpy(ids[: len(ids) // L * L].astype(np.int64)).view(-1, L)
                 rows.append(cut[:: max(1, len(cut) // most)][:most])
+                if len(rows[-1]) < most:
+                    few = f"it has {len(rows[-1])} pieces of {L:,} tokens instead of {most}"
+                    raise UserError(f"{options.prose / name}: {few}; give the whole text")
         documents = torch.cat(rows)
     if not len(documents):
         raise UserError(f"{table.part} texts: none has {L} tokens; give longer ones")

@@ -16,7 +16,7 @@ A row is a line of JSON of one of two kinds; `score` reads each prompt once, thr
     {"prompt": "Question: Where?\\nAnswer:", "answers": ["Hull", "Hull, UK"], "max_tokens": 32}
 
 Choices are scored by log-likelihood behind the prompt and a blank (acc_norm: per character),
-answers by greedy decoding, up to "stop" if it is given. Cells are means ± standard errors.
+answers by greedy decoding, up to "stop" (else a line break). Cells are means ± standard errors.
 
 The paper does not print its prompts. These follow the lm-evaluation-harness (TriviaQA is scored by
 its own script). SCROLLS is scored as its authors do: the harness scores QuALITY and ContractNLI by

@@ -48,7 +48,8 @@ def read_adapter(run: Path) -> Adapter:
         if (run / "state.safetensors").exists():
             sentence = f"this run has not ended; to go on: {resume_command(run)}"
         elif run.is_file():
-            sentence = "this is a file; name a folder that train.py has made, or texts by --data"
+            remedy = "name a folder that train.py has made (eval_ppl.py takes texts by --data)"
+            sentence = f"this is a file; {remedy}"
         elif not run.exists():
             sentence = "there is no such folder; name one that train.py has made"
         elif inside:

@@ -165,7 +165,10 @@ def documents_to_score(
         if len(found):
             documents[L] = found
         elif flags.lengths or L == lengths[0]:
-            raise UserError(f"--lengths {L}: {why_none(ids, parts, tokenizer.bos)}")
+            why = why_none(ids, parts, tokenizer.bos)
+            if both:
+                why = "all texts of this length also train; name other --data or another --part"
+            raise UserError(f"--lengths {L}: {why}")
     listed = ", ".join(f"{len(rows)} of {L} tokens" for L, rows in documents.items())
     of = "all parts" if len(parts) == len(PARTS) else parts[0]
     whose = "" if flags.data else "Python's standard library, "

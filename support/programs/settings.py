@@ -58,6 +58,8 @@ def resized(
     changed = with_slots(changed, mem or settings.mem)
     changed = replace(changed, budgets=scaled(budgets, changed.mem) if budgets else [])
     check_sizes(changed)
+    if settings.merged and not changed.merged:
+        raise UserError(f"--mem {changed.mem}: it leaves no merged slot; take a larger --mem")
     return changed
 
 

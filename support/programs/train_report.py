@@ -35,7 +35,7 @@ def print_start(
               "name your own text by --data")
     tokens = config.steps * config.batch * config.seq
     passes = tokens / len(texts.ids)
-    print(f"training reads {tokens:,} tokens, each token of the text {passes:.2g} times")
+    print(f"training reads {tokens:,} tokens, each token of the text {passes:,.2f} times")
 
 
 def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
