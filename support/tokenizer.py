@@ -42,8 +42,10 @@ class Tokenizer:
         file names a BOS, the smallest id that ends a text begins the next one."""
         if (path / "prefix.json").is_file():
             ids = read_json(path / "prefix.json")
-            if not ids or [i for i in ids if type(i) is not int or i < 0]:
+            if not isinstance(ids, list) or not ids:
                 raise ValueError("prefix.json must be a list of ids")
+            if not all(isinstance(i, int) and i >= 0 for i in ids):
+                raise ValueError("prefix.json has what is no id")
             return ids
         named = named_ids(path, "bos", self.tokens.id_of)
         begins = [*self.tokens.begins, *named, *sorted(self.ends)]

@@ -188,8 +188,11 @@ def test_files_that_are_damaged_or_no_weights_are_named(tmp_path, model, name, m
     assert not Path("made").exists()
 
 
-def test_what_begins_a_text_is_in_the_model(tmp_path):
+@pytest.mark.parametrize("content, sentence", [
+    ("[1, 2048]", "it has more tokens than the model"), ("5", "must be a list of ids"),
+    ("[]", "must be a list of ids"), ("[-1]", "has what is no id")])
+def test_what_begins_a_text_is_in_the_model(tmp_path, content, sentence):
     """An id above all of its embeddings would be an IndexError."""
     shutil.copytree(TINY, tmp_path / "base")
-    (tmp_path / "base" / "prefix.json").write_text("[1, 2048]")
-    refusal(load_base, tmp_path / "base", "it has more tokens than the model")
+    (tmp_path / "base" / "prefix.json").write_text(content)
+    refusal(load_base, tmp_path / "base", sentence)
