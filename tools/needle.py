@@ -9,10 +9,10 @@
 The second command adds a panel to those that are in the file already. Panels of two files
 of budgets have the same name, so that each needs a --json of its own.
 
-In each text nine facts are told, each once, at nine depths: the first one after an 18th of
-the text, the last one an 18th before its end. Each text has facts of its own. A depth at
-which no line break follows has `nan`. A text is read once, and each
-question is asked from a copy of the memory. A fact is found if its word is the first guess.
+In each text nine facts are told, each once, at nine depths: the first one after an 18th
+of the text, the last one an 18th before its end. Each text has facts of its own. A depth
+at which no line break follows has `nan`. A text is read once, and each question is asked
+from a copy of the memory. A fact is found if its word is the first guess.
 """
 
 import argparse
