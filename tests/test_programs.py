@@ -275,7 +275,6 @@ MISTAKES = [
     (generate, "", "required: --prompt"),
     (generate, f"{GENERATE} --mem 3", "--mem 3: it must be at least 4"),
     (generate, f"{GENERATE} --forget 1.5", "--forget 1.5: it must be from 0 to 1"),
-    (generate, f"{GENERATE} --temperature nan", "nan: it must be"),
     (generate, "--prompt text/0.py --heavy 16", "--heavy: it goes with --method"),
     (generate, f"{GENERATE} --method lococo", "its convolution must be trained first"),
     (train, f"{TRAIN} --kernel 4", "--kernel 4: it must be odd"),
@@ -299,6 +298,16 @@ def test_a_mistake_is_one_sentence(run, program, words, sentence):
     code, out, err = run(program, words)
     assert (code, out, err.count("\n")) == (2, "", 1) and sentence in err, err
     assert err.startswith(f"{program.__name__}.py: ")
+
+
+def test_held_out_texts_that_all_train_are_not_scored(run):
+    Path("twice").mkdir()
+    for i in range(40):  # of such names some are held out
+        Path(f"twice/{i}.txt").write_text("a text of more than 64 tokens. " * 20)
+    words = "--method h2o --mem 16 --data twice --part held-out --lengths 64"
+    code, out, err = run(eval_ppl, words)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert "--lengths 64: all texts of this length also train" in err
 
 
 @pytest.mark.parametrize("error, code, sentence", [

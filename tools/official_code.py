@@ -1,11 +1,13 @@
 """The memory of the official code (VITA-Group/LoCoCo) where it departs from the paper.
 
 tools/tables.py imports this file, which adds the name to COMPRESSORS. To train with it,
-write `import tools.official_code` in train.py. Its default is `--method lococo+h2o
---compressor official --forget 0`: half of M is kept as heavy hitters, by the attention
-of the last forward pass only. Its H2O is `--method h2o --heavy M --recent 0 --forget
-0`: no slots are set aside for recent tokens. Not copied: 16 entries of spare room, and
-a first segment whose keys and values get no gradient.
+write `import tools.official_code` in train.py.
+
+Its default is `--method lococo+h2o --compressor official --forget 0`: half of M is kept as
+heavy hitters, by the attention of the last forward pass only. Its H2O is
+`--method h2o --heavy M --recent 0 --forget 0`: no slots are set aside for recent tokens.
+Not copied: 16 entries of spare room, and a first segment whose keys and values get no
+gradient.
 """
 
 import torch

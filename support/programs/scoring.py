@@ -159,8 +159,6 @@ def documents_to_score(
         both = set()
         if parts == ["held-out"]:
             both = copies(ids, streams["training"], tokenizer.bos, L)
-        if both:
-            print(note_of_copies(both), file=sys.stderr)
         found = pieces(ids, tokenizer.bos, L, flags.documents, without=both)
         if len(found):
             documents[L] = found
@@ -169,6 +167,8 @@ def documents_to_score(
             if both:
                 why = "all texts of this length also train; name other --data or another --part"
             raise UserError(f"--lengths {L}: {why}")
+        if both:
+            print(note_of_copies(both), file=sys.stderr)
     listed = ", ".join(f"{len(rows)} of {L} tokens" for L, rows in documents.items())
     of = "all parts" if len(parts) == len(PARTS) else parts[0]
     whose = "" if flags.data else "Python's standard library, "
