@@ -25,7 +25,7 @@ Letters:
 
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Iterator
 
@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.files import FOREIGN, read_given, read_tensors
 from support.tokenizer import Tokenizer
-from support.weights import blamed_on, check_numbers, checked, config_file
+from support.weights import blamed_on, check_numbers, checked, config_file, has_own_output
 from support.weights import hugging_face_fields, hugging_face_weights, meta_fields
 from support.weights import meta_shards, weight_files
 
@@ -450,6 +450,8 @@ def load_llama(
     file = config_file(Path(path))  # Meta's params.json, or Hugging Face's config.json
     config = read_config(file)
     files = weight_files(file, config.n_layers)
+    if config.tied and has_own_output(map(read_tensors, files)):
+        config = replace(config, tied=False)
     with torch.device("meta"):  # shapes without numbers
         model = Llama(config)
 
@@ -467,6 +469,9 @@ def load_llama(
                 tensor = neighbours_to_halves(tensor, config.head_dim)
             # One tensor is copied at a time, so that the weights are never in memory twice.
             state[name] = tensor.to(device, dtype, copy=True)
+            if not state[name].isfinite().all():
+                numbers = f"{name}, {tensor.dtype} that becomes {dtype},"
+                raise ValueError(f"{numbers} has numbers that are not finite")
 
     model.load_state_dict({name: state[in_file[name]] for name in in_file}, assign=True)
     return model

@@ -1,9 +1,11 @@
 """Tokenizers: text to token ids and back, by the files of a model's directory."""
 
+import json
 import re
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Callable, Iterable, Iterator
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
@@ -22,10 +24,8 @@ class Tokenizer:
         """`path`: the model's directory; Meta keeps tokenizer.model in its parent."""
         self.file = tokenizer_file(path)
         try:
-            if self.file.suffix == ".json":
-                self.tokens = JsonTokens(self.file)
-            else:
-                self.tokens = SentencePieceTokens(self.file, added_tokens(path))
+            kind = JsonTokens if self.file.suffix == ".json" else SentencePieceTokens
+            self.tokens = kind(self.file, added_tokens(path), blanks(path))
             self.vocab_size = self.tokens.vocab_size
             # Each of these ids ends a text: the tokenizer's own, and those named beside it.
             self.ends = self.tokens.ends | {*named_ids(path, "eos", self.tokens.id_of)}
@@ -68,14 +68,14 @@ class Tokenizer:
         """The ids of a whole text: the prefix (usually the BOS alone), then those of the
         text. `special`: what looks like a special token is one. A text that begins with the
         prefix itself, as those of a chat template do, has it once."""
-        ids = self.continued(text, special)
+        ids = self.tokens.encode(plain(text), special)
         begun = special and ids[: len(self.prefix)] == self.prefix
         return ids if begun else self.prefix + ids
 
     def continued(self, text: str, special: bool = False) -> list[int]:
-        """The ids of a text that continues another one: without the prefix."""
-        # Half of a surrogate pair, which tokenizers refuse, becomes a question mark.
-        return self.tokens.encode(text.encode("utf-8", "replace").decode(), special)
+        """The ids of a text that continues another one: without the prefix, and without the
+        blank that some tokenizers put in front of a text."""
+        return self.tokens.encode(plain(text), special, continues=True)
 
     def special_in(self, text: str) -> list[str]:
         """The special tokens whose names are in a text."""
@@ -106,6 +106,11 @@ class Tokenizer:
         """The text that token i adds, with its leading blank if it has one. A part of a
         character gives U+FFFD, and a token without text gives its name."""
         return self.added([i], self.x) or self.tokens.name(i)
+
+
+def plain(text: str) -> str:
+    """Half of a surrogate pair, which tokenizers refuse, becomes a question mark."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -149,18 +154,53 @@ def named_ids(folder: Path, role: str, id_of: Callable[[str], int | None]) -> li
     return from_files(folder, names + ["config.json", "generation_config.json"], ids_in)
 
 
-def added_tokens(folder: Path) -> dict[str, int]:
-    """The ids of the tokens that files add to a tokenizer.model, by their names."""
+class Added(NamedTuple):
+    """A token that files add to a tokenizer. One that is not special is a token in every text."""
 
-    def added(content: dict) -> list[tuple[str, int]]:
-        return [(name, int(i)) for name, i in content.items()]
+    id: int
+    special: bool
+    flags: dict[str, bool]  # such as {"rstrip": True}
 
-    def configured(content: dict) -> list[tuple[str, int]]:
-        tokens = content.get("added_tokens_decoder", {})
-        return [(token["content"], int(i)) for i, token in tokens.items()]
 
+def added_tokens(folder: Path) -> dict[str, Added]:
+    """The tokens that files add to those of a tokenizer's own file, by their names."""
+
+    def roles(content: dict) -> list:  # such as "eos_token": "<end>"
+        found = []
+        for key, value in content.items():
+            if key == "extra_special_tokens" and isinstance(value, dict):
+                value = [*value.values()]
+            if key.endswith(("_token", "_special_tokens")):
+                found += value if isinstance(value, list) else [value]
+        return [token["content"] if isinstance(token, dict) else token for token in found]
+
+    def added(content: dict) -> list[tuple[str, Added]]:
+        return [(name, Added(int(i), name in special, {})) for name, i in content.items()]
+
+    def configured(content: dict) -> list[tuple[str, Added]]:
+        tokens = []
+        for i, token in content.get("added_tokens_decoder", {}).items():
+            flags = {flag: True for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)}
+            tokens.append((token["content"], Added(int(i), bool(token.get("special")), flags)))
+        return tokens
+
+    special = from_files(folder, ["tokenizer_config.json", "special_tokens_map.json"], roles)
     older = from_files(folder, ["added_tokens.json"], added)
     return dict(older + from_files(folder, ["tokenizer_config.json"], configured))
+
+
+class Blanks(NamedTuple):
+    """Where a tokenizer that puts a blank in front of a text does so. None: as its file says."""
+
+    first: bool | None  # at the beginning
+    later: bool | None  # behind a token that was added, too
+
+
+def blanks(folder: Path) -> Blanks:
+    def said(content: dict) -> list[Blanks]:
+        return [Blanks(content.get("add_prefix_space"), content.get("legacy"))]
+
+    return [Blanks(None, None), *from_files(folder, ["tokenizer_config.json"], said)][-1]
 
 
 # --- The two kinds ----------------------------------------------------------------------
@@ -170,82 +210,146 @@ class SentencePieceTokens:
     """A tokenizer.model, and the tokens that other files add to it. Raises ValueError if it
     cannot be used."""
 
-    def __init__(self, file: Path, added: dict[str, int]):
+    def __init__(self, file: Path, added: dict[str, Added], blanks: Blanks):
+        model = file.read_bytes()
         try:
-            self.sp = SentencePieceProcessor(model_file=str(file))
+            self.sp = SentencePieceProcessor(model_proto=model)
+            # The same without a blank in front of a text. What follows a protobuf message
+            # replaces its fields: here normalizer_spec.add_dummy_prefix becomes false.
+            self.bare = SentencePieceProcessor(model_proto=model + b"\x1a\x02\x18\x00")
         except (RuntimeError, OSError) as error:
             raise ValueError(error) from None
-        size = self.sp.vocab_size()
-        self.names = {i: name for name, i in added.items() if i >= size}
+        self.blanks = blanks
+        self.size = size = self.sp.vocab_size()
+        self.names = {token.id: name for name, token in added.items() if token.id >= size}
         self.vocab_size = 1 + max(self.names, default=size - 1)
-        self.largest = size - 1  # the largest id that a plain text can have
         self.begins = {self.sp.bos_id()} - {-1}  # -1: there is none
         self.ends = {self.sp.eos_id()} - {-1}
+        for name, token in added.items():
+            if token.flags:
+                raise ValueError(f"{', '.join(token.flags)} of {name} is not implemented")
+            if token.id < size and self.sp.id_to_piece(token.id) != name:
+                raise ValueError(f"{name} is added as {token.id}, which is another token")
         control = {self.sp.id_to_piece(i): i for i in range(size) if self.sp.is_control(i)}
-        self.special = control | added
+        self.special = control | {name: t.id for name, t in added.items() if t.special}
+        self.ordinary = {name: t.id for name, t in added.items() if not t.special}
+        # The largest id that a plain text can have.
+        self.largest = max(size - 1, *self.ordinary.values(), 0)
 
     def name(self, i: int) -> str:
-        own = i <= self.largest
-        return self.sp.id_to_piece(i) if own else self.names.get(i, f"<{i}>")
+        return self.sp.id_to_piece(i) if i < self.size else self.names.get(i, f"<{i}>")
 
     def id_of(self, name: str) -> int | None:
-        if name in self.special:
-            return self.special[name]
+        known = self.special | self.ordinary
+        if name in known:
+            return known[name]
         i = self.sp.piece_to_id(name)  # that of <unk> if there is none
         return i if self.sp.id_to_piece(i) == name else None
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        if not special or not self.special:
-            return self.sp.encode(text)
-        longest_first = sorted(self.special, key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+    def encode(self, text: str, special: bool = False, continues: bool = False) -> list[int]:
+        tokens = self.special | self.ordinary if special else self.ordinary
         ids = []
-        for part in parts:
-            ids += [self.special[part]] if part in self.special else self.sp.encode(part)
+        for n, part in enumerate(split_at(tokens, text)):
+            bare = self.blanks.later is False
+            if n == 0:
+                bare = continues or self.blanks.first is False
+            if part in tokens:
+                ids.append(tokens[part])
+            elif bare:  # a model may drop a blank in front, but not in this spelling
+                ids += self.bare.encode(re.sub("^ ", "\u2581", part))
+            else:
+                ids += self.sp.encode(part)
         return ids
 
     def decode(self, ids: list[int]) -> str:
         text = ""
-        for own, run in groupby(ids, lambda i: i <= self.largest):
+        for own, run in groupby(ids, lambda i: i < self.size):
             text += self.sp.decode([*run]) if own else "".join(map(self.name, run))
         return text
 
 
-class JsonTokens:
-    """A tokenizer.json. Raises ValueError if it cannot be used."""
+def split_at(names: Iterable[str], text: str) -> list[str]:
+    """The parts of a text between these names, and the names, which have odd places."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if names else [text]
 
-    def __init__(self, file: Path):
+
+class JsonTokens:
+    """A tokenizer.json, and the tokens that other files add to it. Raises ValueError if it
+    cannot be used."""
+
+    def __init__(self, file: Path, added: dict[str, Added], blanks: Blanks):
         try:
-            from tokenizers import Tokenizer as JsonTokenizer  # not in requirements.txt
+            import tokenizers  # not in requirements.txt
         except ImportError:
             package = "one more package is needed: pip install tokenizers"
             raise UserError(f"{file}: to read this tokenizer {package}") from None
-        text = read_text(file)
-        try:
-            self.tokenizer = JsonTokenizer.from_str(text)
-        except Exception as error:
-            # The package raises plain Exceptions, for which there is no narrower name.
-            # Errors of any other type are not about the file, and pass on.
-            if type(error) is not Exception:
-                raise
-            raise ValueError(error) from None
-        self.tokenizer.no_truncation()  # a file may ask for texts of one length
-        self.tokenizer.no_padding()
-        added = self.tokenizer.get_added_tokens_decoder()
-        self.special = {token.content: i for i, token in added.items() if token.special}
+        self.package, self.blanks = tokenizers, blanks
+        self.content, self.added = read_text(file), added
+        self.tokenizer = self.load(self.content)
+        own = self.tokenizer.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in own.items() if token.special}
+        self.ordinary = {token.content: i for i, token in own.items() if not token.special}
         every = self.tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(every.values())
         # The largest id that a plain text can have.
         self.largest = max(i for name, i in every.items() if name not in self.special)
         self.begins, self.ends = set(), set()  # other files name them
         self.id_of = self.tokenizer.token_to_id
+        if blanks.first and self.encode("x") == self.encode("x", continues=True):
+            raise ValueError("add_prefix_space of tokenizer_config.json is not implemented")
+
+    def load(self, content: str):
+        """A Tokenizer of the package, to which the tokens of other files are added."""
+        try:
+            tokenizer = self.package.Tokenizer.from_str(content)
+        except Exception as error:
+            # The package raises plain Exceptions, for which there is no narrower name.
+            # Errors of any other type are not about the file, and pass on.
+            if type(error) is not Exception:
+                raise
+            raise ValueError(error) from None
+        tokenizer.no_truncation()  # a file may ask for texts of one length
+        tokenizer.no_padding()
+        there = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        for name, token in sorted(self.added.items(), key=lambda item: item[1].id):
+            if name not in there:
+                new = self.package.AddedToken(
+                    name, normalized=False, special=token.special, **token.flags)
+                tokenizer.add_tokens([new])
+            i = tokenizer.token_to_id(name)
+            if i != token.id:
+                raise ValueError(f"{name} is added as {token.id}, and here it is {i}")
+        return tokenizer
+
+    @cached_property
+    def bare(self):
+        """The same without a blank in front of a text."""
+
+        def without(keys: dict) -> dict:
+            changed = {
+                "Prepend": {"type": "Sequence", "normalizers": []},
+                "Metaspace": keys | {"prepend_scheme": "never", "add_prefix_space": False},
+                "ByteLevel": keys | {"add_prefix_space": False},
+            }
+            return changed.get(str(keys.get("type")), keys)
+
+        return self.load(json.dumps(json.loads(self.content, object_hook=without)))
 
     def name(self, i: int) -> str:
         return self.tokenizer.id_to_token(i) or f"<{i}>"
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        self.tokenizer.encode_special_tokens = not special  # True: as plain text
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, special: bool = False, continues: bool = False) -> list[int]:
+        parts = [(self.tokenizer, text)]
+        if continues or self.blanks.first is False:  # up to the first token that was added
+            tokens = self.special | self.ordinary if special else self.ordinary
+            first = split_at(tokens, text)[0]
+            parts = [(self.bare, first), (self.tokenizer, text[len(first) :])]
+        ids = []
+        for tokenizer, part in parts:
+            tokenizer.encode_special_tokens = not special  # True: as plain text
+            ids += tokenizer.encode(part, add_special_tokens=False).ids if part else []
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)

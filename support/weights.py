@@ -66,6 +66,14 @@ def config_file(path: Path) -> Path:
     raise UserError(f"{path}: {none}; {WHICH_MODELS}")
 
 
+# The keys of a params.json; Meta's own code refuses others, too. The sizes of the feed-forward
+# layer are read off the weights.
+META_KEYS = {
+    "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", "rope_theta",
+    "max_seq_len", "max_batch_size", "multiple_of", "ffn_dim_multiplier", "use_scaled_rope",
+}
+
+
 def meta_fields(file: Path) -> dict:
     """The fields of a LlamaConfig from a params.json and the first shard beside it. What is
     wrong in the file raises one of FOREIGN."""
@@ -73,6 +81,9 @@ def meta_fields(file: Path) -> dict:
     # Llama 3.1 and later scale positions by factors that are not in this file.
     if params.get("use_scaled_rope"):
         raise ValueError("use_scaled_rope is not implemented; take Hugging Face's layout")
+    unknown = sorted(params.keys() - META_KEYS)
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: not implemented")
     shard = read_tensors(file.parent / "consolidated.00.pth")
     shards = len(meta_files(file.parent))
     fields = {key: params[key] for key in ("dim", "n_layers", "n_heads", "norm_eps")}
@@ -136,21 +147,43 @@ def hugging_face_fields(content: dict) -> dict:
     fields["tied"] = content.get("tie_word_embeddings", False)
     fields["qkv_bias"] = content.get("qkv_bias", False)
     fields["turned"] = content.get(ROTATED, 1.0)
+    if content.get("head_dim", 0) not in (0, fields["dim"] / fields["n_heads"]):
+        raise ValueError(f"head_dim {content['head_dim']}, which is not dim / heads")
     return fields | position_fields(content)
+
+
+# What may stand beside the type in a rope_scaling, and what else a file of Hugging Face may have.
+ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor", "original_max_position_embeddings"),
+    "llama3": LLAMA3_ROPE,
+}
+OF_ANY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 def position_fields(content: dict) -> dict:
     """Of these fields those that say how positions become angles."""
-    newer = content.get("rope_parameters") or {}  # newer files keep theta and scaling here
-    scaling = content.get("rope_scaling") or newer
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    fields = {"rope_theta": newer.get("rope_theta", content.get("rope_theta", 10000.0))}
+    # Newer files keep theta and scaling in rope_parameters.
+    scaling = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    types = {scaling[key] for key in ("rope_type", "type") if key in scaling} or {"default"}
+    rope_type = types.pop()
+    if types or rope_type not in ROPE_KEYS:
+        raise ValueError(f"rope_type {', '.join([rope_type, *types])} is not implemented")
+    unknown = scaling.keys() - OF_ANY_ROPE - {*ROPE_KEYS[rope_type]}
+    if unknown:
+        found = f"rope_scaling has {', '.join(sorted(unknown))}"
+        raise ValueError(f"{found}, which rope_type {rope_type} does not use")
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor is not implemented")
+
+    theta = content.get("rope_parameters", {}).get("rope_theta", content.get("rope_theta"))
+    fields = {"rope_theta": scaling.get("rope_theta", theta or 10000.0)}
     if rope_type == "linear":
         fields["rope_scale"] = scaling["factor"]
+        original = "original_max_position_embeddings"
+        fields |= {"context": scaling[original]} if original in scaling else {}
     elif rope_type == "llama3":
         fields["llama3_rope"] = {key: scaling[key] for key in LLAMA3_ROPE}
-    elif rope_type != "default":
-        raise ValueError(f"rope_type {rope_type} is not implemented")
     return fields
 
 
@@ -196,6 +229,18 @@ def meta_shards(files: list[Path]) -> Iterator[tuple[str, list[Tensor]]]:
         yield name, parts
 
 
+EMBEDDINGS, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def has_own_output(parts: Iterable[dict[str, Tensor]]) -> bool:
+    """Whether Hugging Face's files have an output matrix with other numbers than those of the
+    embeddings, such as that of a fine-tuned model, whatever the configuration says."""
+    both = {}
+    for part in parts:
+        both |= {name: part[name] for name in (EMBEDDINGS, OUTPUT) if name in part}
+    return len(both) == 2 and not torch.equal(both[EMBEDDINGS], both[OUTPUT])
+
+
 def hugging_face_weights(
     parts: Iterable[dict[str, Tensor]], tied: bool
 ) -> Iterator[tuple[str, Tensor]]:
@@ -203,7 +248,7 @@ def hugging_face_weights(
     matrix is that of the embeddings, so that one in a file is left out."""
     for part in parts:
         for name, tensor in part.items():
-            stored_twice = tied and name == "lm_head.weight"
+            stored_twice = tied and name == OUTPUT
             # inv_freq is no weight: `model.rope` computes it in float32.
             if not stored_twice and not name.endswith("inv_freq"):
                 yield name, tensor
@@ -226,7 +271,11 @@ def hugging_face_files(path: Path) -> list[Path]:
 def files_of_index(index: Path) -> list[Path]:
     """The files that an index names. What else lies beside them may be of an older save."""
     with blamed_on(index, *FOREIGN):
-        named = {index.parent / file for file in read_json(index)["weight_map"].values()}
+        files = set(read_json(index)["weight_map"].values())
+        for file in files:
+            if Path(file).is_absolute() or ".." in Path(file).parts:
+                raise ValueError(f"it names {file}, which is outside its folder")
+        named = {index.parent / file for file in files}
         whole = index.with_name(index.name.removesuffix(".index.json"))
         if whole.is_file() and whole not in named:
             raise UserError(f"{index}: it does not name {whole.name}; remove one of the two")
@@ -237,7 +286,7 @@ def checked(
     stored: Iterable[tuple[str, Tensor]], expected: dict[str, torch.Size]
 ) -> Iterator[tuple[str, Tensor]]:
     """Hand on the tensors of a model's files by name. Raises ValueError if they are not
-    those that are expected, by name and shape, or have numbers that are not finite."""
+    those that are expected, by name and shape."""
     left = dict(expected)
     for name, tensor in stored:
         if name not in expected:
@@ -252,8 +301,6 @@ def checked(
         if tensor.dtype not in READ:
             types = ", ".join(f"{dtype}".removeprefix("torch.") for dtype in READ)
             raise ValueError(f"{name} has numbers of type {tensor.dtype}; take {types}")
-        if not tensor.isfinite().all():
-            raise ValueError(f"{name}, {tensor.dtype}, has numbers that are not finite")
         yield name, tensor
     if left:
         raise ValueError(f"missing: {', '.join(left)}")

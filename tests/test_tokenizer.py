@@ -62,6 +62,25 @@ def bytes_apart(tmp_path):
     return tmp_path
 
 
+def blank_in_front(folder: Path, drops_blanks: bool) -> Path:
+    """A tokenizer.model that puts a blank in front of a text, as Llama 2's does."""
+    SentencePieceTrainer.train(
+        input=__file__, model_prefix=str(folder / "tokenizer"), vocab_size=500,
+        model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=drops_blanks, minloglevel=2)
+    return folder
+
+
+@pytest.fixture
+def as_llama_2(tmp_path):
+    return blank_in_front(tmp_path, drops_blanks=False)
+
+
+@pytest.fixture
+def as_open_llama(tmp_path):
+    return blank_in_front(tmp_path, drops_blanks=True)
+
+
 def write(folder: Path, name: str, **content) -> None:
     (folder / f"{name}.json").write_text(json.dumps(content))
 
@@ -69,7 +88,7 @@ def write(folder: Path, name: str, **content) -> None:
 # --- Both kinds -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["tokenizer.model", "folder", "bytes_apart"])
+@pytest.mark.parametrize("kind", ["tokenizer.model", "folder", "bytes_apart", "as_llama_2"])
 def test_tokens_one_by_one_have_the_text(request, kind, monkeypatch):
     """As all of them at once, from the first or behind a prompt, in time that is linear: what is
     decoded for a token has a few ids. Random Unicode of one to four bytes a letter."""
@@ -86,12 +105,26 @@ def test_tokens_one_by_one_have_the_text(request, kind, monkeypatch):
         new = tokenizer.continued(more)
         expected = whole(ids[1:] + new).removeprefix(prompt)
         assert "".join(as_text(iter(new), tokenizer, ids)) == expected
-        assert expected in (more, f" {more}")  # sentencepiece puts a blank in front
+        assert expected == more
         cut = tokenizer.encode(f"{prompt}\U0001f40d")[1:-1]
         assert "".join(tokenizer.texts(cut)) == prompt  # a part of a character is held back
     assert max(decoded) < 8
     ids = [*tokenizer.continued("a"), tokenizer.bos, *tokenizer.continued(" b")]
     assert "".join(tokenizer.texts(ids)) == whole(ids)  # a token without text before a blank
+
+
+@pytest.mark.parametrize("kind", ["bytes_apart", "folder", "as_llama_2", "as_open_llama"])
+def test_a_text_in_two_halves(request, kind):
+    """Cut anywhere, also within a word, it has no blank more, and the ids of a word are the same
+    if it is whole in one half."""
+    tokenizer = Tokenizer(request.getfixturevalue(kind))
+    text = "a cab in a tokenizer, or many tokens"
+    for cut in range(1, len(text)):
+        first, second = text[:cut], text[cut:]
+        if not first.endswith(" "):  # some tokenizers drop it
+            halves = tokenizer.encode(first) + tokenizer.continued(second)
+            assert tokenizer.decode(halves[1:]) == text
+            assert second[0] != " " or halves == tokenizer.encode(text)
 
 
 # --- tokenizer.model --------------------------------------------------------------------
@@ -121,24 +154,59 @@ def test_a_tokenizer_without_a_token_that_begins_a_text(tmp_path, bos, eos, begi
 
 
 def test_what_files_beside_it_add(tmp_path, tokenizer):
-    """More ends, by name and by id, and tokens of their own. Read as tokens only if asked for."""
+    """More ends, by name and by id, and tokens of their own. A special one is read as a token only
+    if asked for, any other always, as its row has trained so."""
     shutil.copy(tokenizer.file, tmp_path)
-    write(tmp_path, "added_tokens", **{"<end>": 2048, "[PAD]": 2051})
+    write(tmp_path, "added_tokens", **{"<end>": 2048, "newword": 2050, "[PAD]": 2051})
+    write(tmp_path, "special_tokens_map", pad_token="[PAD]")
     write(tmp_path, "tokenizer_config", eos_token={"content": "<end>"}, bos_token=None,
-          added_tokens_decoder={"2049": {"content": "<user>"}})
+          added_tokens_decoder={"2049": {"content": "<user>", "special": True}})
     write(tmp_path, "config", bos_token_id=1, eos_token_id=[2, 7])
     write(tmp_path, "generation_config", eos_token_id=9)
     found = Tokenizer(tmp_path)
     assert (found.bos, found.ends, found.vocab_size) == (1, {2, 7, 9, 2048}, 2052)
-    ab, text = tokenizer.continued("a b"), "<user>a b<end>"
+    ab, text = tokenizer.encode("a b")[1:], "<user>a b<end>"
     assert found.encode(text) == tokenizer.encode(text)
+    assert found.encode("a bnewworda b") == [1, *ab, 2050, *ab]
     assert found.encode(text, special=True) == [1, 2049, *ab, 2048]
     assert found.encode(f"<s>{text}", special=True) == [1, 2049, *ab, 2048]  # begins once
     assert found.special_in(text) == ["<end>", "<user>"]
     assert found.decode([*ab, 2049, *ab]) == "a b<user>a b"
     assert [*found.texts([*ab, 2049])][-1] == found.piece(2049) == "<user>"
-    found.fit(2050)  # no text has [PAD]
-    assert found.vocab_size == 2050
+    found.fit(2051)  # no text has [PAD]
+    assert found.vocab_size == 2051
+    with pytest.raises(UserError, match="newword has id 2050"):
+        found.fit(2050)
+
+
+@pytest.mark.parametrize("kind", ["as_llama_2", "folder"])
+@pytest.mark.parametrize("content, sentence", [
+    ({"added_tokens_decoder": {"5": {"content": "word"}}}, "word is added as 5"),
+    ({"added_tokens_decoder": {"{next}": {"content": "word", "rstrip": True}}}, "rstrip of word"),
+    ({"add_prefix_space": True}, "add_prefix_space")])
+def test_what_is_not_implemented_is_named(request, kind, content, sentence):
+    """tokenizer.json has some of it."""
+    folder = request.getfixturevalue(kind)
+    size = Tokenizer(folder).vocab_size
+    text = json.dumps(content).replace("{next}", str(size))
+    (folder / "tokenizer_config.json").write_text(text[:-1] + ', "bos_token": "="}')
+    if kind == "folder" and "rstrip" in sentence:
+        assert Tokenizer(folder).encode("a word b")[1:] == [64, 220, size, 65]
+    elif kind == "as_llama_2" and "prefix" in sentence:
+        assert Tokenizer(folder).decode(Tokenizer(folder).encode("a")) == "a"
+    else:
+        refusal(Tokenizer, folder, sentence)
+
+
+@pytest.mark.parametrize("first, later, expected", [
+    (None, None, " x<user> y"), (False, None, "x<user> y"), (None, False, " x<user>y")])
+def test_blanks_as_the_configuration_says(as_llama_2, first, later, expected):
+    """Llama 2's own says that `legacy` is false: no blank behind a token that was added."""
+    write(as_llama_2, "tokenizer_config", add_prefix_space=first, legacy=later,
+          added_tokens_decoder={"500": {"content": "<user>", "special": True}})
+    found = Tokenizer(as_llama_2)
+    ids = found.encode("x<user>y", special=True)
+    assert "".join(map(found.piece, ids[1:])) == expected
 
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path):

@@ -88,7 +88,10 @@ NULLS = dict.fromkeys([
     ([HF], {"rope_theta": 10000, "hidden_size": 32.0}, {}),  # the same numbers
     (SHARDS, {"rope_theta": 5e5}, {"rope_theta": 5e5}),
     (BINS, {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9.0}},
-     {"rope_scale": 8.0, "rope_theta": 9.0})])
+     {"rope_scale": 8.0, "rope_theta": 9.0}),
+    ([HF], {"head_dim": 8, "rope_theta": 5.0, "rope_scaling": {
+        "type": "linear", "factor": 4, "rope_theta": 7, "original_max_position_embeddings": 16}},
+     {"rope_scale": 4.0, "rope_theta": 7.0, "context": 16})])
 def test_both_layouts(tmp_path, model, files, changes, expected):
     load(write_model(tmp_path, model, files, **changes), model, **expected)
     half = load_llama(tmp_path, torch.bfloat16)
@@ -103,6 +106,11 @@ def test_tied_embeddings(tmp_path, model, edit):
     assert torch.equal(loaded(TOKENS), model(TOKENS)) and not hasattr(loaded, "output")
 
 
+def test_an_output_matrix_that_was_trained_apart(tmp_path, model):
+    """It is used, though the configuration says that embeddings and output matrix are one."""
+    load(write_model(tmp_path, model, SHARDS, tie_word_embeddings=True), model, tied=False)
+
+
 def test_what_an_index_does_not_name_is_not_loaded(tmp_path, model):
     """Such as a shard of an older save. Without an index a tensor that is there twice is refused,
     and so is a whole file beside an index of others."""
@@ -115,6 +123,9 @@ def test_what_an_index_does_not_name_is_not_loaded(tmp_path, model):
     load(tmp_path, model)
     save_file({}, tmp_path / HF)
     refusal(load_llama, tmp_path, f"it does not name {HF}; remove one")
+    for outside in ("../other.safetensors", "a/../../b.safetensors", f"{tmp_path.parent}/c"):
+        (tmp_path / f"{HF}.index.json").write_text(json.dumps({"weight_map": {"a": outside}}))
+        refusal(load_llama, tmp_path, f"{outside}, which is outside its folder")
 
 
 # --- What is refused --------------------------------------------------------------------
@@ -124,6 +135,10 @@ def test_what_an_index_does_not_name_is_not_loaded(tmp_path, model):
     ({"model_type": "mistral"}, "model_type mistral is not implemented"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"rope_scaling": {"type": "yarn"}}, "rope_type yarn is not implemented"),
+    ({"rope_scaling": {"factor": 8.0}}, "rope_scaling has factor, which rope_type default does"),
+    ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "rope_type l"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not impl"),
+    ({"head_dim": 16}, "head_dim 16, which is not dim / heads"),
     ({"hidden_size": 32.5}, "dim 32.5 is not of type int"),
     ({"num_hidden_layers": 0}, "n_layers 0 is not positive"),
     ({"num_hidden_layers": 3}, "3 layers, but 2 in the weights"),  # a million would take hours
@@ -138,6 +153,7 @@ def test_a_config_json_that_is_no_llamas(tmp_path, model, changes, sentence):
 
 @pytest.mark.parametrize("changes, sentence", [
     ({"use_scaled_rope": True}, "use_scaled_rope is not implemented"),
+    ({"rope_scaling_factor": 8}, "rope_scaling_factor: not implemented"),
     ({"vocab_size": 50}, "vocab_size 50, but 64 in the weights"),
     ({"n_heads": 8}, "n_heads 8 leaves 4 channels for a head, but 8 in the weights")])
 def test_a_params_json_that_contradicts_its_weights(tmp_path, model, changes, sentence):
@@ -160,6 +176,7 @@ def test_a_missing_file(tmp_path, model, files, lost, parts):
     (lambda s, q: s.update({q: s[q].to(torch.int8)}), [Q_PROJ, "int8"]),
     (lambda s, q: s.update({q: s[q].to(torch.float8_e5m2)}), [Q_PROJ, "float8_e5m2"]),
     (lambda s, q: s[q].__setitem__((0, 0), math.nan), [Q_PROJ, "not finite"]),
+    (lambda s, q: s.update({q: s[q].double() + 1e99}), [Q_PROJ, "not finite"]),
     (lambda s, q: s.update({q: s[q][:, 1:].clone()}), [Q_PROJ, "(32, 31)", "(32, 32)"]),
 ])
 def test_a_wrong_tensor_is_named(tmp_path, model, fault, parts):
