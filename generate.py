@@ -74,14 +74,14 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
     """Yield up to `most` token ids that continue the text in the cache. It stops before a
     token that ends the text. `logits` (1, vocab_size) are those after the last token that
     was read."""
-    for n in range(most):
+    for _ in range(most):
         # Some models pad their vocabulary: logits beyond `vocab_size` belong to no token.
         token = sample(logits[0, : tokenizer.vocab_size], temperature)
         if token in tokenizer.ends:
             return
+        # It enters the cache before it is handed on, so that the cache has all that was written.
+        logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
         yield token
-        if n + 1 < most:  # nothing comes after the last one
-            logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
 
 
 def as_text(

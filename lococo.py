@@ -481,14 +481,13 @@ class LoRALinear(nn.Module):
     def __init__(self, base: nn.Linear, rank: int, alpha: int):
         super().__init__()
         self.base, self.factor = base, alpha / rank
-        device = base.weight.device
-        self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, device=device))
-        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
+        like = widened(base.weight[:0])  # in float32, also where the base is not
+        self.lora_a = nn.Parameter(like.new_empty(rank, base.in_features))
+        self.lora_b = nn.Parameter(like.new_zeros(base.out_features, rank))
         nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.base(x)
-        # A and B are in float32, also where the base is not.
         change = F.linear(F.linear(x.type_as(self.lora_a), self.lora_a), self.lora_b)
         return y + self.factor * change.type_as(y)
 
@@ -659,9 +658,10 @@ def check_base(model: Llama) -> None:
 def check_rows(compressor: Compressor, head_dim: int) -> None:
     """Raises UserError if w of random entries has another shape, or if its rows do not sum to
     1, as with a softmax over the wrong dimension: (4) and (5) would not mix."""
-    generator = torch.Generator().manual_seed(0)
-    entries = torch.randn((2, 2 * head_dim, compressor.slots + 8), generator=generator)
-    entries = entries.to(next(compressor.parameters()).device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    sizes = (2, 2 * head_dim, compressor.slots + 8)
+    entries = torch.randn(sizes, generator=generator, device="cpu")
+    entries = entries.to(next(compressor.parameters()))
     from_slot = torch.zeros_like(entries[:, 0], dtype=torch.bool)
     w = compressor.weights(entries, from_slot, entries[:, 0].exp())
     name = f"{type(compressor).__name__}.weights"
@@ -697,10 +697,13 @@ class AdaptedLlama(nn.Module):
         for part in parts_of(config, settings):
             most[part.layer] = max(most[part.layer], part.settings.merged)
         compressor = COMPRESSORS[settings.compressor]
-        self.compressors = nn.ModuleList(
-            compressor(config.head_dim, slots, settings.kernel, settings.start)
-            for slots in (most if settings.merged else [])
-        ).to(model.norm.weight.device)
+        with torch.device("cpu"):  # so that every machine starts from the same numbers
+            compressors = [
+                compressor(config.head_dim, slots, settings.kernel, settings.start)
+                for slots in (most if settings.merged else [])
+            ]
+        like = widened(model.norm.weight[:0])
+        self.compressors = nn.ModuleList(compressors).to(like)
         if self.compressors:  # all are of one class
             check_rows(self.compressors[0], config.head_dim)
         if settings.lora_rank:  # context extension; without LoRA the base stays frozen

@@ -75,9 +75,9 @@ class LlamaConfig:
 
 
 def widened(t: Tensor) -> Tensor:
-    """t in torch's default dtype, float32, if its own is narrower. bfloat16 is too coarse
-    for sums and angles."""
-    return t.to(torch.promote_types(t.dtype, torch.get_default_dtype()))
+    """t in float32, if its own dtype is narrower. bfloat16 is too coarse for sums and
+    angles."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 # --- Rotary positions (arXiv 2104.09864) ------------------------------------------------
@@ -91,7 +91,7 @@ def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
     Angles are in float32, as bfloat16 cannot tell position 256 from 257.
     """
     d = config.turned * config.head_dim
-    twice_i = torch.arange(0.0, config.head_dim, 2, device=positions.device)
+    twice_i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = (twice_i < d) * config.rope_theta ** (-twice_i / d)
     if config.llama3_rope:
         frequency = config.llama3_rope.slowed(frequency)
@@ -254,7 +254,7 @@ class KVCache:
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The cosines and sines that `rotate` needs for these positions."""
-        return rope(positions / self.rope_scale, self.config)
+        return rope(positions.float() / self.rope_scale, self.config)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append a layer's new k and v (B, G, T, D), then let each of its queries

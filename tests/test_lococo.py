@@ -1,5 +1,6 @@
 """lococo.py: methods, compressors, memory, budgets, positions, LoRA."""
 
+from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 
@@ -10,7 +11,8 @@ from conftest import settings
 from reference import slow_memory
 
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
-from lococo import check_rows, copy_penalty, interpolation, merge, with_slots
+from lococo import check_rows, copy_penalty, interpolation, merge, segment_losses
+from lococo import with_slots
 from model import Llama, rope, rotate
 from support.files import UserError
 from support.programs.settings import resized, untrained
@@ -25,6 +27,38 @@ def seed():
 
 def logits_of(model, cache, tokens=TOKENS, segment=6):
     return torch.cat([model(x, cache) for x in tokens.split(segment, dim=1)], dim=1)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16])
+def base_dtype(request):
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("method, lora_rank", [
+    ("full", 0), ("h2o", 0), ("selection", 2), ("lococo+h2o", 2)])
+def test_defaults_of_the_process_change_nothing(model, base_dtype, method, lora_rank):
+    """A notebook may have called torch.set_default_dtype or torch.set_default_device. Losses and
+    gradients are those of a process that has not, also at positions that bfloat16 rounds."""
+    found = []
+    for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "meta")):
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
+        base = deepcopy(model).to(base_dtype)
+        adapted = AdaptedLlama(base, settings(method, lora_rank=lora_rank, positions="text"))
+        generator = torch.Generator("cpu").manual_seed(0)
+        for p in adapted.trained().values():  # the same in both
+            assert p.dtype == torch.float32
+            p.data = torch.randn(p.shape, generator=generator, device="cpu", dtype=p.dtype) / 8
+        cache = adapted.cache()
+        cache.seen = 500
+        losses = torch.cat([n for n, _ in segment_losses(adapted.model, TOKENS, cache, 6)], dim=1)
+        if adapted.trained():
+            losses.sum().backward()
+        assert losses.dtype == torch.float32
+        found.append([losses, *(p.grad for p in adapted.trained().values())])
+    assert all(map(torch.equal, *found))
 
 
 # --- Methods ----------------------------------------------------------------------------

@@ -162,6 +162,20 @@ def test_greedy_text(run, tokenizer, words, thing):
     assert code == 0 and book + out == written + "\n", err
 
 
+def test_all_that_is_written_is_in_the_cache(model):
+    """Also the last token: what is read behind an answer sees the whole of it."""
+    adapted = AdaptedLlama(model, settings("h2o"))
+    read, asked = torch.randint(3, 64, (1, 20)), torch.randint(3, 64, (1, 4))
+    cache, expected = adapted.cache(), adapted.cache()
+    logits = prefill(model, read, cache, 6)
+    some = Mock(vocab_size=64, ends=set())
+    written = torch.tensor([[*decode(model, some, logits, cache, most=5, temperature=0)]])
+    for tokens in (*read.split(6, dim=1), *written.split(1, dim=1)):
+        model(tokens, expected)
+    assert cache.seen == expected.seen == 25
+    assert torch.equal(*(prefill(model, asked, c, 6) for c in (cache, expected)))
+
+
 @pytest.mark.parametrize("method, positions, dtype", [
     ("selection", "slots", torch.float32), ("h2o", "text", torch.bfloat16)])
 def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, dtype):

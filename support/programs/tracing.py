@@ -17,9 +17,9 @@ def mixing_matrix(s: Settings, order: Tensor, w: Tensor) -> Tensor:
     S = order.shape[2]
     merged = slice(s.pinned, s.pinned + s.merged)
     matrix = w.new_zeros(*w.shape[:2], s.mem, S)
-    matrix[:, :, : s.pinned, : s.pinned] = torch.eye(s.pinned)
+    matrix[:, :, : s.pinned, : s.pinned] = torch.eye(s.pinned, device=w.device)
     matrix[:, :, merged, s.pinned : S - s.recent] = w
-    matrix[:, :, s.mem - s.recent :, S - s.recent :] = torch.eye(s.recent)
+    matrix[:, :, s.mem - s.recent :, S - s.recent :] = torch.eye(s.recent, device=w.device)
     # Columns back in the order of the cache.
     columns = order[:, :, None].expand_as(matrix)
     return torch.zeros_like(matrix).scatter(3, columns, matrix)
@@ -37,7 +37,8 @@ class TracedMemory(Memory):
         traced = [n for n, part in enumerate(self.parts) if part.layer in layers]
         # shares[n][g, slot, place] is how much of the slot of part n is the token at this
         # place of the text, (G, M, tokens).
-        self.shares = {n: torch.zeros(len(self.parts[n].heads), 0, 0) for n in traced}
+        none = dict(device="cpu", dtype=torch.float32)
+        self.shares = {n: torch.zeros(len(self.parts[n].heads), 0, 0, **none) for n in traced}
         # For each part, after each compression: the three largest shares of each slot, and
         # their tokens' places, both (G, M, 3). `shares` grows with the text, these do not.
         self.largest = {n: [] for n in traced}
