@@ -25,7 +25,7 @@ from lococo import AdaptedLlama, segment_losses
 from model import load_base
 from support.command_line import Machine, Parser, at_least, counted, prepare, run_program
 from support.facts import fact_tokens, tell_all
-from support.files import write_json
+from support.files import refuse_not_finite, write_json
 from support.programs.scoring import add_runs_and_texts, documents_to_score, models_to_score
 from support.programs.scoring import note_limits, parse_models, parts_to_score
 
@@ -38,7 +38,7 @@ def token_losses(
 ) -> tuple[Tensor, Tensor, int]:
     """Score documents (N, L), `micro_batch` of them at once. Returns the nats of each token
     after the first, whether it was the likeliest one, both (N, L - 1), and the bytes that
-    the cache of one document has at the end."""
+    the cache of one document has at the end. Raises UserError if a loss is not finite."""
     nats, hits = [], []
     batches = documents.split(micro_batch)
     for batch in tqdm(batches, desc="scoring", leave=False, disable=None):
@@ -51,6 +51,7 @@ def token_losses(
                 batch_nats.append(losses)
                 likeliest.append(logits.argmax(dim=-1))
         nats.append(torch.cat(batch_nats, dim=1).cpu())
+        refuse_not_finite(nats[-1])
         hits.append((torch.cat(likeliest, dim=1) == batch[:, 1:]).cpu())
     return torch.cat(nats), torch.cat(hits), cache.nbytes // len(batch)
 

@@ -32,7 +32,7 @@ from lococo import METHODS, AdaptedLlama, Settings
 from model import KVCache, Llama, load_base
 from support.command_line import TINY, Parser, at_least, new_file, prepare
 from support.command_line import prompt_tokens, read_prompt, run_program
-from support.files import UserError
+from support.files import UserError, refuse_not_finite
 from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
 from support.programs.saved_memory import load_memory, save_memory
@@ -55,9 +55,7 @@ def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tenso
     for x in tqdm(segments, "reading", leave=False, delay=delay):
         h = model.hidden(x, cache)
     logits = model.logits(h[:, -1])
-    if not logits.isfinite().all():
-        no_good = "its weights or its adapter are no good"
-        raise UserError(f"the model's output is not finite; {no_good}")
+    refuse_not_finite(logits)
     return logits
 
 

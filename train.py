@@ -439,7 +439,7 @@ def train_and_score(
         print(f"stopped; to go on: {resume_command(out)}{launched}")
         return 128 + stopped
     if RANK == 0:
-        write_adapter(out, adapted, setup.texts.parts)
+        write_adapter(out, adapted, setup.texts.parts, setup.texts.trained)
         scores[f"{config.method}, after training"] = score(setup, adapted)
         print_scores(scores, len(setup.texts.documents))
         print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")

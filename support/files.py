@@ -93,6 +93,13 @@ def refuse_missing_model(path: Path) -> None:
         raise UserError(f"{path}: there is no such folder of a model; {remedy}")
 
 
+def refuse_not_finite(t: Tensor) -> None:
+    """Raises UserError if what a model computes has infinities or NaN."""
+    if not t.isfinite().all():
+        no_good = "its weights or its adapter are no good"
+        raise UserError(f"the model's output is not finite; {no_good}")
+
+
 def checksum(tensors: dict[str, Tensor], about: str) -> str:
     digest = hashlib.sha256(about.encode())
     for name, t in sorted(tensors.items()):

@@ -157,13 +157,14 @@ def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
 def name_of_tokens(files: list[Path], tokenizer: Tokenizer) -> str:
     """A name by all that tokens are made from: the texts, the names that choose a part,
     the tokenizer and how it begins a text, and how this module reads them (a number to
-    raise).
+    raise). A text is known by its content: another one may have its size and its time.
     """
     texts = []
     for file in files:
-        about = file.stat()
-        texts.append((file.name, str(file.resolve()), about.st_size, about.st_mtime_ns))
-    made_from = repr(("int32, 6", texts, tokenizer.prefix)).encode()
+        with open(file, "rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        texts.append((file.name, library() in file.parents, digest))
+    made_from = repr(("int32, 7", texts, tokenizer.prefix, tokenizer.beside)).encode()
     made_from += tokenizer.file.read_bytes()
     return f"{hashlib.sha256(made_from).hexdigest()[:24]}.safetensors"
 
@@ -223,32 +224,53 @@ def long_documents(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
     return torch.from_numpy(np.array(rows, np.int64).reshape(len(rows), L))
 
 
-def fingerprint(row: np.ndarray) -> bytes:
-    return hashlib.sha256(row.astype(np.int32)).digest()
+def fingerprint(tokens: np.ndarray) -> int:
+    digest = hashlib.sha256(tokens.astype(np.int32).tobytes()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def copies(held_out: np.ndarray, ids: np.ndarray, bos: int, L: int) -> set[bytes]:
-    """The fingerprints of the first L tokens of documents that are in both. A copy can have
-    another name, or be a row of another file, so that the contents are compared."""
-    scored = set(map(fingerprint, beginnings(held_out, bos, L)))
-    return scored.intersection(map(fingerprint, beginnings(ids, bos, L)))
+def fingerprints(ids: np.ndarray, bos: int) -> set[int]:
+    """By what documents are known again, under any name and in any file: the fingerprints of
+    the first 64, 128, 256 ... tokens of each, or of all if it has fewer than 64."""
+    known = set()
+    for document in documents_in(ids, bos):
+        beginnings = range(6, len(document).bit_length())
+        lengths = [2**e for e in beginnings] or [len(document)]
+        known.update(fingerprint(document[:n]) for n in lengths)
+    return known
 
 
-def note_of_copies(both: set[bytes]) -> str:
+def of_beginning(document: np.ndarray, L: int) -> int:
+    """The one of its `fingerprints` for a score of L tokens, half of which or more it covers."""
+    return fingerprint(document[: max(64, 2 ** (L.bit_length() - 1))])
+
+
+def documents_in(ids: np.ndarray, bos: int) -> list[np.ndarray]:
+    starts = np.flatnonzero(ids == bos)
+    return np.split(ids, starts)[1:]  # nothing stands before the first one
+
+
+def copies(ids: np.ndarray, trained: set[int], bos: int, L: int) -> set[int]:
+    """The fingerprints of documents of L tokens or more that are among those that `trained`."""
+    long = (document for document in documents_in(ids, bos) if len(document) >= L)
+    return trained.intersection(of_beginning(document, L) for document in long)
+
+
+def note_of_copies(both: set[int]) -> str:
     held_out = counted(len(both), "held-out text")
     return f"note: {held_out} left out of the scores, as the same text trains"
 
 
 def pieces(
-    ids: np.ndarray, bos: int, L: int, most: int, without: set[bytes] = frozenset()
+    ids: np.ndarray, bos: int, L: int, most: int, without: set[int] = frozenset()
 ) -> Tensor:
     """Documents cut into pieces of L tokens, of which the first is BOS. At most `most` of
-    them, spread evenly over all, (<= most, L), but for documents that begin as in
+    them, spread evenly over all, (<= most, L), but for documents whose fingerprint is in
     `without`."""
     starts = np.flatnonzero(ids == bos)
     begins = []  # of the text of each piece, which has L - 1 tokens
     for start, end in zip(starts, np.append(starts[1:], len(ids))):
-        if fingerprint(ids[start : start + L]) not in without:
+        if not without or of_beginning(ids[start:end], L) not in without:
             begins += range(start + 1, end - L + 2, L - 1)
     most = min(most, len(begins))
     chosen = [begins[i * len(begins) // most] for i in range(most)]
@@ -260,6 +282,7 @@ class Texts(NamedTuple):
     """What a run trains on and scores."""
 
     ids: np.ndarray  # tokens to train on
+    trained: set[int]  # the fingerprints of these texts
     parts: list[str]  # the parts of its texts that they come from
     documents: Tensor  # to score, (N, L)
     summary: str  # for the user
@@ -281,7 +304,8 @@ def read_texts(
     else:
         ids, scored, parts = split_by_name(data, tokenizer)
     most = max(1, score_tokens // L) if score_tokens else 0
-    both = copies(scored, ids, tokenizer.bos, L)
+    trained = fingerprints(ids, tokenizer.bos)
+    both = copies(scored, trained, tokenizer.bos, L)
     documents = pieces(scored, tokenizer.bos, L, most, without=both)
     summary = f"text: {size_of(ids, tokenizer)} to train on, "
     summary += f"{size_of(scored, tokenizer)} held out; {len(documents)} to score"
@@ -295,7 +319,7 @@ def read_texts(
         summary += f", as {reason}; name others by --held-out"
     if both:
         summary += f"\n{note_of_copies(both)}"
-    return Texts(ids, parts, documents, summary)
+    return Texts(ids, trained, parts, documents, summary)
 
 
 def split_by_flag(

@@ -25,7 +25,8 @@ class Tokenizer:
         self.file = tokenizer_file(path)
         try:
             kind = JsonTokens if self.file.suffix == ".json" else SentencePieceTokens
-            self.tokens = kind(self.file, added_tokens(path), blanks(path))
+            self.beside = (added_tokens(path), blanks(path))  # what other files say of it
+            self.tokens = kind(self.file, *self.beside)
             self.vocab_size = self.tokens.vocab_size
             # Each of these ids ends a text: the tokenizer's own, and those named beside it.
             self.ends = self.tokens.ends | {*named_ids(path, "eos", self.tokens.id_of)}

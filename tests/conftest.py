@@ -106,7 +106,7 @@ def stock(tmp_path_factory) -> Path:
         for p in adapted.trained().values():
             p.data += 0.02 * torch.randn_like(p)
         (folder / name).mkdir()
-        write_adapter(folder / name, adapted, parts)
+        write_adapter(folder / name, adapted, parts, set())
     (folder / "latin").write_bytes(b"caf\xe9 au lait")
     (folder / "heads.json").write_text('{"budgets": [[8, 8], [8, 8], [4, 4], [12, 12]]}')
     (folder / "tiny.json").write_text('{"slots": 8}')

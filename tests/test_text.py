@@ -4,6 +4,7 @@ are recalled is in test_programs.py."""
 
 import gzip
 import json
+import os
 import re
 import zlib
 from itertools import count
@@ -95,14 +96,18 @@ def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch):
     monkeypatch.setattr(support.text, "tokenize", lambda *args: calls.append(args) or inner(*args))
     one.write_text("a text")
     assert texts([one], tokenizer) == texts([one], tokenizer) == ["a text"] and len(calls) == 1
+    about = one.stat()
     one.write_text("another")
     assert texts([one], tokenizer) == ["another"] and len(calls) == 2
+    one.write_text("a tale")  # of the same size, with the same time, as `cp -p` leaves it
+    os.utime(one, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert texts([one], tokenizer) == ["a tale"] and len(calls) == 3
     other = SimpleNamespace(
-        encode=lambda text: [1, 69999], file=one, prefix=[1])
+        encode=lambda text: [1, 69999], file=one, prefix=[1], beside=())
     assert max(ids.max(initial=0) for ids in token_streams([one], other).values()) == 69999
     for file in Path("cache").iterdir():
         file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert texts([one], tokenizer) == ["another"] and len(calls) == 4
+    assert texts([one], tokenizer) == ["a tale"] and len(calls) == 5
 
 
 def test_sequences_are_pieces_of_the_text_shuffled_for_each_pass():

@@ -1,5 +1,6 @@
 """train.py as a user runs it: what it prints, writes and refuses."""
 
+import json
 import math
 import os
 import re
@@ -12,6 +13,7 @@ import torch
 from conftest import cells, nats_by_hand
 from safetensors.torch import load_file
 
+import eval_ppl
 import train
 from lococo import segment_losses
 from model import load_llama
@@ -34,6 +36,8 @@ def test_methods_train_and_are_read_back(run, tokenizer, words):
     assert code == 0 and "; 1 to score" in out, err
     assert sorted(os.listdir("run")) == ["adapter.safetensors", "log.jsonl", "state.safetensors"]
     tensors, state = (load_file(f"run/{kind}.safetensors") for kind in ("adapter", "state"))
+    texts = tensors.pop("fingerprints of the texts")
+    assert len(texts) == len(texts.unique()) >= 50  # at least one of each document that trained
     for name, t in tensors.items():
         assert t.dtype == torch.float32 and torch.equal(t, state[f"value {name}"])
         assert state[f"exp_avg {name}"].any() and len(state) == 4 * len(tensors)
@@ -47,6 +51,29 @@ def test_methods_train_and_are_read_back(run, tokenizer, words):
     for name, adapted in models.items():
         expected = math.exp(nats_by_hand(adapted, rows).mean())
         assert float(cells(out)[name][0]) == pytest.approx(expected, abs=0.2 if half else 6e-4)
+
+
+@pytest.mark.parametrize("renamed, first_row", [("own.jsonl", 1), ("other.jsonl", 0)])
+def test_what_trained_is_not_scored_under_another_name(run, renamed, first_row):
+    """A row that is removed, or a file that is renamed, gives documents other names, so that others
+    are held out. Those that trained are left out."""
+    rows = [json.dumps({"text": f"{n} {'some words ' * 30}"}) for n in range(60)]
+    Path("own.jsonl").write_text("\n".join(rows))
+    words = "--data own.jsonl --mem 16 --seq 64 --steps 1 --batch 1 --score-tokens 0 --facts 0"
+    assert run(train, f"{words} --out run")[0] == 0
+    trained = {n for n in range(60) if part_of(f"own.jsonl:{n + 1}") == "training"}
+    Path("own.jsonl").unlink()
+    Path(renamed).write_text("\n".join(rows[first_row:]))
+    held_out = {n for n in range(first_row, 60)
+                if part_of(f"{renamed}:{n + 1 - first_row}") == "held-out"}
+    left = held_out - trained
+    for words in ("", "--part held-out"):
+        line = f"run --data {renamed} --lengths 64 --documents 99 {words}"
+        code, out, err = run(eval_ppl, line)
+        if left:
+            assert code == 0 and f"pieces of texts (held-out): {2 * len(left)} of 64" in out, err
+        else:
+            assert code == 2 and "all texts of this length also train" in err
 
 
 def parsed(words: str) -> train.TrainConfig:

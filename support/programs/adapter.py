@@ -23,6 +23,7 @@ class Adapter(NamedTuple):
     tensors: dict[str, Tensor]  # what was trained, by name
     base: str  # the checksum of its base, see `identity`
     parts: list[str]  # the parts of its texts (support.text.PARTS) that it was trained on
+    trained: set[int] | None  # support.text.fingerprints of these; None in an older file
 
 
 def identity(adapted: AdaptedLlama) -> dict:
@@ -36,9 +37,15 @@ def identity(adapted: AdaptedLlama) -> dict:
     return dict(settings=asdict(adapted.settings), base=checksum(some, about))
 
 
-def write_adapter(run: Path, adapted: AdaptedLlama, parts: list[str]) -> None:
+TEXTS = "fingerprints of the texts"  # a tensor of an adapter's file
+
+
+def write_adapter(
+    run: Path, adapted: AdaptedLlama, parts: list[str], trained: set[int]
+) -> None:
     about = identity(adapted) | {"parts": parts}
-    write_file(run / "adapter.safetensors", adapted.trained(), **about)
+    tensors = adapted.trained() | {TEXTS: torch.tensor(sorted(trained), dtype=torch.int64)}
+    write_file(run / "adapter.safetensors", tensors, **about)
 
 
 def read_adapter(run: Path) -> Adapter:
@@ -64,7 +71,12 @@ def read_adapter(run: Path) -> Adapter:
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None
     check_settings(run, asdict(settings))
-    return Adapter(settings, tensors, base, parts)
+    texts = tensors.pop(TEXTS, None)
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{run}: {name} has numbers that are not finite; train it again")
+    trained = None if texts is None else {*texts.tolist()}
+    return Adapter(settings, tensors, base, parts, trained)
 
 
 def check_settings(run: Path, settings: dict) -> None:
@@ -83,7 +95,7 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     training; `sizes` other than those of its training are as in `resized`. The base itself
     stays as it is. Without LoRA it may have other weights of the same shapes, such as those
     before a quantization. Raises UserError."""
-    settings, tensors, base, _ = read_adapter(Path(run))
+    settings, tensors, base, _, _ = read_adapter(Path(run))
     remedy = "give --model as in its training; an adapter of another version must be trained again"
     other = f"{run}: its adapter is for another base; {remedy}"
     try:

@@ -16,7 +16,7 @@ from support.facts import FORMS
 from support.files import UserError
 from support.programs.settings import method_sizes, refuse_sizes, untrained
 from support.programs.settings import warn_if_too_long
-from support.text import PARTS, copies, note_of_copies, pieces, token_streams
+from support.text import PARTS, copies, fingerprints, note_of_copies, pieces, token_streams
 from support.tokenizer import Tokenizer
 
 # --- Flags ------------------------------------------------------------------------------
@@ -134,14 +134,20 @@ def parts_to_score(flags: argparse.Namespace) -> list[str]:
     A RUN that held nothing out has trained on all of its texts, and scores others."""
     left_out = not flags.data
     for run in flags.runs:
-        if "held-out" in read_adapter(run).parts:
+        adapter = read_adapter(run)
+        if "held-out" not in adapter.parts:
+            left_out |= run.resolve() != TINY  # tiny/ has read Python's library alone
+        elif adapter.trained is None:
             sentence = "it trained on all of its --data"
             remedy = "score it only on other texts, which is not checked"
             print(f"{run}: {sentence}; {remedy}", file=sys.stderr)
-        elif run.resolve() != TINY:  # tiny/ has read Python's library alone
-            left_out = True
     part = flags.part or ("held-out" if left_out else "all")
     return list(PARTS) if part == "all" else [part]
+
+
+def trained_texts(flags: argparse.Namespace) -> set[int]:
+    """The fingerprints of what the runs have trained on, as far as their files have them."""
+    return set().union(*(read_adapter(run).trained or () for run in flags.runs))
 
 
 def documents_to_score(
@@ -153,12 +159,15 @@ def documents_to_score(
     all."""
     streams = token_streams(flags.data, tokenizer)
     ids = np.concatenate([streams[part] for part in parts])
+    trained = set()  # what is not scored; nothing, if the user asks for what trained
+    if flags.part in (None, "held-out"):
+        trained = trained_texts(flags)
+    if parts == ["held-out"]:
+        trained |= fingerprints(streams["training"], tokenizer.bos)
     documents = {}
     lengths = flags.lengths or usual
     for L in lengths:
-        both = set()
-        if parts == ["held-out"]:
-            both = copies(ids, streams["training"], tokenizer.bos, L)
+        both = copies(ids, trained, tokenizer.bos, L)
         found = pieces(ids, tokenizer.bos, L, flags.documents, without=both)
         if len(found):
             documents[L] = found
