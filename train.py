@@ -32,7 +32,7 @@ from lococo import AdaptedLlama, Settings, segment_losses
 from model import KVCache, attention, load_base
 from support.command_line import HERE, TINY, Machine, method_flags, prepare
 from support.command_line import resume_command, run_program
-from support.facts import tell, tell_all
+from support.facts import say_no_facts, tell, tell_all, why_none
 from support.files import UserError, refuse_missing_model
 from support.processes import RANK, WORLD, add_up, agreed, end_together, join
 from support.processes import noted_signals, start_alike, start_process
@@ -403,6 +403,8 @@ def run(config: TrainConfig, state: State | None) -> int:
         )
         setup = Setup(config, machine, tokenizer, texts)
         setup.draw(0)  # refuses a text that is too short
+        if config.facts and RANK == 0:
+            say_no_facts(why_none(texts.ids, config.seq, tokenizer))
         if WORLD > 1 and RANK == 0:
             join()  # the others wait in start_process
         print_start(config, settings, model.config, machine, texts)

@@ -1,6 +1,7 @@
 """Facts that are written into texts, to train a memory and to see what it remembers."""
 
 import re
+import sys
 from functools import lru_cache
 from typing import Iterable, NamedTuple
 
@@ -118,11 +119,29 @@ def tell(
     return torch.tensor(told[:L]), torch.tensor(ago[:L])
 
 
+def why_none(ids: np.ndarray, L: int, tokenizer: Tokenizer, form: str = "line") -> str | None:
+    """Why no fact can be written into texts of L tokens that are cut out of these; None if
+    some can."""
+    _, breaks, before, between, after = fact_tokens(tokenizer, form)
+    line = len(before) + len(between) + len(after) + 3
+    if L < line:
+        return f"a fact has {line} tokens, which is more than a text of {L}"
+    if not np.isin(ids, [*breaks]).any():
+        return "the texts have no line break, behind which a fact is told"
+    return None
+
+
+def say_no_facts(reason: str | None) -> None:
+    if reason:
+        print(f"note: no facts are written: {reason}", file=sys.stderr)
+
+
 def tell_all(
     documents: Tensor, part: str, tokenizer: Tokenizer, form: str = "line"
 ) -> tuple[Tensor, Tensor]:
     """8 facts in each of documents (N, L): the texts (N, L), and how long ago the word
     of each was last told, (N, L - 1)."""
+    say_no_facts(why_none(documents.numpy(), documents.shape[1], tokenizer, form))
     rows = [tell(row, 8, part, 0, i, tokenizer, form) for i, row in enumerate(documents)]
     tokens = torch.stack([text for text, _ in rows])
     ago = torch.stack([distances for _, distances in rows])

@@ -46,13 +46,22 @@ def find_files(paths: list[Path]) -> list[Path]:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
+    to_folders, to_nothing = [], []
     for path in sorted(folder.rglob("*")):
         if "/." in f"/{path.relative_to(folder)}":
             continue
         if path.is_file():
             yield path
-        elif path.is_symlink() and path.is_dir():  # it may lead in a circle
-            print(f"left out, as it is a link to a folder: {path}", file=sys.stderr)
+        elif path.is_symlink():
+            (to_folders if path.is_dir() else to_nothing).append(str(path))
+    say_left_out("links to folders", to_folders)  # they may lead in a circle
+    say_left_out("links to nothing", to_nothing)
+
+
+def say_left_out(what: str, names: list[str]) -> None:
+    if names:
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if names[3:] else "")
+        print(f"left out, as they are {what}: {listed}", file=sys.stderr)
 
 
 def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, dict]]:
@@ -119,17 +128,6 @@ def read_documents(file: Path) -> Iterator[tuple[str, str]]:
         yield file.name, read_text(file, "utf-8" if library() in file.parents else UTF8)
 
 
-def documents_of(files: Iterable[Path]) -> Iterator[tuple[Path, str, str]]:
-    """(file, name, text) of all documents in the files."""
-    for file in files:
-        try:
-            for name, text in read_documents(file):
-                yield file, name, text
-        except UnicodeDecodeError:
-            if library() not in file.parents:  # the library has some on purpose
-                tqdm.write(f"left out, as it is not in UTF-8: {file}", file=sys.stderr)
-
-
 # --- Documents into tokens --------------------------------------------------------------
 
 # Where tokens are stored; it is safe to delete.
@@ -145,13 +143,22 @@ def part_of(name: str) -> str:
     return next(part for part in PARTS if number in PARTS[part])
 
 
-def tokenize(files: list[Path], tokenizer: Tokenizer) -> dict[str, Tensor]:
-    """Token ids of all documents, one after the other, of each of PARTS."""
+def tokenize(
+    files: list[Path], tokenizer: Tokenizer
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Token ids of all documents, one after the other, of each of PARTS; and the files that
+    are left out, as they are not in UTF-8."""
     streams = {part: [np.empty(0, np.int32)] for part in PARTS}
-    bar = tqdm(files, "tokenizing", leave=False, disable=None)
-    for _, name, text in documents_of(bar):
-        streams[part_of(name)].append(np.array(tokenizer.encode(text), np.int32))
-    return {part: torch.from_numpy(np.concatenate(ids)) for part, ids in streams.items()}
+    left_out = []
+    for file in tqdm(files, "tokenizing", leave=False, disable=None):
+        try:
+            for name, text in read_documents(file):
+                streams[part_of(name)].append(np.array(tokenizer.encode(text), np.int32))
+        except UnicodeDecodeError:
+            if library() not in file.parents:  # the library has some on purpose
+                left_out.append(str(file))
+    joined = {part: torch.from_numpy(np.concatenate(ids)) for part, ids in streams.items()}
+    return joined, left_out
 
 
 def name_of_tokens(files: list[Path], tokenizer: Tokenizer) -> str:
@@ -169,13 +176,13 @@ def name_of_tokens(files: list[Path], tokenizer: Tokenizer) -> str:
     return f"{hashlib.sha256(made_from).hexdigest()[:24]}.safetensors"
 
 
-def store(file: Path, streams: dict[str, Tensor]) -> None:
+def store(file: Path, streams: dict[str, Tensor], left_out: list[str]) -> None:
     """Keep tokens for the next time. Where that cannot be, a warning is enough."""
     try:
         if file.parts[0].startswith("~"):
             raise UserError(f"{file}: there is no home directory")
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, streams)
+        write_file(file, streams, left_out=left_out)
     except (OSError, UserError) as error:
         remedy = "the environment variable LOCOCO_CACHE can name another folder"
         print(f"warning: the tokens are not stored; {remedy} ({error})", file=sys.stderr)
@@ -187,10 +194,12 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
     files = find_files(paths)
     stored = Path(os.path.expanduser(CACHE), name_of_tokens(files, tokenizer))
     try:
-        streams, _ = read_file(stored)
+        streams, about = read_file(stored)
+        left_out = about["left_out"]
     except (OSError, UserError):  # not there yet, damaged, or not to be read
-        streams = tokenize(files, tokenizer)
-        store(stored, streams)
+        streams, left_out = tokenize(files, tokenizer)
+        store(stored, streams, left_out)
+    say_left_out("not in UTF-8", left_out)  # in every run, not in the one that stores tokens alone
     if not any(len(ids) for ids in streams.values()):
         raise UserError(f"{' '.join(map(str, paths))}: there is no text in it")
     return {part: streams[part].numpy() for part in PARTS}  # a file has another order

@@ -48,3 +48,12 @@ def test_a_gap_on_two_texts():
               cell("ours heads", [1.0, 4.0], steps=15, seed=1, **long)]
     rows = rows_of(tables.all_tables(stored)["result, M, float32"])
     assert [row[3] for row in rows] == ["100, 100 |", "0, 0 |", "75, 75 |"]
+
+
+def test_each_cell_has_a_line_of_its_own(monkeypatch, tmp_path):
+    """Also behind a line that an editor has left without a line break."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "results.jsonl")
+    tables.add(cell("window", [1.0]))
+    tables.RESULTS.write_text(tables.RESULTS.read_text().strip())
+    tables.add(cell("h2o", [2.0]))
+    assert tables.stored_cells() == [cell("window", [1.0]), cell("h2o", [2.0])]

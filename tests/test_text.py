@@ -51,8 +51,16 @@ def test_text_files_folders_and_json_lines(tokenizer, capsys):
         (folder / name).write_bytes(content)
     expected = ["a?b", "first\r\n  document <s>\n", "line 1", "marked", "marked row"]
     expected += ["na\u00efve", "one", "packed", "two", "[1]", '{\n"text": "x"}']
-    assert texts([folder], tokenizer) == sorted(expected)
-    assert "left out, as it is not in UTF-8: some/image.png\n" in capsys.readouterr().err
+    for name in ("gone.txt", "lost.txt", "missing.txt", "nowhere.txt"):
+        (folder / name).symlink_to("not/mounted")
+    (folder / "circle").symlink_to(".")
+    for _ in ("tokenized", "stored"):  # it is said in every run
+        assert texts([folder], tokenizer) == sorted(expected)
+        err = capsys.readouterr().err
+        assert "left out, as they are not in UTF-8: some/image.png\n" in err
+        assert "left out, as they are links to folders: some/circle\n" in err
+        three = "some/gone.txt, some/lost.txt, some/missing.txt and 1 more\n"
+        assert f"left out, as they are links to nothing: {three}" in err
     named = [folder / "a.txt", folder / ".git", folder / "deep" / ".hidden"]
     assert texts(named, tokenizer) == [expected[1], "no", "no"]  # hidden ones only by name
 

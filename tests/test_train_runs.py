@@ -115,6 +115,17 @@ def test_facts_that_are_scored_are_not_those_that_train(run, tokenizer, monkeypa
         assert names and all(part_of(name.replace(" ", "\u2581")) == part for name in names)
 
 
+@pytest.mark.parametrize("text, seq, reason", [
+    ("words without an end " * 300, 64, "the texts have no line break"),
+    ("a line\n" * 300, 5, "a fact has 6 tokens, which is more than a text of 5"),
+    ("a line\n" * 300, 64, None)])
+def test_facts_that_cannot_be_written(run, text, seq, reason):
+    Path("flat.txt").write_text(text)
+    words = f"--data flat.txt --method h2o --mem 4 --seq {seq} --facts 2 --steps 1"
+    code, _, err = run(train, f"{words} --batch 1 --score-tokens 0 --out run")
+    assert code == 0 and (f"note: no facts are written: {reason}" in err) == bool(reason), err
+
+
 def test_what_the_user_says_wins_over_a_recipe():
     """T is 512 in the paper, whatever M is. In ours it is M."""
     assert parsed("").recipe == "embedded"

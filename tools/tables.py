@@ -44,7 +44,7 @@ from support.programs.adapter import identity, load_adapter
 from support.command_line import HERE, SIZES, TINY, PlainParser, at_least, counted, prepare
 from support.command_line import run_program
 from support.facts import tell_all
-from support.files import UserError, as_json, checksum
+from support.files import UserError, as_json, checksum, read_text
 from support.files import write_text
 from support.programs.settings import untrained
 from support.text import long_documents, read_rows, token_streams
@@ -353,8 +353,10 @@ def stored_cells() -> list[dict]:
 
 
 def add(cell: dict) -> None:
-    with open(RESULTS, "a") as file:
-        file.write(as_json(cell) + "\n")
+    """Append a line. An editor may have left the last one without a line break."""
+    stored = read_text(RESULTS) if RESULTS.exists() else ""
+    with open(RESULTS, "a", encoding="utf-8") as file:
+        file.write("\n" * (stored[-1:] not in ("", "\n")) + as_json(cell) + "\n")
 
 
 @dataclass(frozen=True)

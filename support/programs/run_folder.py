@@ -14,6 +14,7 @@ from lococo import AdaptedLlama
 from support.programs.adapter import check_settings
 from support.files import UserError, read_file, write_file
 from support.processes import RANK
+from support.text import parsed
 
 # --- The folder -------------------------------------------------------------------------
 
@@ -73,8 +74,11 @@ def forget_crash(out: Path, steps: int) -> None:
     for part in out.glob(HALF):
         part.unlink()
     with open(out / "log.jsonl", "r+b") as log:
-        kept = [line for line in log.readlines()[:steps] if line.endswith(b"\n")]
-        log.truncate(sum(map(len, kept)))
+        # An editor may have left a whole line without its line break.
+        kept = [line for line in log.read().splitlines()[:steps] if parsed(line) is not None]
+        log.seek(0)
+        log.truncate()
+        log.writelines(line + b"\n" for line in kept)
 
 
 # --- The state --------------------------------------------------------------------------
