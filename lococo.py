@@ -188,8 +188,9 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     """Equation (1) up to its product with V: fused attention does not return these weights.
 
     The queries belong to the last T of the S entries: q (B, H, T, D), k (B, G, S, D) ->
-    weights in float32, (B, G, H/G * T, S). The rows of a key/value head are the T queries
-    of its first query head, then those of its next.
+    weights (B, G, H/G * T, S). The rows of a key/value head are the T queries of its first
+    query head, then those of its next. The products q k have the dtype of q; the softmax and
+    the weights are in float32.
     """
     T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, group)).flatten(2, 3) / q.shape[-1] ** 0.5  # (B, G, H/G * T, D)
@@ -269,8 +270,8 @@ class Memory(KVCache):
         paper's), and unrotated ones by slot."""
         return self.unrotated if self.by_slot else self.keys
 
-    def enter(self, T: int, device: torch.device | str = "cpu") -> None:
-        """Make room for T new tokens.
+    def make_room(self, B: int, T: int) -> None:
+        """Compress the parts into which T new tokens would not fit.
 
         Algorithm 2 compresses at the end of each segment. Here this is done later, just before
         new tokens enter that would not fit. So the loss of these tokens depends on the
@@ -278,12 +279,12 @@ class Memory(KVCache):
         the memory is compressed once for `segment` tokens, where the paper does it at each
         token.
         """
+        super().make_room(B, T)
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
         for n in range(len(self.parts)):
             if self.keys[n].size + T > self.capacity[n]:  # M + `segment`
                 self.compress(n)
-        super().enter(T, device)
 
     def first_positions(self) -> list[int]:
         """With positions by slot a token's position is its place in the part's cache."""
@@ -575,7 +576,8 @@ def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
     (N, 2D, R) -> (N, slots, R). For each earlier slot it grows by PENALTY * c^32. Here c is the
     cosine between the entry's value and the value which that slot has taken, after the mean of
     all R is subtracted from both. A negative c counts as 0. So the penalty grows by 1000 for a
-    copy, by 34 if c is 0.9, and by 1 if c is 0.81. Maximal marginal relevance (Carbonell and
+    copy, by 34 if c is 0.9, and by 1 if c is 0.81. What is taken is a copy of itself, also where
+    all values are equal. Maximal marginal relevance (Carbonell and
     Goldstein 1998) subtracts the largest similarity, and this the sum of all.
 
     Keys are not compared, as rotations change them with positions of the text. The penalty is
@@ -584,6 +586,8 @@ def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
     values = entries.chunk(2, dim=1)[1]  # (N, D, R)
     unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)
     alike = (unit.mT @ unit).clamp_(min=0)  # (N, R, R); an opposite entry is not a copy
+    itself = alike.diagonal(dim1=1, dim2=2)
+    itself.masked_fill_(itself < 0.5, 1)  # 0 where a value is the mean
     for _ in range(5):  # c^32, faster than pow
         alike.square_()
     alike *= PENALTY
@@ -651,7 +655,7 @@ def check_budgets(budgets: list[list[int]], config: LlamaConfig) -> None:
 def check_base(model: Llama) -> None:
     """Raises UserError if a base has LoRA already."""
     if any(isinstance(module, LoRALinear) for module in model.modules()):
-        raise UserError("this base is adapted already, with LoRA; load the base once more")
+        raise UserError("this model is adapted already, with LoRA; give the base itself")
 
 
 @torch.no_grad()
@@ -675,9 +679,10 @@ def check_rows(compressor: Compressor, head_dim: int) -> None:
 
 
 class AdaptedLlama(nn.Module):
-    """A base model, which it changes in place, and everything that trains on it. Run it as
-    `adapted.model(tokens, cache)` with a `cache` of `adapted.cache()`. `train()` and `eval()`
-    say whether compressors are in training or in use.
+    """A base model and everything that trains on it. Run it as `adapted.model(tokens, cache)`
+    with a `cache` of `adapted.cache()`. `train()` and `eval()` say whether compressors are in
+    training or in use. `adapted.model` is a Llama of its own on the weights of `model`, which
+    stays as it is and may be adapted once more.
 
     For context extension section 4.1 trains the compressors, LoRA, embeddings and norms. LoRA
     is here on q, k, v and o, as in LongLoRA and the official code. In the inference mode
@@ -690,8 +695,11 @@ class AdaptedLlama(nn.Module):
         super().__init__()
         check_base(model)
         self.settings = settings
-        self.model = model.requires_grad_(False)
         config = model.config
+        with torch.device("meta"):  # shapes without numbers
+            self.model = Llama(config)
+        self.model.load_state_dict(model.state_dict(), assign=True)  # nothing is copied
+        self.model.requires_grad_(False)
         check_budgets(settings.budgets, config)
         most = [0] * config.n_layers  # merged slots of each layer's largest head
         for part in parts_of(config, settings):
@@ -718,7 +726,7 @@ class AdaptedLlama(nn.Module):
                 setattr(block.attention, name, lora)
         for module in self.model.modules():
             if isinstance(module, (nn.Embedding, RMSNorm)):
-                module.float().requires_grad_(True)
+                module.weight = nn.Parameter(widened(module.weight).clone())
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named_parameters() if p.requires_grad}

@@ -2,8 +2,8 @@
 
 Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288), with switches for other
 models: `tied` (SmolLM2, Llama 3.2), `llama3_rope` (Llama 3.1 and 3.2), `qkv_bias` and `turned`
-(ChatGLM3). LoCoCo plugs in at one place, the cache: the model tells `cache.enter` how many
-tokens come, and each block hands q, k and v to `cache.attend`. The cache decides where tokens
+(ChatGLM3). LoCoCo plugs in at one place, the cache: the model tells it how many tokens come
+(`make_room` and `announce`), and each block hands q, k and v to `cache.attend`. The cache decides where tokens
 stand (RoPE) and what is kept. The KVCache below keeps every entry; the Memory of lococo.py
 keeps M slots. Equation numbers are those of the LoCoCo paper. Where its Q, K and V have a
 column for each token, they have a row here.
@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from support.files import FOREIGN, read_given, read_tensors
+from support.files import FOREIGN, UserError, read_given, read_tensors
 from support.tokenizer import Tokenizer
 from support.weights import blamed_on, check_numbers, checked, config_file, has_own_output
 from support.weights import hugging_face_fields, hugging_face_weights, meta_fields
@@ -214,6 +214,7 @@ class KVCache:
         self.config = config
         self.rope_scale = config.rope_scale if rope_scale is None else rope_scale
         self.seen = 0  # tokens that have entered
+        self.waiting = 0  # layers that have not yet got the tokens announced last
         self.capacity = [math.inf] * config.n_layers  # how large a buffer may grow
         self.keys = [Entries() for _ in range(config.n_layers)]  # rotated
         self.values = [Entries() for _ in range(config.n_layers)]
@@ -239,14 +240,28 @@ class KVCache:
         other.values = [entries.copy() for entries in self.values]
         return other
 
-    def enter(self, T: int, device: torch.device | str = "cpu") -> None:
-        """Announce T new tokens, before the first layer attends to them."""
+    def make_room(self, B: int, T: int) -> None:
+        """Before T tokens of B texts enter. This cache grows, and only refuses what cannot enter;
+        a memory compresses. Raises UserError."""
+        if self.waiting:
+            ended = "a call of the model ended within a layer, so that layers hold different tokens"
+            raise UserError(f"this cache is broken: {ended}; begin with a new cache")
+        if T == 0:
+            raise UserError("no tokens enter the cache: give at least one")
+        held = self.values[0]
+        if held.size and held.held.shape[0] != B:
+            texts = f"{B} texts enter a cache of {held.held.shape[0]}"
+            raise UserError(f"{texts}; each batch needs a cache of its own")
+
+    def announce(self, T: int, device: torch.device | str = "cpu") -> None:
+        """T new tokens enter now: where do they stand in each layer?"""
         steps = torch.arange(T, device=device)
         firsts = self.first_positions()
         # Layers with the same first position share their cosines and sines.
         rotations = {first: self.rotation(first + steps) for first in set(firsts)}
         self.rotations = [rotations[first] for first in firsts]
         self.seen += T
+        self.waiting = len(self.keys)
 
     def first_positions(self) -> list[int]:
         """The position of the next token in each layer: here its place in the text."""
@@ -265,6 +280,7 @@ class KVCache:
         # queries attend to all entries.
         self.keys[layer].append(rotate(k, cos, sin), self.capacity[layer])
         self.values[layer].append(v, self.capacity[layer])
+        self.waiting -= 1
         return self.read(layer, rotate(q, cos, sin))
 
     def read(self, layer: int, q: Tensor) -> Tensor:
@@ -387,7 +403,9 @@ class Llama(nn.Module):
         """Token ids (B, T) that follow those in the cache -> the output of the last block,
         normalised, (B, T, dim)."""
         cache = KVCache(self.config) if cache is None else cache
-        cache.enter(tokens.shape[1], tokens.device)  # a Memory makes room now
+        B, T = tokens.shape
+        cache.make_room(B, T)  # a Memory compresses, if they would not fit
+        cache.announce(T, tokens.device)
         x = self.tok_embeddings(tokens).to(self.dtype)
         for block in self.layers:
             x = block(x, cache)

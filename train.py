@@ -36,7 +36,7 @@ from support.facts import say_no_facts, tell, tell_all, why_none
 from support.files import UserError, refuse_missing_model
 from support.processes import RANK, WORLD, add_up, agreed, end_together, join
 from support.processes import noted_signals, start_alike, start_process
-from support.programs.adapter import identity, shared_copy, write_adapter
+from support.programs.adapter import identity, write_adapter
 from support.programs.run_folder import State, claim, read_state, restore, write_state
 from support.programs.scoring import baselines, name_of
 from support.programs.settings import settings_for
@@ -409,7 +409,7 @@ def run(config: TrainConfig, state: State | None) -> int:
             join()  # the others wait in start_process
         print_start(config, settings, model.config, machine, texts)
 
-        adapted = AdaptedLlama(shared_copy(model), settings)
+        adapted = AdaptedLlama(model, settings)
         scores = state.scores if state else {}
         if not state:  # a window and H2O on the base as it is
             for other in baselines(model, settings.mem or config.mem, config.segment):

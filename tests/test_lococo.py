@@ -7,7 +7,7 @@ from itertools import product
 import official_code  # it adds a compressor
 import pytest
 import torch
-from conftest import settings
+from conftest import same, settings
 from reference import slow_memory
 
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
@@ -106,6 +106,14 @@ def test_a_wrong_compressor_is_named(monkeypatch, wrong, words):
         check_rows(Compressor(4, 3, 5), 4)
 
 
+def test_no_entry_is_taken_twice_where_all_values_are_equal():
+    """As of a token that is repeated, in the first layer."""
+    relevance = torch.tensor([3.0, 1.0, 2.0, 0.0]).expand(1, 4, 4)
+    entries = torch.ones(1, 6, 4)
+    taken = (relevance - copy_penalty(relevance, entries)).argmax(dim=-1)
+    assert taken.tolist() == [[0, 2, 1, 3]]
+
+
 def test_the_penalty_for_copies_is_a_constant_for_the_gradient():
     relevance, entries = torch.randn(1, 2, 5), torch.randn(1, 4, 5)
     assert not copy_penalty(relevance.requires_grad_(), entries.requires_grad_()).requires_grad
@@ -160,10 +168,12 @@ def test_every_method_equals_a_slow_memory(config, in_float64, method, changes, 
         k, v = torch.randn(2, 2, 2, T, 8)
         q = 2 * k.repeat_interleave(2, dim=1) + torch.randn(2, 4, T, 8)  # new entries are heavy too
         segments.append([q, k, v])
-        cache.enter(T)
+        cache.make_room(2, T)
+        cache.announce(T)
+        cache.attend(0, q, k, v)
         outputs.append(cache.attend(1, q, k, v))
         assert all(k.size <= p.settings.capacity for k, p in zip(cache.keys, cache.parts))
-    assert cache.full_nbytes == 2 * 2 * 2 * 36 * 8 * 8  # k and v, B, G, tokens, D, bytes
+    assert cache.full_nbytes == 2 * 2 * 2 * 2 * 36 * 8 * 8  # layers, k and v, B, G, tokens, D, bytes
     read = torch.cat(outputs, dim=2).unflatten(1, (2, 2))  # (B, G, H/G, L, D)
     of_layer = [(n, part) for n, part in enumerate(cache.parts) if part.layer == 1]
     for b, (n, part) in product(range(2), of_layer):
@@ -184,7 +194,8 @@ def test_keys_by_slot_are_rounded_once(config):
     for _ in range(203):
         q, k, v = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
         entered.append(k.bfloat16())
-        cache.enter(6)
+        cache.make_room(1, 6)
+        cache.announce(6)
         cache.attend(0, q.bfloat16(), entered[-1], v.bfloat16())
     entered = torch.cat(entered, dim=2)
     exact = rotate(cache.unrotated[0].held.double(), *rope(torch.arange(14.0).double(), config))
@@ -206,6 +217,37 @@ def test_a_wrong_choice_of_what_is_pinned_is_noticed(model, monkeypatch, chosen,
     monkeypatch.setattr(Memory, "choose", choose)
     with pytest.raises(AssertionError, match=sentence):
         logits_of(model, AdaptedLlama(model, settings("h2o")).cache())
+
+
+@pytest.mark.parametrize("method, changes", [
+    ("full", {}), ("streaming", {}), ("h2o", {}), ("lococo", {"budgets": [[4, 12], [12, 4]]})])
+def test_what_cannot_enter_is_refused(model, method, changes):
+    """By the same sentence for every method, before anything changes; and after an error within a
+    layer, as when memory runs out, the cache is not used again."""
+    adapted = AdaptedLlama(model, settings(method, **changes))
+    model = adapted.model
+    with torch.no_grad():
+        expected, cache = logits_of(model, adapted.cache()), adapted.cache()
+        first = logits_of(model, cache, TOKENS[:, :24])
+        for tokens, sentence in ((TOKENS[:1, :3], "1 texts enter a cache of 2; each batch needs"),
+                                 (TOKENS[:, :0], "no tokens enter the cache: give at least one")):
+            with pytest.raises(UserError, match=sentence):
+                model(tokens, cache)
+        rest = logits_of(model, cache, TOKENS[:, 24:])
+        assert torch.equal(torch.cat((first, rest), dim=1), expected)
+        whole = cache.copy()
+        model.layers[1].feed_forward.w1.forward = lambda x: 1 / 0
+        with pytest.raises(ZeroDivisionError):  # all layers have got these tokens
+            model(TOKENS[:, :1], cache.copy())
+        model.layers[0].attention.wo.forward = lambda x: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            model(TOKENS[:, :1], cache)
+        with pytest.raises(UserError, match="this cache is broken"):
+            model(TOKENS[:, :1], cache)
+        del model.layers[0].attention.wo.forward, model.layers[1].feed_forward.w1.forward
+        with pytest.raises(UserError, match="this cache is broken"):
+            model(TOKENS[:, :1], cache.copy())
+        assert model(TOKENS[:, :1], whole).isfinite().all()
 
 
 def test_more_than_a_segment_at_once_is_refused(model):
@@ -294,24 +336,34 @@ def test_a_method_without_training_leaves_positions_as_the_base_has_them(config,
 def test_lora_starts_unchanged_and_equals_merged_weights(model):
     before, merged = model(TOKENS), Llama(model.config)
     merged.load_state_dict(model.state_dict())
-    AdaptedLlama(model, settings(lora_rank=4))
-    assert torch.equal(model(TOKENS), before)
-    for block, other in zip(model.layers, merged.layers):
+    tuned = AdaptedLlama(model, settings(lora_rank=4)).model
+    assert torch.equal(tuned(TOKENS), before)
+    for block, other in zip(tuned.layers, merged.layers):
         for name in ("wq", "wk", "wv", "wo"):
             lora = getattr(block.attention, name)
             torch.nn.init.normal_(lora.lora_b, std=0.1)
             getattr(other.attention, name).weight.data += 16 / 4 * lora.lora_b @ lora.lora_a
-    assert torch.allclose(model(TOKENS), merged(TOKENS), atol=1e-3)
-    assert not torch.allclose(model(TOKENS), before, atol=1e-1)
+    assert torch.allclose(tuned(TOKENS), merged(TOKENS), atol=1e-3)
+    assert not torch.allclose(tuned(TOKENS), before, atol=1e-1)
 
 
-def test_a_base_takes_lora_once(model):
-    """A second one would fail at LoRA's matrices, or freeze the first one's."""
-    AdaptedLlama(model, settings("h2o"))
-    adapted = AdaptedLlama(model, settings(lora_rank=4))
-    with pytest.raises(UserError, match="this base is adapted already"):
-        AdaptedLlama(model, settings("h2o"))
-    assert any("lora_a" in name for name in adapted.trained())
+def test_a_base_stays_as_it_is(model):
+    """Whatever is adapted on it before and after, and trains. Weights that are frozen are in
+    memory once."""
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    first = AdaptedLlama(model, settings("h2o"))
+    expected = logits_of(first.model, first.cache())
+    tuned = AdaptedLlama(model, settings(lora_rank=4))
+    last = AdaptedLlama(model, settings("h2o"))
+    for p in tuned.trained().values():
+        p.data += 1
+    for adapted in (first, last):
+        assert torch.equal(logits_of(adapted.model, adapted.cache()), expected)
+    assert same(model.state_dict(), before)
+    w1 = tuned.model.layers[1].feed_forward.w1.weight
+    assert w1.data_ptr() == model.layers[1].feed_forward.w1.weight.data_ptr()
+    with pytest.raises(UserError, match="this model is adapted already"):
+        AdaptedLlama(tuned.model, settings("h2o"))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -323,6 +375,7 @@ def test_an_adapter_on_a_base_in_bfloat16_needs_no_autocast(config, tied):
     with torch.autocast("cpu", torch.bfloat16):
         before = model(TOKENS)
         adapted = AdaptedLlama(model, settings(lora_rank=2))
+        model = adapted.model
         assert torch.equal(model(TOKENS), before)
     assert model.norm.weight.dtype == torch.float32
     for p in adapted.trained().values():

@@ -50,7 +50,7 @@ def test_the_gradient_of_a_step(in_float64, model, told, bptt, micro_batch):
     for n in range(2):
         cache = adapted.cache()
         for start, segment in zip(range(0, 40, 6), tokens[n : n + 1, :40].split(6, dim=1)):
-            p = model(segment, cache)[0].softmax(dim=-1)
+            p = adapted.model(segment, cache)[0].softmax(dim=-1)
             for t, row in enumerate(p, start=start + 1):
                 nats = -row[tokens[n, t]].log() / 80
                 plain = plain + nats

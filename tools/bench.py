@@ -40,7 +40,7 @@ from model import Entries, KVCache, Llama, LlamaConfig, load_llama
 from support.command_line import PlainParser, at_least, budgets_file, prepare
 from support.command_line import run_program
 from support.files import UserError
-from support.programs.adapter import round_embeddings, shared_copy
+from support.programs.adapter import round_embeddings
 from support.programs.settings import settings_for
 from train import TrainConfig, gradients, make_optimizer
 
@@ -67,7 +67,7 @@ def make(row: str, model: Llama, options: Options) -> AdaptedLlama:
     if row not in ("full", "streaming"):
         changes["budgets"] = options.budgets
     settings = settings_for(row, options.mem, segment, options.seq, **changes)
-    return AdaptedLlama(shared_copy(model), settings)
+    return AdaptedLlama(model, settings)
 
 
 # --- Training ---------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def compress_time(adapted: AdaptedLlama, options: Options) -> float:
 
     def compress() -> None:
         for cache in caches:
-            cache.enter(options.segment, options.device)
+            cache.make_room(1, options.segment)
 
     return seconds(compress, options) / len(caches) / adapted.model.config.n_layers
 

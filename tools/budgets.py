@@ -55,9 +55,9 @@ class GatedMemory(Memory):
         self.whole = KVCache(config, interpolation(config, settings))
         self.gates = gates
 
-    def enter(self, T: int, device: torch.device | str = "cpu") -> None:
-        self.whole.enter(T, device)
-        super().enter(T, device)
+    def announce(self, T: int, device: torch.device | str = "cpu") -> None:
+        self.whole.announce(T, device)
+        super().announce(T, device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         of_slots = super().attend(layer, q, k, v)

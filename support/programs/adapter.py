@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, check_base
-from lococo import check_budgets, interpolation
+from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, check_budgets
+from lococo import interpolation
 from model import Llama
 from support.command_line import resume_command
 from support.files import UserError, checksum, read_file, write_file
@@ -109,7 +109,7 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
         now = f"and would be divided by {divisors[1]:.3g} now"
         remedy = "leave out --positions, or take smaller sizes"
         raise UserError(f"{run}: {divided}, {now}; {remedy}")
-    adapted = AdaptedLlama(shared_copy(model), changed).eval()
+    adapted = AdaptedLlama(model, changed).eval()
     trained = adapted.trained()
     # The shapes are compared, too, as a tensor of another shape could be broadcast.
     stored = {name: t.shape for name, t in tensors.items()}
@@ -133,14 +133,3 @@ def round_embeddings(adapted: AdaptedLlama) -> None:
     """For use, give the embeddings the base's dtype. They may be the output matrix, too, and in
     float32 each call of the model would convert all of them."""
     adapted.model.tok_embeddings.to(adapted.model.dtype)
-
-
-def shared_copy(model: Llama) -> Llama:
-    """A second Llama on the same weights, which are not copied: what is frozen stays in memory
-    once. An adapter that is loaded changes one of the two and leaves the other as it is. One
-    that trains embeddings and norms changes both. Raises UserError."""
-    check_base(model)
-    with torch.device("meta"):  # shapes without numbers
-        other = Llama(model.config)
-    other.load_state_dict(model.state_dict(), assign=True)
-    return other

@@ -52,6 +52,13 @@ class TracedMemory(Memory):
             self.follow(n, matrix[0].float().cpu())
         return order, w
 
+    def copy(self) -> "TracedMemory":
+        other = super().copy()
+        other.seen_at = [*self.seen_at]
+        other.shares = {**self.shares}
+        other.largest = {n: [*largest] for n, largest in self.largest.items()}
+        return other
+
     def follow(self, n: int, matrix: Tensor) -> None:
         """Multiply the shares of part n by a mixing matrix (G, M, S)."""
         before = self.shares[n]
