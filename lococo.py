@@ -215,6 +215,15 @@ def in_order(entries: Tensor, order: Tensor) -> Tensor:
     return entries[text, head, order]
 
 
+def check_choice(chosen: Tensor, s: Settings) -> None:
+    """Whether `Memory.choose` keeps to its rule. A GPU has to wait for the answer, so that this is
+    asked at the first compression of a text only."""
+    enough = (chosen.sum(dim=2) == s.pinned).all()
+    assert enough, f"Memory.choose must take {s.pinned} entries in each head"
+    last = chosen[:, :, chosen.shape[2] - s.recent :].any()
+    assert not last, "Memory.choose must take none of the last entries"
+
+
 @dataclass(frozen=True)
 class Part:
     """Key/value heads of one layer that have equally many slots. Without budgets a part has
@@ -252,6 +261,7 @@ class Memory(KVCache):
         super().__init__(config, interpolation(config, settings))
         self.settings, self.compressors = settings, compressors
         self.parts = parts_of(config, settings)
+        self.heads: list[Tensor | None] = [None] * len(self.parts)  # their indices, if needed
         self.keys = [Entries() for _ in self.parts]
         self.values = [Entries() for _ in self.parts]
         self.capacity = [part.settings.capacity for part in self.parts]
@@ -300,17 +310,23 @@ class Memory(KVCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """KVCache.attend for each part n of the layer, as if it were a layer with fewer
         heads."""
+        parts = [n for n, part in enumerate(self.parts) if part.layer == layer]
+        if len(parts) == 1:
+            return self.attend_part(parts[0], q, k, v)
         q = q.unflatten(1, (k.shape[1], -1))  # (B, G, H/G, T, D)
         read = torch.empty_like(q)
-        for n, part in enumerate(self.parts):
-            if part.layer == layer:
-                heads = torch.tensor(part.heads, device=k.device)
-                own_q, own_k, own_v = (x.index_select(1, heads) for x in (q, k, v))
-                if self.by_slot:
-                    self.unrotated[n].append(own_k, self.capacity[n])
-                of_part = super().attend(n, own_q.flatten(1, 2), own_k, own_v)
-                read.index_copy_(1, heads, of_part.unflatten(1, (-1, q.shape[2])))
+        for n in parts:
+            if self.heads[n] is None:  # once, as it is copied to the device
+                self.heads[n] = torch.tensor(self.parts[n].heads, device=k.device)
+            own_q, own_k, own_v = (x.index_select(1, self.heads[n]) for x in (q, k, v))
+            of_part = self.attend_part(n, own_q.flatten(1, 2), own_k, own_v)
+            read.index_copy_(1, self.heads[n], of_part.unflatten(1, (-1, q.shape[2])))
         return read.flatten(1, 2)
+
+    def attend_part(self, n: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.by_slot:
+            self.unrotated[n].append(k, self.capacity[n])
+        return super().attend(n, q, k, v)
 
     def read(self, n: int, q: Tensor) -> Tensor:
         """Attend as a KVCache does, and count the attention that each entry receives.
@@ -347,7 +363,15 @@ class Memory(KVCache):
         """
         s = self.parts[n].settings
         k, v, scores = self.to_compress[n].held, self.values[n].held, self.scores[n]
-        order = self.arrange(s, k, v, scores)
+        # After an earlier compression the cache is [pinned | merged | recent | new tokens].
+        # Entries from recent slots count as new.
+        compressed_before = k.shape[2] < self.seen  # there are fewer entries than tokens
+        chosen = self.choose(s, k, v, scores)
+        if not compressed_before:
+            check_choice(chosen, s)
+        # The places of all entries in the cache. A stable sort keeps the order of the cache
+        # among the chosen entries, and among the others.
+        order = (~chosen).byte().argsort(dim=2, stable=True)
         sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
         k_pinned, k_rest, k_recent = in_order(k, order).split(sizes, dim=2)
         v_pinned, v_rest, v_recent = in_order(v, order).split(sizes, dim=2)
@@ -356,9 +380,6 @@ class Memory(KVCache):
             scores = in_order(scores, order)
             scores_pinned, scores_rest, scores_recent = scores.split(sizes, dim=2)
 
-        # After an earlier compression the cache is [pinned | merged | recent | new tokens].
-        # Entries from recent slots count as new.
-        compressed_before = k.shape[2] < self.seen  # there are fewer entries than tokens
         places = order.split(sizes, dim=2)[1]  # of the rest
         # Sinks are never among the rest.
         from_slot = (places < s.pinned + s.merged) & compressed_before
@@ -397,16 +418,6 @@ class Memory(KVCache):
         self.keys[n] = Entries(k)
         self.values[n] = Entries(v)
         self.scores[n] = scores
-
-    def arrange(self, s: Settings, k: Tensor, v: Tensor, scores: Tensor | None) -> Tensor:
-        """The places of all entries in the cache, (B, G, S): [pinned | rest | recent]."""
-        chosen = self.choose(s, k, v, scores)
-        enough = chosen.sum(dim=2) == s.pinned
-        assert enough.all(), f"Memory.choose must take {s.pinned} entries in each head"
-        last = chosen[:, :, chosen.shape[2] - s.recent :]
-        assert not last.any(), "Memory.choose must take none of the last entries"
-        # A stable sort keeps the order of the cache among the chosen entries, and the others.
-        return (~chosen).byte().argsort(dim=2, stable=True)
 
     def choose(self, s: Settings, k: Tensor, v: Tensor, scores: Tensor | None) -> Tensor:
         """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S).

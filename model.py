@@ -154,9 +154,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     and makes these logits -inf.
     """
     T, S = q.shape[2], k.shape[2]
+    if T == 1:
+        # A single token sees all entries. The query heads that share a key/value head are
+        # queries of one head here, as `enable_gqa` would copy its keys for each of them.
+        of_group = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # (B, G, H/G, D)
+        return F.scaled_dot_product_attention(of_group, k, v).reshape(q.shape)
     # `is_causal` aligns its mask to the first key, which is right if no entries are older.
-    # A single token sees all entries: without a mask PyTorch may take its fast kernel.
-    mask = causal_mask(T, S, q) if 1 < T < S else None
+    mask = causal_mask(T, S, q) if T < S else None
     options = dict(is_causal=T == S, enable_gqa=q.shape[1] != k.shape[1])
     return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
