@@ -19,6 +19,7 @@ The text goes to standard output, the figures to standard error. For the method 
 """
 
 import argparse
+import resource
 import sys
 import time
 from pathlib import Path
@@ -170,9 +171,9 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
     return models
 
 
-def print_figures(cache: KVCache, settings: Settings, seconds: float) -> None:
-    """How much is held, what the full cache would hold, and how long reading and writing
-    took."""
+def print_figures(cache: KVCache, settings: Settings) -> None:
+    """How much is held, what the full cache would hold, and what the whole process took at
+    most."""
     sizes = [keys.size for keys in cache.keys for _ in range(keys.held.shape[1])]
     held = sum(sizes) // len(sizes)  # a mean over all heads
     slots, bound = "all entries", ""
@@ -180,9 +181,18 @@ def print_figures(cache: KVCache, settings: Settings, seconds: float) -> None:
         slots, bound = f"{settings.mem} slots", f" (at most M + T = {settings.capacity:,})"
     memory = f"{slots}; {held:,} entries held of {cache.seen:,}{bound}"
     full = f"the full cache would hold {cache.full_nbytes:,}"
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    process = f"{unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:,.0f} MB"
+    if torch.cuda.is_initialized():
+        process += f", and {torch.cuda.max_memory_allocated() / 1e6:,.0f} MB of a GPU"
     print(f"memory           {memory}", file=sys.stderr)
     print(f"key/value cache  {cache.nbytes:,} bytes; {full}", file=sys.stderr)
-    print(f"time             {seconds:.1f} s", file=sys.stderr)
+    print(f"whole process    at most {process}", file=sys.stderr)
+
+
+def print_pace(what: str, tokens: int, seconds: float) -> None:
+    pace = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
+    print(f"{what:17}{pace}", file=sys.stderr)
 
 
 def read_ids(adapted: AdaptedLlama, ids: list[int], cache: KVCache) -> Tensor:
@@ -202,8 +212,10 @@ def show_page(
         warn_if_too_long(adapted, len(ids))
         begun = time.perf_counter()
         logits = read_ids(adapted, ids, memory)
+        seconds = time.perf_counter() - begun
         print(name, file=sys.stderr)
-        print_figures(memory, adapted.settings, time.perf_counter() - begun)
+        print_pace("reading", len(ids), seconds)
+        print_figures(memory, adapted.settings)
         likeliest = sample(logits[0, : tokenizer.vocab_size], temperature=0)
         records.append(page_record(name, memory, tokenizer.piece(likeliest)))
     write_page(page, *token_texts(ids, tokenizer), records)
@@ -225,16 +237,21 @@ def continue_text(
 
     begun = time.perf_counter()
     logits = read_ids(adapted, ids, cache)
+    reading = time.perf_counter() - begun
     if flags.save_memory:
         save_memory(flags.save_memory, cache, adapted)
     if flags.layer_and_head:
         print(*describe_slots(cache, *flags.layer_and_head, ids, tokenizer), sep="\n")
+    begun, written = time.perf_counter(), 0
     if most:
         new = decode(adapted.model, tokenizer, logits, cache, most, flags.temperature)
-        for piece in as_text(new, tokenizer, ids):
+        for written, piece in enumerate(as_text(new, tokenizer, ids), start=1):
             print(piece, end="", flush=True)
         print(flush=True)
-    print_figures(cache, adapted.settings, time.perf_counter() - begun)
+    print_pace("reading", len(ids), reading)
+    if written:
+        print_pace("writing", written, time.perf_counter() - begun)
+    print_figures(cache, adapted.settings)
 
 
 def main() -> None:

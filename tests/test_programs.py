@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -153,12 +154,15 @@ def test_a_warning_if_positions_pass_the_context(capsys, method, mem, tokens, re
 @pytest.mark.parametrize("words, thing", [
     ("--method full", FULL), ("--adapter adapter", "adapter")])
 def test_greedy_text(run, tokenizer, words, thing):
-    """The figures behind it are tested with the memory page."""
+    """Reading and writing have a line each; the other figures are tested with the memory page."""
     book = Path("text/0.py").read_text()[:250]
     Path("book").write_text(book)
     written = tokenizer.decode(greedy_by_hand(tiny(thing), tokenizer.encode(book)))
     code, out, err = run(generate, f"{words} --temperature 0 --max-new-tokens 12 --prompt book")
     assert code == 0 and book + out == written + "\n", err
+    read = len(tokenizer.encode(book))
+    lines = rf"reading +{read} tokens in [\d.]+ s, .*\nwriting +12 tokens in [\d.]+ s, [\d,]+ tokens/s\n"
+    assert re.search(lines, err) and re.search(r"whole process +at most [\d,]+ MB\n", err)
 
 
 def test_all_that_is_written_is_in_the_cache(model):
