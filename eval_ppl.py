@@ -24,7 +24,7 @@ from tqdm import tqdm
 from lococo import AdaptedLlama, segment_losses
 from model import load_base
 from support.command_line import Machine, Parser, at_least, counted, prepare, run_program
-from support.facts import fact_tokens, tell_all
+from support.facts import fact_tokens, note_no_facts, tell_all
 from support.files import refuse_not_finite, write_json
 from support.programs.scoring import add_runs_and_texts, documents_to_score, models_to_score
 from support.programs.scoring import note_limits, parse_models, parts_to_score
@@ -194,6 +194,7 @@ def main() -> None:
         # The names of facts are divided into parts, as texts are. If all parts are scored, take
         # the held-out names, which no training has seen.
         names = parts[0] if len(parts) == 1 else "held-out"
+        note_no_facts(last.numpy(), L, tokenizer, flags.fact_form)
         told, told_ago = tell_all(last, names, tokenizer, flags.fact_form)
     note_limits(models, [*documents])
     if len(last) < ENOUGH:

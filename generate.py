@@ -19,7 +19,7 @@ The text goes to standard output, the figures to standard error. For the method 
 """
 
 import argparse
-import resource
+import re
 import sys
 import time
 from pathlib import Path
@@ -172,8 +172,7 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
 
 
 def print_figures(cache: KVCache, settings: Settings) -> None:
-    """How much is held, what the full cache would hold, and what the whole process took at
-    most."""
+    """How much is held, and what the full cache would hold."""
     sizes = [keys.size for keys in cache.keys for _ in range(keys.held.shape[1])]
     held = sum(sizes) // len(sizes)  # a mean over all heads
     slots, bound = "all entries", ""
@@ -181,12 +180,16 @@ def print_figures(cache: KVCache, settings: Settings) -> None:
         slots, bound = f"{settings.mem} slots", f" (at most M + T = {settings.capacity:,})"
     memory = f"{slots}; {held:,} entries held of {cache.seen:,}{bound}"
     full = f"the full cache would hold {cache.full_nbytes:,}"
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    process = f"{unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:,.0f} MB"
-    if torch.cuda.is_initialized():
-        process += f", and {torch.cuda.max_memory_allocated() / 1e6:,.0f} MB of a GPU"
     print(f"memory           {memory}", file=sys.stderr)
     print(f"key/value cache  {cache.nbytes:,} bytes; {full}", file=sys.stderr)
+
+
+def print_peak(device: torch.device) -> None:
+    """The most memory that the process had, with the model."""
+    [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    process = f"{1024 * int(peak) / 1e6:,.0f} MB"
+    if device.type == "cuda":
+        process += f", and {torch.cuda.max_memory_allocated(device) / 1e6:,.0f} MB on the GPU"
     print(f"whole process    at most {process}", file=sys.stderr)
 
 
@@ -218,6 +221,7 @@ def show_page(
         print_figures(memory, adapted.settings)
         likeliest = sample(logits[0, : tokenizer.vocab_size], temperature=0)
         records.append(page_record(name, memory, tokenizer.piece(likeliest)))
+    print_peak(logits.device)
     write_page(page, *token_texts(ids, tokenizer), records)
     print(f"open {page} in a browser", file=sys.stderr)
 
@@ -252,6 +256,7 @@ def continue_text(
     if written:
         print_pace("writing", written, time.perf_counter() - begun)
     print_figures(cache, adapted.settings)
+    print_peak(logits.device)
 
 
 def main() -> None:

@@ -1,12 +1,10 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a convolution.
 
-Equation numbers are those of the paper (arXiv 2406.05317), letters are those of model.py,
-and there are two more:
+This file is the paper (arXiv 2406.05317) and what it compares with. Equation numbers are
+the paper's, letters are those of model.py, and there is one more:
 
     R  entries of a head that a compression does not keep as they are: it puts them into
        merged slots, or drops them
-    n  the index of a part. A part is a layer or, with budgets, those heads of a layer that
-       have equally many slots (see `Part`)
 
 Three matrices say how much of each entry goes into each slot:
 
@@ -15,7 +13,7 @@ Three matrices say how much of each entry goes into each slot:
     mixing matrix   not in the paper: the rows of w, and one-hot rows that copy what is kept
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Callable, Iterator
 
 import torch
@@ -30,8 +28,7 @@ from support.files import UserError
 # --- Methods: what a memory of M slots holds --------------------------------------------
 
 # Sinks keep the first tokens, heavy slots the entries that have received most attention,
-# and recent slots the last tokens. The compressor fills the merged slots with the rest: the
-# paper's mixes entries, and ours lets each slot choose one.
+# and recent slots the last tokens. The compressor fills the merged slots with the rest.
 KINDS = ("sinks", "heavy", "merged", "recent")  # in their order in the cache
 
 # A method is a function of M. It gives the fields of Settings (below) that it sets.
@@ -49,26 +46,12 @@ METHODS = {
     "lococo": lambda M: dict(merged=M),
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
-    # Not in the paper: H2O in which earlier attention counts less, as in A2SF (arXiv
-    # 2407.20485), with more heavy slots.
-    "h2o+forget": lambda M: dict(heavy=M * 5 // 8, recent=M - M * 5 // 8, forget=0.75),
-    # Ours: merged slots learn which entries to keep. At M = 64 there are 24 heavy,
-    # 16 merged and 24 recent slots. The recipe "embedded" of train.py divides M otherwise.
-    "selection": lambda M: dict(
-        heavy=M * 3 // 8,
-        merged=M // 4,
-        recent=M - M * 3 // 8 - M // 4,
-        forget=0.75,
-        compressor="selection",
-        kernel=1,  # an entry is judged without its neighbours; "embedded" has 3 taps
-        start=0.3,
-    ),
 }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a trained adapter depends on; support.programs.settings.settings_for makes one."""
+    """All that a trained adapter depends on; `settings_for` makes one."""
 
     method: str
     segment: int  # the most tokens that enter together
@@ -85,13 +68,9 @@ class Settings:
     start: float = 1.0  # standard deviation of its first weights, as in the official code
     lora_rank: int = 8
     lora_alpha: int = 16  # as in the official code; the paper names none
-    # Not in the paper:
     # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets nothing;
-    # 0 counts only the queries that entered last.
+    # 0, as in the official code, counts only the queries that entered last.
     forget: float = 1.0
-    # Slots of the key/value heads of each layer, as [[24, 96, 24], [48, 48, 48], ...]. An
-    # empty list means M everywhere.
-    budgets: list[list[int]] = field(default_factory=list)
 
     @property
     def pinned(self) -> int:
@@ -100,20 +79,61 @@ class Settings:
 
     @property
     def mem(self) -> int:
-        """M, the slots of each key/value head in each layer; 0 if all entries are kept. With
-        budgets it is their mean."""
+        """M, the slots of each key/value head in each layer; 0 if all entries are kept."""
         return self.sinks + self.heavy + self.merged + self.recent
 
     @property
+    def largest(self) -> int:
+        """The slots of the head that has most: here M, as all have equally many."""
+        return self.mem
+
+    @property
     def capacity(self) -> int:
-        """M + T, the most entries that a head with slots holds. With budgets it is the mean
-        over the heads, and some hold more. In the settings of a Part it is exact."""
+        """M + T, the most entries that a head with slots holds."""
         return self.mem + self.segment
 
     @property
-    def head_sizes(self) -> list[int]:
-        """The different numbers of slots that heads have, the smallest first."""
-        return sorted({M for row in self.budgets or [[self.mem]] for M in row})
+    def memory(self) -> str:
+        """The one of MEMORIES that holds the slots."""
+        return COMPRESSORS[self.compressor].memory
+
+
+def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
+    """Settings from a row of METHODS at M = mem. Each of `changes` that is not None replaces
+    a field.
+
+    What is missing to M slots goes to one kind: to merged, if the row has merged slots and
+    `merged` is not among the changes, or else to recent. If that kind was given, too, there may
+    be fewer than M slots: `h2o` with M = 128 and recent=0 has 64. A row without slots keeps all
+    entries. Raises UserError.
+    """
+    if method not in METHODS:
+        raise UserError(f"method {method}: lococo.METHODS has {', '.join(METHODS)}")
+    row = METHODS[method](mem)
+    given = {name: value for name, value in changes.items() if value is not None}
+    chosen = row | given
+    counts = {kind: chosen.get(kind, 0) for kind in KINDS}
+    left_over = "merged" if "merged" in row and "merged" not in given else "recent"
+    if row and left_over not in given:
+        counts[left_over] += mem - sum(counts.values())
+
+    rule = broken_rule(row, counts, mem)
+    if rule:
+        listed = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        raise UserError(f"method {method}, mem {mem}: {listed} slots do not fit; {rule}")
+    return Settings(method, segment, length, **chosen | counts)
+
+
+def broken_rule(row: dict, counts: dict[str, int], mem: int) -> str | None:
+    """Why these counts of slots do not suit a row of METHODS; None if they do."""
+    total = sum(counts.values())
+    if not row:
+        return "this method keeps everything and has no slots" if total else None
+    if "merged" in row and counts["merged"] == 0:
+        return "this method needs merged slots; leave room for them"
+    if not 0 < total <= mem or min(counts.values()) < 0:
+        return f"together they must be from 1 to {mem}, and none negative"
+    return None
 
 
 # --- Compressor (section 3.2.1) ---------------------------------------------------------
@@ -121,13 +141,13 @@ class Settings:
 
 class Compressor(nn.Module):
     """A convolution says how much of each entry goes into each slot. The heads of a layer
-    share it. `slots` is the number of slots that it fills, the merged ones. With budgets it is
-    the most that a head has, and a head with fewer takes the first rows of w.
+    share it. `slots` is the number of slots that it fills, the merged ones.
 
     One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. All its
     parameters train at the rate of the convolutions.
     """
 
+    memory = "paper"  # the one of MEMORIES that it works in
     reads_scores = False  # True: the memory counts attention, also without heavy slots
     recompute = False  # as in model.Block
 
@@ -136,16 +156,15 @@ class Compressor(nn.Module):
         self.slots = slots
         # g of (6)
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
-        # The scale of these weights cancels in (7), but not in the softmax of Selection.
+        # The scale of these weights cancels in (7).
         nn.init.normal_(self.conv.weight, std=start)
 
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
+    def weights(self, entries: Tensor, scores: Tensor | None) -> Tensor:
         """R entries that are merged, (N, 2D, R) of N = B * G heads -> w (N, slots, R).
 
         The entries are in float32. R differs from call to call. Each row of w must sum to 1.
-        The paper's compressor reads `entries` alone. `from_slot` (N, R) marks those that
-        stood in a heavy or merged slot. `scores` (N, R) is the attention that each entry has
-        received, or None if the memory does not count it (see `reads_scores`).
+        The paper's compressor reads `entries` alone. `scores` (N, R) is the attention that each
+        entry has received, or None if the memory does not count it (see `reads_scores`).
         """
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official
@@ -153,20 +172,15 @@ class Compressor(nn.Module):
         w = logits.relu() + 1e-9
         return w / w.sum(dim=-1, keepdim=True)  # (7)
 
-    def first_weights(
-        self, slots: int, entries: Tensor, from_slot: Tensor, scores: Tensor | None
-    ) -> Tensor:
-        """The first rows of w, (N, slots, R), for heads with so many slots. A subclass may
-        save work here, as ours does."""
-        return self.weights(entries, from_slot, scores)[:, :slots]
+
+COMPRESSORS = {"paper": Compressor}
 
 
 def merge(
-    compressor: Compressor, slots: int, k: Tensor, v: Tensor, from_slot: Tensor,
-    scores: Tensor | None,
+    weights: Callable, k: Tensor, v: Tensor, scores: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Equations (4) to (7): k and v (B, G, R, D), `from_slot` and `scores` (B, G, R) -> K'
-    and V' (B, G, slots, D), and w (B, G, slots, R).
+    """Equations (4) to (7): k and v (B, G, R, D) and scores (B, G, R) -> K' and V'
+    (B, G, slots, D), and w (B, G, slots, R), which comes from the `weights` of a compressor.
 
     All is computed in float32, as bfloat16 is too coarse for logits, and K' and V' are
     rounded to the dtype of k and v. With positions of the text a mixed key has no single
@@ -176,8 +190,7 @@ def merge(
         k_wide, v_wide = widened(k), widened(v)
         entries = torch.cat((k_wide, v_wide), dim=-1).flatten(0, 1).mT  # (N, 2D, R)
         scores = None if scores is None else scores.flatten(0, 1)
-        w = compressor.first_weights(slots, entries, from_slot.flatten(0, 1), scores)
-        w = w.unflatten(0, k.shape[:2])
+        w = weights(entries, scores).unflatten(0, k.shape[:2])
         return (w @ k_wide).type_as(k), (w @ v_wide).type_as(v), w  # (4), (5)
 
 
@@ -216,29 +229,19 @@ def in_order(entries: Tensor, order: Tensor) -> Tensor:
 
 
 def check_choice(chosen: Tensor, s: Settings) -> None:
-    """Whether `Memory.choose` keeps to its rule. A GPU has to wait for the answer, so that this is
-    asked at the first compression of a text only."""
+    """Assert that `Memory.choose` keeps its rule. A GPU has to wait for the answer, so that it is
+    asked only at the first compression of a text."""
     enough = (chosen.sum(dim=2) == s.pinned).all()
     assert enough, f"Memory.choose must take {s.pinned} entries in each head"
     last = chosen[:, :, chosen.shape[2] - s.recent :].any()
     assert not last, "Memory.choose must take none of the last entries"
 
 
-@dataclass(frozen=True)
-class Part:
-    """Key/value heads of one layer that have equally many slots. Without budgets a part has
-    all heads of its layer."""
-
-    layer: int
-    heads: list[int]
-    settings: Settings  # in which M is the number of slots of these heads
-
-
 class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer and key/value head. The
-    lists of keys, values and scores have one item for each part of a layer (see `Part`).
+    lists of keys, values and scores have one item for each layer.
 
-    When new tokens do not fit into a part, the mixing matrix turns its S entries into M slots.
+    When new tokens do not fit into a layer, the mixing matrix turns its S entries into M slots.
     Each method is a choice of this matrix, whose one-hot rows are never built. For M = 4 and a
     segment of 3, with one heavy slot, two merged slots and one recent slot (the paper's own
     methods have no recent slots), let the entry at place 4 have received most attention. Then
@@ -260,19 +263,26 @@ class Memory(KVCache):
     ):
         super().__init__(config, interpolation(config, settings))
         self.settings, self.compressors = settings, compressors
-        self.parts = parts_of(config, settings)
-        self.heads: list[Tensor | None] = [None] * len(self.parts)  # their indices, if needed
-        self.keys = [Entries() for _ in self.parts]
-        self.values = [Entries() for _ in self.parts]
-        self.capacity = [part.settings.capacity for part in self.parts]
         self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
-        # Attention received, (B, G, S)
-        self.scores: list[Tensor | None] = [None] * len(self.parts)
         # With positions by slot a key has a new place after each compression. The key without
         # a rotation is kept, too, as rotating it again and again would add up errors. With
         # positions of the text `unrotated` stays empty.
         self.by_slot = settings.positions == "slots"
-        self.unrotated = [Entries() for _ in self.parts]
+        self.empty([settings] * config.n_layers)
+
+    def empty(self, slots: list[Settings]) -> None:
+        """Hold nothing. `slots` says how many slots of each kind each layer has."""
+        self.slots = slots
+        self.capacity = [s.capacity for s in slots]
+        self.keys = [Entries() for _ in slots]
+        self.values = [Entries() for _ in slots]
+        self.unrotated = [Entries() for _ in slots]
+        self.scores: list[Tensor | None] = [None] * len(slots)  # attention received, (B, G, S)
+
+    @staticmethod
+    def merged_slots(config: LlamaConfig, settings: Settings) -> list[int]:
+        """How many slots the compressor of each layer fills."""
+        return [settings.merged] * config.n_layers
 
     @property
     def to_compress(self) -> list[Entries]:
@@ -281,7 +291,7 @@ class Memory(KVCache):
         return self.unrotated if self.by_slot else self.keys
 
     def make_room(self, B: int, T: int) -> None:
-        """Compress the parts into which T new tokens would not fit.
+        """Compress the layers into which T new tokens would not fit.
 
         Algorithm 2 compresses at the end of each segment. Here this is done later, just before
         new tokens enter that would not fit. So the loss of these tokens depends on the
@@ -292,12 +302,12 @@ class Memory(KVCache):
         super().make_room(B, T)
         most = self.settings.segment
         assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
-        for n in range(len(self.parts)):
-            if self.keys[n].size + T > self.capacity[n]:  # M + `segment`
-                self.compress(n)
+        for layer, keys in enumerate(self.keys):
+            if keys.size + T > self.capacity[layer]:  # M + `segment`
+                self.compress(layer)
 
     def first_positions(self) -> list[int]:
-        """With positions by slot a token's position is its place in the part's cache."""
+        """With positions by slot a token's position is its place in the cache."""
         if self.by_slot:
             return [keys.size for keys in self.keys]
         return super().first_positions()
@@ -308,27 +318,11 @@ class Memory(KVCache):
         return super().nbytes + sum(keys.held.nbytes for keys in self.unrotated if keys.size)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """KVCache.attend for each part n of the layer, as if it were a layer with fewer
-        heads."""
-        parts = [n for n, part in enumerate(self.parts) if part.layer == layer]
-        if len(parts) == 1:
-            return self.attend_part(parts[0], q, k, v)
-        q = q.unflatten(1, (k.shape[1], -1))  # (B, G, H/G, T, D)
-        read = torch.empty_like(q)
-        for n in parts:
-            if self.heads[n] is None:  # once, as it is copied to the device
-                self.heads[n] = torch.tensor(self.parts[n].heads, device=k.device)
-            own_q, own_k, own_v = (x.index_select(1, self.heads[n]) for x in (q, k, v))
-            of_part = self.attend_part(n, own_q.flatten(1, 2), own_k, own_v)
-            read.index_copy_(1, self.heads[n], of_part.unflatten(1, (-1, q.shape[2])))
-        return read.flatten(1, 2)
-
-    def attend_part(self, n: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.by_slot:
-            self.unrotated[n].append(k, self.capacity[n])
-        return super().attend(n, q, k, v)
+            self.unrotated[layer].append(k, self.capacity[layer])
+        return super().attend(layer, q, k, v)
 
-    def read(self, n: int, q: Tensor) -> Tensor:
+    def read(self, layer: int, q: Tensor) -> Tensor:
         """Attend as a KVCache does, and count the attention that each entry receives.
 
         Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in sum
@@ -337,20 +331,21 @@ class Memory(KVCache):
         `forget` for a whole segment.
         """
         if not self.scoring:
-            return super().read(n, q)
-        attention = attention_weights(q, self.keys[n].held)
-        T, group = q.shape[2], q.shape[1] // len(self.parts[n].heads)  # H/G query heads
+            return super().read(layer, q)
+        k, v = self.keys[layer].held, self.values[layer].held
+        attention = attention_weights(q, k)
+        T, group = q.shape[2], q.shape[1] // k.shape[1]  # H/G query heads
         received = attention.detach().sum(dim=2) / group  # (B, G, S)
-        if self.scores[n] is not None:
+        if self.scores[layer] is not None:
             factor = self.settings.forget ** (T / self.settings.segment)
-            received[:, :, :-T] += factor * self.scores[n]  # the older entries
-        self.scores[n] = received
-        read = attention.type_as(q) @ self.values[n].held  # (B, G, H/G * T, D)
+            received[:, :, :-T] += factor * self.scores[layer]  # the older entries
+        self.scores[layer] = received
+        read = attention.type_as(q) @ v  # (B, G, H/G * T, D)
         return read.unflatten(2, (group, T)).flatten(1, 2)
 
-    def compress(self, n: int) -> tuple[Tensor, Tensor]:
-        """The operator C of (3), steps 4 and 5 of algorithm 2: S entries become M slots, in
-        part n.
+    def compress(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The operator C of (3), steps 4 and 5 of algorithm 2: S entries become M slots, in one
+        layer.
 
         In the example of the class, 7 entries become 4 slots:
 
@@ -358,16 +353,13 @@ class Memory(KVCache):
             slots    0 |   1   2   | 3      the five of the rest go into slots 1 and 2
 
         Each head has its own order. Pinned and recent entries are copied, and only w
-        multiplies. Returns the order (B, G, S) and w (B, G, merged, R), where G is the
-        number of heads of the part; support/programs/tracing.py reads them.
+        multiplies. Returns the order (B, G, S) and w (B, G, merged, R), from which
+        support/programs/tracing.py knows what is in a slot.
         """
-        s = self.parts[n].settings
-        k, v, scores = self.to_compress[n].held, self.values[n].held, self.scores[n]
-        # After an earlier compression the cache is [pinned | merged | recent | new tokens].
-        # Entries from recent slots count as new.
-        compressed_before = k.shape[2] < self.seen  # there are fewer entries than tokens
+        s = self.slots[layer]
+        k, v, scores = self.to_compress[layer].held, self.values[layer].held, self.scores[layer]
         chosen = self.choose(s, k, v, scores)
-        if not compressed_before:
+        if k.shape[2] == self.seen:  # the first compression of a text
             check_choice(chosen, s)
         # The places of all entries in the cache. A stable sort keeps the order of the cache
         # among the chosen entries, and among the others.
@@ -381,9 +373,7 @@ class Memory(KVCache):
             scores_pinned, scores_rest, scores_recent = scores.split(sizes, dim=2)
 
         places = order.split(sizes, dim=2)[1]  # of the rest
-        # Sinks are never among the rest.
-        from_slot = (places < s.pinned + s.merged) & compressed_before
-        k_merged, v_merged, w = self.fill_merged(n, k_rest, v_rest, from_slot, scores_rest)
+        k_merged, v_merged, w = self.fill_merged(layer, k_rest, v_rest, scores_rest, places)
 
         k = torch.cat((k_pinned, k_merged, k_recent), dim=2)
         v = torch.cat((v_pinned, v_merged, v_recent), dim=2)
@@ -391,33 +381,35 @@ class Memory(KVCache):
             # A merged slot gets the mean, by w, of the attention that its entries received.
             scores_merged = (w.detach() * scores_rest[:, :, None]).sum(dim=3)
             scores = torch.cat((scores_pinned, scores_merged, scores_recent), dim=2)
-        self.hold(n, k, v, scores)
+        self.hold(layer, k, v, scores)
         return order, w
 
     def fill_merged(
-        self, n: int, k: Tensor, v: Tensor, from_slot: Tensor, scores: Tensor | None
+        self, layer: int, k: Tensor, v: Tensor, scores: Tensor | None, places: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """K', V' and w of the layer's compressor. If there are no merged slots, the entries
-        are dropped."""
-        part = self.parts[n]
-        if not part.settings.merged:
+        """K', V' and w of the layer's compressor, for entries that stood at these places of the
+        cache, (B, G, R). If there are no merged slots, the entries are dropped."""
+        if not self.slots[layer].merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
-        compressor = self.compressors[part.layer]
-        args = (compressor, part.settings.merged, k, v, from_slot, scores)
-        if compressor.recompute:
+        args = (self.weights_of(layer, places), k, v, scores)
+        if self.compressors[layer].recompute:
             return checkpoint(merge, *args, use_reentrant=False)
         return merge(*args)
 
-    def hold(self, n: int, k: Tensor, v: Tensor, scores: Tensor | None) -> None:
-        """Replace what part n holds: keys as compressions read them, and values, both
+    def weights_of(self, layer: int, places: Tensor) -> Callable:
+        """What computes w of entries and their scores: the compressor's `weights`."""
+        return self.compressors[layer].weights
+
+    def hold(self, layer: int, k: Tensor, v: Tensor, scores: Tensor | None) -> None:
+        """Replace what a layer holds: keys as compressions read them, and values, both
         (B, G, S, D), and scores (B, G, S). By slot the keys are rotated to their places."""
         if self.by_slot:
-            self.unrotated[n] = Entries(k)
+            self.unrotated[layer] = Entries(k)
             places = torch.arange(k.shape[2], device=k.device)
             k = rotate(k, *self.rotation(places))
-        self.keys[n] = Entries(k)
-        self.values[n] = Entries(v)
-        self.scores[n] = scores
+        self.keys[layer] = Entries(k)
+        self.values[layer] = Entries(v)
+        self.scores[layer] = scores
 
     def choose(self, s: Settings, k: Tensor, v: Tensor, scores: Tensor | None) -> Tensor:
         """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S).
@@ -444,6 +436,8 @@ class Memory(KVCache):
         for keys in self.unrotated:
             keys.detach()
 
+
+MEMORIES = {"paper": Memory}
 
 # --- Segment loop (algorithm 2) ---------------------------------------------------------
 
@@ -478,7 +472,7 @@ def interpolation(config: LlamaConfig, settings: Settings) -> float:
     """
     highest = settings.length
     if settings.positions == "slots" and settings.mem:
-        highest = min(settings.head_sizes[-1] + settings.segment, settings.length)
+        highest = min(settings.largest + settings.segment, settings.length)
     # The checkpoint may divide positions itself; they are never divided by less.
     return max(config.rope_scale, highest / config.context)
 
@@ -504,162 +498,6 @@ class LoRALinear(nn.Module):
         return y + self.factor * change.type_as(y)
 
 
-# --- Ours: slots that learn which entries to keep ---------------------------------------
-
-# AdamW changes all parameters about equally fast. The shared filters are multiplied by 3, so
-# that they learn three times as fast.
-COMMON_SCALE = 3
-# At the start, in training, an entry with twice the attention gets 2^2 times the weight.
-TRUST_SCALE = 2
-# So large that a slot hardly ever takes a copy of what an earlier slot has taken.
-PENALTY = 1000
-
-
-class Selection(Compressor):
-    """Slots that learn which entries to keep. They choose in order: each prefers the most
-    relevant entry that is neither taken by an earlier slot nor a copy of one that is.
-
-    The relevance of an entry is a sum of three terms: a filter that all slots share, one of
-    24 other filters, and the logarithm of the attention that the entry has received. Entries
-    from heavy and merged slots are judged by other filters, which learn to keep them. The
-    slots take the 24 in turn, so that what was trained serves any number of slots.
-
-    While it trains, a slot is a mixture: its row of w is a softmax of the relevance, so that
-    gradients flow. In use the relevance is 16 times as sharp, and a slot holds nearly one
-    entry: the model cannot read a fact out of a mixture of several.
-
-    A subclass changes `relevance` or `normalise`.
-    """
-
-    reads_scores = True
-    sharpness = 16  # in use; 1 while it trains
-
-    def __init__(
-        self, head_dim: int, slots: int, kernel: int, start: float = 1.0, filters: int = 24
-    ):
-        super().__init__(head_dim, filters, kernel, start)  # `conv` has a row for each filter
-        self.slots = slots
-        # For new entries: the filters of `conv`, in which the neighbours of an entry start at
-        # zero, and `common`, which all slots share.
-        self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
-        # For entries from slots: one tap, as neighbours in slots are none in the text.
-        self.slot_filters = nn.Parameter(start * torch.randn(filters, 2 * head_dim, 1))
-        self.slot_common = nn.Parameter(torch.zeros(1, 2 * head_dim, 1))
-        neighbours = torch.arange(kernel) != kernel // 2
-        with torch.no_grad():
-            self.conv.weight[:, :, neighbours] = 0
-            # Filters beyond the slots do not train. Where a larger memory takes them, they
-            # are zero: the shared filters and the attention received judge alone.
-            self.conv.weight[slots:] = 0
-            self.slot_filters[slots:] = 0
-        self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts
-
-    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
-        """How relevant each of R entries is by each filter: (N, filters, R)."""
-        filters = self.conv.weight + COMMON_SCALE * self.common
-        slot_filters = self.slot_filters + COMMON_SCALE * self.slot_common
-        new = F.conv1d(entries, filters, padding="same")
-        old = slot_filters.squeeze(2) @ entries
-        by_filters = torch.where(from_slot[:, None], old, new)
-        log_scores = (scores + 1e-4).log()  # entries below 0.0001 are alike
-        return by_filters + TRUST_SCALE * self.trust * log_scores[:, None]
-
-    def normalise(self, relevance: Tensor, entries: Tensor) -> Tensor:
-        """This takes the place of the ReLU and of (7): w (N, slots, R); each row sums to 1."""
-        sharpness = 1 if self.training else self.sharpness
-        return (sharpness * (relevance - copy_penalty(relevance, entries))).softmax(dim=-1)
-
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
-        return self.first_weights(self.slots, entries, from_slot, scores)
-
-    def first_weights(
-        self, slots: int, entries: Tensor, from_slot: Tensor, scores: Tensor
-    ) -> Tensor:
-        """Only as many slots choose as are asked for."""
-        relevance = self.relevance(entries, from_slot, scores)
-        in_turn = torch.arange(slots, device=relevance.device) % relevance.shape[1]
-        return self.normalise(relevance[:, in_turn], entries)
-
-
-@torch.no_grad()
-def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
-    """The penalty of each of R entries for each slot: relevance (N, slots, R), entries
-    (N, 2D, R) -> (N, slots, R). For each earlier slot it grows by PENALTY * c^32. Here c is the
-    cosine between the entry's value and the value which that slot has taken, after the mean of
-    all R is subtracted from both. A negative c counts as 0. So the penalty grows by 1000 for a
-    copy, by 34 if c is 0.9, and by 1 if c is 0.81. What is taken is a copy of itself, also where
-    all values are equal. Maximal marginal relevance (Carbonell and
-    Goldstein 1998) subtracts the largest similarity, and this the sum of all.
-
-    Keys are not compared, as rotations change them with positions of the text. The penalty is
-    a constant for the gradient, as are the scores.
-    """
-    values = entries.chunk(2, dim=1)[1]  # (N, D, R)
-    unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)
-    alike = (unit.mT @ unit).clamp_(min=0)  # (N, R, R); an opposite entry is not a copy
-    itself = alike.diagonal(dim1=1, dim2=2)
-    itself.masked_fill_(itself < 0.5, 1)  # 0 where a value is the mean
-    for _ in range(5):  # c^32, faster than pow
-        alike.square_()
-    alike *= PENALTY
-    heads = torch.arange(len(alike), device=alike.device)
-    penalty = torch.zeros_like(relevance[:, 0])
-    penalties = []  # for each slot, (N, R)
-    for row in relevance.unbind(dim=1):
-        penalties.append(penalty)
-        taken = (row - penalty).argmax(dim=-1)  # by this slot, (N,)
-        penalty = penalty + alike[heads, taken]
-    return torch.stack(penalties, dim=1)
-
-
-COMPRESSORS = {"paper": Compressor, "selection": Selection}
-
-# --- Ours: budgets of heads -------------------------------------------------------------
-
-
-def parts_of(config: LlamaConfig, settings: Settings) -> list[Part]:
-    """The parts of all layers.
-
-    Heads differ in how much of a long text they read, so that equal budgets waste slots: few
-    of them retrieve what was said long ago (DuoAttention, arXiv 2410.10819; HeadKV, arXiv
-    2410.19258). tools/budgets.py measures which heads need more.
-    """
-    heads = list(range(config.n_kv_heads))
-    if not settings.budgets:
-        return [Part(layer, heads, settings) for layer in range(config.n_layers)]
-    parts = []
-    for layer, slots in enumerate(settings.budgets):
-        for M in dict.fromkeys(slots):
-            equal = [head for head in heads if slots[head] == M]
-            parts.append(Part(layer, equal, with_slots(settings, M)))
-    return parts
-
-
-def with_slots(settings: Settings, M: int) -> Settings:
-    """The same memory with M slots in each head. It has all sinks, and the other kinds keep
-    their proportions."""
-    kinds = KINDS[1:]
-    counts = divided(M - settings.sinks, [getattr(settings, kind) for kind in kinds])
-    return replace(settings, budgets=[], **dict(zip(kinds, counts)))
-
-
-def divided(total: int, shares: list[int]) -> list[int]:
-    """A total in the proportions of shares, whose sum is positive. What rounding leaves over
-    goes to the largest."""
-    counts = [total * share // sum(shares) for share in shares]
-    counts[counts.index(max(counts))] += total - sum(counts)
-    return counts
-
-
-def check_budgets(budgets: list[list[int]], config: LlamaConfig) -> None:
-    """Raises UserError if they are not those of such a base."""
-    layers, heads = config.n_layers, config.n_kv_heads
-    if budgets and [len(row) for row in budgets] != [heads] * layers:
-        found = f"{len(budgets)} layers of {len(budgets[0])} heads"
-        needed = f"this base has {layers} layers of {heads}: measure its own by tools/budgets.py"
-        raise UserError(f"budgets: they are for {found}; {needed}")
-
-
 # --- All together: the adapted model ----------------------------------------------------
 
 
@@ -677,8 +515,7 @@ def check_rows(compressor: Compressor, head_dim: int) -> None:
     sizes = (2, 2 * head_dim, compressor.slots + 8)
     entries = torch.randn(sizes, generator=generator, device="cpu")
     entries = entries.to(next(compressor.parameters()))
-    from_slot = torch.zeros_like(entries[:, 0], dtype=torch.bool)
-    w = compressor.weights(entries, from_slot, entries[:, 0].exp())
+    w = compressor.weights(entries, entries[:, 0].exp())
     name = f"{type(compressor).__name__}.weights"
     expected = (2, compressor.slots, entries.shape[2])
     if w.shape != expected:
@@ -711,15 +548,12 @@ class AdaptedLlama(nn.Module):
             self.model = Llama(config)
         self.model.load_state_dict(model.state_dict(), assign=True)  # nothing is copied
         self.model.requires_grad_(False)
-        check_budgets(settings.budgets, config)
-        most = [0] * config.n_layers  # merged slots of each layer's largest head
-        for part in parts_of(config, settings):
-            most[part.layer] = max(most[part.layer], part.settings.merged)
+        merged = MEMORIES[settings.memory].merged_slots(config, settings)
         compressor = COMPRESSORS[settings.compressor]
-        with torch.device("cpu"):  # so that every machine starts from the same numbers
+        with torch.device("cpu"):  # so that training on a GPU starts from the same numbers
             compressors = [
                 compressor(config.head_dim, slots, settings.kernel, settings.start)
-                for slots in (most if settings.merged else [])
+                for slots in (merged if settings.merged else [])
             ]
         like = widened(model.norm.weight[:0])
         self.compressors = nn.ModuleList(compressors).to(like)
@@ -737,7 +571,8 @@ class AdaptedLlama(nn.Module):
                 setattr(block.attention, name, lora)
         for module in self.model.modules():
             if isinstance(module, (nn.Embedding, RMSNorm)):
-                module.weight = nn.Parameter(widened(module.weight).clone())
+                wide = torch.promote_types(module.weight.dtype, torch.float32)
+                module.weight = nn.Parameter(module.weight.detach().to(wide, copy=True))
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
@@ -748,9 +583,11 @@ class AdaptedLlama(nn.Module):
         for module in (*self.model.layers, *self.compressors):
             module.recompute = True
 
-    def cache(self, memory: Callable = Memory) -> KVCache:
-        """An empty cache for one batch of sequences, of class `memory` if there are slots."""
+    def cache(self, memory: Callable | None = None) -> KVCache:
+        """An empty cache for one batch of sequences. If there are slots, its class is that of
+        the settings, or another `memory`."""
         config = self.model.config
         if self.settings.mem:
+            memory = memory or MEMORIES[self.settings.memory]
             return memory(config, self.settings, self.compressors)
         return KVCache(config, interpolation(config, self.settings))

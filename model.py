@@ -3,10 +3,10 @@
 Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288), with switches for other
 models: `tied` (SmolLM2, Llama 3.2), `llama3_rope` (Llama 3.1 and 3.2), `qkv_bias` and `turned`
 (ChatGLM3). LoCoCo plugs in at one place, the cache: the model tells it how many tokens come
-(`make_room` and `announce`), and each block hands q, k and v to `cache.attend`. The cache decides where tokens
-stand (RoPE) and what is kept. The KVCache below keeps every entry; the Memory of lococo.py
-keeps M slots. Equation numbers are those of the LoCoCo paper. Where its Q, K and V have a
-column for each token, they have a row here.
+(`make_room` and `announce`), and each block hands q, k and v to `cache.attend`. The cache
+decides where tokens stand (RoPE) and what is kept. The KVCache below keeps every entry; the
+Memory of lococo.py keeps M slots. Equation numbers are those of the LoCoCo paper. Where its Q,
+K and V have a column for each token, they have a row here.
 
 Letters:
 
@@ -244,21 +244,25 @@ class KVCache:
         other.values = [entries.copy() for entries in self.values]
         return other
 
-    def make_room(self, B: int, T: int) -> None:
-        """Before T tokens of B texts enter. This cache grows, and only refuses what cannot enter;
-        a memory compresses. Raises UserError."""
+    def check_whole(self) -> None:
+        """Raises UserError if layers hold different tokens."""
         if self.waiting:
-            ended = "a call of the model ended within a layer, so that layers hold different tokens"
-            raise UserError(f"this cache is broken: {ended}; begin with a new cache")
+            ended = "a call of the model ended within a layer"
+            raise UserError(f"this cache is broken, as {ended}; begin with a new cache")
+
+    def make_room(self, B: int, T: int) -> None:
+        """Called before T tokens of each of B texts enter. This cache grows, and only refuses what
+        cannot enter; a memory also compresses. Raises UserError."""
+        self.check_whole()
         if T == 0:
             raise UserError("no tokens enter the cache: give at least one")
         held = self.values[0]
         if held.size and held.held.shape[0] != B:
-            texts = f"{B} texts enter a cache of {held.held.shape[0]}"
-            raise UserError(f"{texts}; each batch needs a cache of its own")
+            batches = f"a batch of {B} enters a cache for a batch of {held.held.shape[0]}"
+            raise UserError(f"{batches}; each batch needs a cache of its own")
 
     def announce(self, T: int, device: torch.device | str = "cpu") -> None:
-        """T new tokens enter now: where do they stand in each layer?"""
+        """Count T tokens that enter now, and compute the rotations of their positions."""
         steps = torch.arange(T, device=device)
         firsts = self.first_positions()
         # Layers with the same first position share their cosines and sines.
@@ -284,8 +288,9 @@ class KVCache:
         # queries attend to all entries.
         self.keys[layer].append(rotate(k, cos, sin), self.capacity[layer])
         self.values[layer].append(v, self.capacity[layer])
+        read = self.read(layer, rotate(q, cos, sin))
         self.waiting -= 1
-        return self.read(layer, rotate(q, cos, sin))
+        return read
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         """Rotated queries q (B, H, T, D) of the last T entries -> what they read."""
@@ -407,10 +412,10 @@ class Llama(nn.Module):
         """Token ids (B, T) that follow those in the cache -> the output of the last block,
         normalised, (B, T, dim)."""
         cache = KVCache(self.config) if cache is None else cache
+        x = self.tok_embeddings(tokens).to(self.dtype)
         B, T = tokens.shape
         cache.make_room(B, T)  # a Memory compresses, if they would not fit
         cache.announce(T, tokens.device)
-        x = self.tok_embeddings(tokens).to(self.dtype)
         for block in self.layers:
             x = block(x, cache)
         return self.norm(x)

@@ -32,14 +32,14 @@ from lococo import AdaptedLlama, Settings, segment_losses
 from model import KVCache, attention, load_base
 from support.command_line import HERE, TINY, Machine, method_flags, prepare
 from support.command_line import resume_command, run_program
-from support.facts import say_no_facts, tell, tell_all, why_none
+from support.facts import note_no_facts, tell, tell_all
 from support.files import UserError, refuse_missing_model
 from support.processes import RANK, WORLD, add_up, agreed, end_together, join
 from support.processes import noted_signals, start_alike, start_process
 from support.programs.adapter import identity, write_adapter
 from support.programs.run_folder import State, claim, read_state, restore, write_state
 from support.programs.scoring import baselines, name_of
-from support.programs.settings import settings_for
+from support.programs.settings import make_settings
 from support.programs.train_flags import check_use, flags_given, make_parser
 from support.programs.train_report import print_scores, print_start
 from support.text import Texts, read_texts, sequence
@@ -153,7 +153,7 @@ def settings_of(config: TrainConfig) -> Settings:
     changes = method_flags(asdict(config))
     if config.recent is None and config.merged is not None:
         changes["merged"] = min(config.merged, config.mem // 4)
-    return settings_for(config.method, config.mem, config.segment, config.seq, **changes)
+    return make_settings(config.method, config.mem, config.segment, config.seq, **changes)
 
 
 # --- What a run is made of --------------------------------------------------------------
@@ -404,7 +404,7 @@ def run(config: TrainConfig, state: State | None) -> int:
         setup = Setup(config, machine, tokenizer, texts)
         setup.draw(0)  # refuses a text that is too short
         if config.facts and RANK == 0:
-            say_no_facts(why_none(texts.ids, config.seq, tokenizer))
+            note_no_facts(texts.ids, config.seq, tokenizer)
         if WORLD > 1 and RANK == 0:
             join()  # the others wait in start_process
         print_start(config, settings, model.config, machine, texts)

@@ -119,19 +119,15 @@ def tell(
     return torch.tensor(told[:L]), torch.tensor(ago[:L])
 
 
-def why_none(ids: np.ndarray, L: int, tokenizer: Tokenizer, form: str = "line") -> str | None:
-    """Why no fact can be written into texts of L tokens that are cut out of these; None if
-    some can."""
+def note_no_facts(ids: np.ndarray, L: int, tokenizer: Tokenizer, form: str = "line") -> None:
+    """Say so if no fact can be written into texts of L tokens that are cut out of these."""
     _, breaks, before, between, after = fact_tokens(tokenizer, form)
     line = len(before) + len(between) + len(after) + 3
+    reason = ""
     if L < line:
-        return f"a fact has {line} tokens, which is more than a text of {L}"
-    if not np.isin(ids, [*breaks]).any():
-        return "the texts have no line break, behind which a fact is told"
-    return None
-
-
-def say_no_facts(reason: str | None) -> None:
+        reason = f"a fact has {line} tokens, which is more than a text of {L}"
+    elif not np.isin(ids, [*breaks]).any():
+        reason = "the texts have no line break, behind which a fact is told"
     if reason:
         print(f"note: no facts are written: {reason}", file=sys.stderr)
 
@@ -141,7 +137,6 @@ def tell_all(
 ) -> tuple[Tensor, Tensor]:
     """8 facts in each of documents (N, L): the texts (N, L), and how long ago the word
     of each was last told, (N, L - 1)."""
-    say_no_facts(why_none(documents.numpy(), documents.shape[1], tokenizer, form))
     rows = [tell(row, 8, part, 0, i, tokenizer, form) for i, row in enumerate(documents)]
     tokens = torch.stack([text for text, _ in rows])
     ago = torch.stack([distances for _, distances in rows])

@@ -10,7 +10,7 @@ import sysconfig
 import zlib
 from itertools import islice
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -145,18 +145,18 @@ def part_of(name: str) -> str:
 
 def tokenize(
     files: list[Path], tokenizer: Tokenizer
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Token ids of all documents, one after the other, of each of PARTS; and the files that
-    are left out, as they are not in UTF-8."""
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Token ids of all documents, one after the other, of each of PARTS; and the numbers of
+    the files that are left out, as they are not in UTF-8."""
     streams = {part: [np.empty(0, np.int32)] for part in PARTS}
     left_out = []
-    for file in tqdm(files, "tokenizing", leave=False, disable=None):
+    for number, file in enumerate(tqdm(files, "tokenizing", leave=False, disable=None)):
         try:
             for name, text in read_documents(file):
                 streams[part_of(name)].append(np.array(tokenizer.encode(text), np.int32))
         except UnicodeDecodeError:
             if library() not in file.parents:  # the library has some on purpose
-                left_out.append(str(file))
+                left_out.append(number)
     joined = {part: torch.from_numpy(np.concatenate(ids)) for part, ids in streams.items()}
     return joined, left_out
 
@@ -176,7 +176,7 @@ def name_of_tokens(files: list[Path], tokenizer: Tokenizer) -> str:
     return f"{hashlib.sha256(made_from).hexdigest()[:24]}.safetensors"
 
 
-def store(file: Path, streams: dict[str, Tensor], left_out: list[str]) -> None:
+def store(file: Path, streams: dict[str, Tensor], left_out: list[int]) -> None:
     """Keep tokens for the next time. Where that cannot be, a warning is enough."""
     try:
         if file.parts[0].startswith("~"):
@@ -199,7 +199,8 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
     except (OSError, UserError):  # not there yet, damaged, or not to be read
         streams, left_out = tokenize(files, tokenizer)
         store(stored, streams, left_out)
-    say_left_out("not in UTF-8", left_out)  # in every run, not in the one that stores tokens alone
+    # Also in runs that find the tokens stored.
+    say_left_out("not in UTF-8", [str(files[number]) for number in left_out])
     if not any(len(ids) for ids in streams.values()):
         raise UserError(f"{' '.join(map(str, paths))}: there is no text in it")
     return {part: streams[part].numpy() for part in PARTS}  # a file has another order
@@ -239,8 +240,8 @@ def fingerprint(tokens: np.ndarray) -> int:
 
 
 def fingerprints(ids: np.ndarray, bos: int) -> set[int]:
-    """By what documents are known again, under any name and in any file: the fingerprints of
-    the first 64, 128, 256 ... tokens of each, or of all if it has fewer than 64."""
+    """Fingerprints by which documents are recognised under any name: of the first 64, 128,
+    256 ... tokens of each, or of the whole document if it is shorter than 64."""
     known = set()
     for document in documents_in(ids, bos):
         beginnings = range(6, len(document).bit_length())
@@ -250,7 +251,8 @@ def fingerprints(ids: np.ndarray, bos: int) -> set[int]:
 
 
 def of_beginning(document: np.ndarray, L: int) -> int:
-    """The one of its `fingerprints` for a score of L tokens, half of which or more it covers."""
+    """The fingerprint by which a document of L tokens or more is looked up. It covers the
+    largest power of two up to L, and at least 64 tokens."""
     return fingerprint(document[: max(64, 2 ** (L.bit_length() - 1))])
 
 
@@ -260,14 +262,13 @@ def documents_in(ids: np.ndarray, bos: int) -> list[np.ndarray]:
 
 
 def copies(ids: np.ndarray, trained: set[int], bos: int, L: int) -> set[int]:
-    """The fingerprints of documents of L tokens or more that are among those that `trained`."""
+    """The fingerprints in `trained` of those documents that have at least L tokens."""
     long = (document for document in documents_in(ids, bos) if len(document) >= L)
     return trained.intersection(of_beginning(document, L) for document in long)
 
 
 def note_of_copies(both: set[int]) -> str:
-    held_out = counted(len(both), "held-out text")
-    return f"note: {held_out} left out of the scores, as the same text trains"
+    return f"note: not scored, as the same text trains: {counted(len(both), 'text')}"
 
 
 def pieces(

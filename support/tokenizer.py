@@ -27,6 +27,9 @@ class Tokenizer:
             kind = JsonTokens if self.file.suffix == ".json" else SentencePieceTokens
             self.beside = (added_tokens(path), blanks(path))  # what other files say of it
             self.tokens = kind(self.file, *self.beside)
+            puts_blank = self.tokens.encode("x") != self.tokens.encode("x", continues=True)
+            if self.beside[1].first and not puts_blank:
+                raise ValueError("add_prefix_space of tokenizer_config.json is not implemented")
             self.vocab_size = self.tokens.vocab_size
             # Each of these ids ends a text: the tokenizer's own, and those named beside it.
             self.ends = self.tokens.ends | {*named_ids(path, "eos", self.tokens.id_of)}
@@ -101,7 +104,8 @@ class Tokenizer:
                 yield ""
             else:
                 yield added
-                before, waiting = self.x, []  # a tokenizer may drop the first blank of a text
+                # "x" stands in front, as a tokenizer may drop the first blank of a text.
+                before, waiting = [*self.x, *waiting], []
 
     def piece(self, i: int) -> str:
         """The text that token i adds, with its leading blank if it has one. A part of a
@@ -173,7 +177,8 @@ def added_tokens(folder: Path) -> dict[str, Added]:
                 value = [*value.values()]
             if key.endswith(("_token", "_special_tokens")):
                 found += value if isinstance(value, list) else [value]
-        return [token["content"] if isinstance(token, dict) else token for token in found]
+        named = [token["content"] if isinstance(token, dict) else token for token in found]
+        return [name for name in named if isinstance(name, str)]  # "add_bos_token" is a bool
 
     def added(content: dict) -> list[tuple[str, Added]]:
         return [(name, Added(int(i), name in special, {})) for name, i in content.items()]
@@ -182,7 +187,8 @@ def added_tokens(folder: Path) -> dict[str, Added]:
         tokens = []
         for i, token in content.get("added_tokens_decoder", {}).items():
             flags = {flag: True for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)}
-            tokens.append((token["content"], Added(int(i), bool(token.get("special")), flags)))
+            is_special = bool(token.get("special")) or token["content"] in special
+            tokens.append((token["content"], Added(int(i), is_special, flags)))
         return tokens
 
     special = from_files(folder, ["tokenizer_config.json", "special_tokens_map.json"], roles)
@@ -191,10 +197,11 @@ def added_tokens(folder: Path) -> dict[str, Added]:
 
 
 class Blanks(NamedTuple):
-    """Where a tokenizer that puts a blank in front of a text does so. None: as its file says."""
+    """Where a tokenizer that puts a blank in front of a text does so, as the files beside it
+    say. None: they do not say it."""
 
-    first: bool | None  # at the beginning
-    later: bool | None  # behind a token that was added, too
+    first: bool | None  # at the beginning (None: yes)
+    later: bool | None  # behind a token that was added, too (None: yes)
 
 
 def blanks(folder: Path) -> Blanks:
@@ -221,6 +228,7 @@ class SentencePieceTokens:
         except (RuntimeError, OSError) as error:
             raise ValueError(error) from None
         self.blanks = blanks
+        self.puts_blank = self.sp.encode("x") != self.bare.encode("x")
         self.size = size = self.sp.vocab_size()
         self.names = {token.id: name for name, token in added.items() if token.id >= size}
         self.vocab_size = 1 + max(self.names, default=size - 1)
@@ -256,16 +264,22 @@ class SentencePieceTokens:
                 bare = continues or self.blanks.first is False
             if part in tokens:
                 ids.append(tokens[part])
-            elif bare:  # a model may drop a blank in front, but not in this spelling
-                ids += self.bare.encode(re.sub("^ ", "\u2581", part))
+            elif bare and self.puts_blank and part.startswith(" ") and part.strip(" "):
+                ids += self.sp.encode(part[1:])  # its own blank: it may drop that of a text
             else:
-                ids += self.sp.encode(part)
+                ids += (self.bare if bare else self.sp).encode(part)
         return ids
 
     def decode(self, ids: list[int]) -> str:
+        """A blank in front of the first tokens is the tokenizer's. Behind an added token it is
+        the text's, if the tokenizer puts none there."""
         text = ""
         for own, run in groupby(ids, lambda i: i < self.size):
-            text += self.sp.decode([*run]) if own else "".join(map(self.name, run))
+            run = [*run]
+            if own and text and self.puts_blank and self.blanks.later is False:
+                text += self.sp.decode([*self.sp.encode("x"), *run]).removeprefix("x")
+            else:
+                text += self.sp.decode(run) if own else "".join(map(self.name, run))
         return text
 
 
@@ -297,8 +311,6 @@ class JsonTokens:
         self.largest = max(i for name, i in every.items() if name not in self.special)
         self.begins, self.ends = set(), set()  # other files name them
         self.id_of = self.tokenizer.token_to_id
-        if blanks.first and self.encode("x") == self.encode("x", continues=True):
-            raise ValueError("add_prefix_space of tokenizer_config.json is not implemented")
 
     def load(self, content: str):
         """A Tokenizer of the package, to which the tokens of other files are added."""
@@ -341,15 +353,17 @@ class JsonTokens:
         return self.tokenizer.id_to_token(i) or f"<{i}>"
 
     def encode(self, text: str, special: bool = False, continues: bool = False) -> list[int]:
-        parts = [(self.tokenizer, text)]
-        if continues or self.blanks.first is False:  # up to the first token that was added
-            tokens = self.special | self.ordinary if special else self.ordinary
-            first = split_at(tokens, text)[0]
-            parts = [(self.bare, first), (self.tokenizer, text[len(first) :])]
-        ids = []
-        for tokenizer, part in parts:
+        def ids_of(tokenizer) -> list[int]:
             tokenizer.encode_special_tokens = not special  # True: as plain text
-            ids += tokenizer.encode(part, add_special_tokens=False).ids if part else []
+            return tokenizer.encode(text, add_special_tokens=False).ids
+
+        def before(ids: list[int]) -> int:  # how many ids stand before the first that was added
+            return next((n for n, i in enumerate(ids) if i in added), len(ids))
+
+        ids = ids_of(self.tokenizer)
+        if continues or self.blanks.first is False:
+            added, bare = {*self.special.values(), *self.ordinary.values()}, ids_of(self.bare)
+            ids = bare[: before(bare)] + ids[before(ids) :]
         return ids
 
     def decode(self, ids: list[int]) -> str:

@@ -66,8 +66,8 @@ def config_file(path: Path) -> Path:
     raise UserError(f"{path}: {none}; {WHICH_MODELS}")
 
 
-# The keys of a params.json; Meta's own code refuses others, too. The sizes of the feed-forward
-# layer are read off the weights.
+# The keys that a params.json may have. The sizes of the feed-forward layer are read off the
+# weights.
 META_KEYS = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", "rope_theta",
     "max_seq_len", "max_batch_size", "multiple_of", "ffn_dim_multiplier", "use_scaled_rope",
@@ -152,7 +152,7 @@ def hugging_face_fields(content: dict) -> dict:
     return fields | position_fields(content)
 
 
-# What may stand beside the type in a rope_scaling, and what else a file of Hugging Face may have.
+# Keys that each type of positions may have, and keys that any type may have.
 ROPE_KEYS = {
     "default": (),
     "linear": ("factor", "original_max_position_embeddings"),
@@ -164,11 +164,15 @@ OF_ANY_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 def position_fields(content: dict) -> dict:
     """Of these fields those that say how positions become angles."""
     # Newer files keep theta and scaling in rope_parameters.
-    scaling = content.get("rope_scaling") or content.get("rope_parameters") or {}
-    types = {scaling[key] for key in ("rope_type", "type") if key in scaling} or {"default"}
-    rope_type = types.pop()
-    if types or rope_type not in ROPE_KEYS:
-        raise ValueError(f"rope_type {', '.join([rope_type, *types])} is not implemented")
+    newer, older = content.get("rope_parameters", {}), content.get("rope_scaling", {})
+    if any(newer[key] != older[key] for key in newer.keys() & older.keys()):
+        raise ValueError("rope_parameters and rope_scaling contradict each other")
+    scaling = {"rope_theta": content.get("rope_theta", 10000.0)} | newer | older
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if scaling.get("type", rope_type) != rope_type:
+        raise ValueError(f"type {scaling['type']} and rope_type {rope_type} contradict each other")
+    if rope_type not in ROPE_KEYS:
+        raise ValueError(f"rope_type {rope_type} is not implemented")
     unknown = scaling.keys() - OF_ANY_ROPE - {*ROPE_KEYS[rope_type]}
     if unknown:
         found = f"rope_scaling has {', '.join(sorted(unknown))}"
@@ -176,8 +180,7 @@ def position_fields(content: dict) -> dict:
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor is not implemented")
 
-    theta = content.get("rope_parameters", {}).get("rope_theta", content.get("rope_theta"))
-    fields = {"rope_theta": scaling.get("rope_theta", theta or 10000.0)}
+    fields = {"rope_theta": scaling["rope_theta"]}
     if rope_type == "linear":
         fields["rope_scale"] = scaling["factor"]
         original = "original_max_position_embeddings"
@@ -238,7 +241,9 @@ def has_own_output(parts: Iterable[dict[str, Tensor]]) -> bool:
     both = {}
     for part in parts:
         both |= {name: part[name] for name in (EMBEDDINGS, OUTPUT) if name in part}
-    return len(both) == 2 and not torch.equal(both[EMBEDDINGS], both[OUTPUT])
+    if len(both) < 2 or any(tensor.dtype not in READ for tensor in both.values()):
+        return len(both) == 2  # then `checked` names the type of its numbers
+    return not torch.equal(both[EMBEDDINGS], both[OUTPUT])
 
 
 def hugging_face_weights(

@@ -19,7 +19,7 @@ import torch
 from lococo import AdaptedLlama, Settings
 from model import Llama, LlamaConfig, load_llama
 from support.programs.adapter import write_adapter
-from support.programs.settings import settings_for
+from support.programs.settings import make_settings
 from support.command_line import HERE, TINY, run_program
 from support.files import UserError
 from support.text import PARTS
@@ -33,7 +33,7 @@ H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)
 
 def settings(method="lococo", mem=8, segment=6, length=40, **changes) -> Settings:
     """Of a small memory."""
-    return settings_for(method, mem, segment, length, **{"kernel": 3, "lora_rank": 0} | changes)
+    return make_settings(method, mem, segment, length, **{"kernel": 3, "lora_rank": 0} | changes)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def stock(tmp_path_factory) -> Path:
     another encoding, and two files of budgets, of which one has none."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("stock")
-    small = settings_for("selection", 16, 16, 96, positions="slots")
+    small = make_settings("selection", 16, 16, 96, positions="slots")
     for name, parts in (("adapter", ["training"]), ("whole", [*PARTS])):
         adapted = AdaptedLlama(load_llama(TINY), small)
         for p in adapted.trained().values():

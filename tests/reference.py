@@ -159,7 +159,7 @@ def turned(k, positions, adapted):
     s, c = adapted.settings, adapted.model.config
     half = k.shape[-1] // 2
     frequency = c.rope_theta ** (-torch.arange(half) / half)
-    reached = s.head_sizes[-1] + s.segment if s.positions == "slots" else s.length
+    reached = s.largest + s.segment if s.positions == "slots" else s.length
     scale = reached / c.context
     angle = torch.tensor(positions).double()[:, None] / scale * frequency
     pairs = torch.complex(k[..., :half], k[..., half:]) * torch.exp(1j * angle)

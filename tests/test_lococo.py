@@ -11,10 +11,12 @@ from conftest import same, settings
 from reference import slow_memory
 
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
-from lococo import check_rows, copy_penalty, interpolation, merge, segment_losses
-from lococo import with_slots
+from lococo import check_rows, interpolation, merge, segment_losses
 from model import Llama, rope, rotate
+from ours.budgets import parts_of, with_slots
+from ours.selection import copy_penalty
 from support.files import UserError
+from support.programs.saved_memory import save_memory
 from support.programs.settings import resized, untrained
 
 TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -127,13 +129,13 @@ def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
     with torch.no_grad():
         compressor.conv.weight *= 100
     k, v = torch.randn(2, 2, 2, 9, 4).bfloat16()
-    from_slot, scores = torch.rand(2, 2, 9) < 0.5, torch.rand(2, 2, 9)
-    plain = merge(compressor, compressor.slots, k, v, from_slot, scores)
+    scores = torch.rand(2, 2, 9)
+    plain = merge(compressor.weights, k, v, scores)
     with torch.autocast("cpu", torch.bfloat16):
-        cast = merge(compressor, compressor.slots, k, v, from_slot, scores)
+        cast = merge(compressor.weights, k, v, scores)
     assert plain[0].dtype == torch.bfloat16
     assert all(torch.equal(one, other) for one, other in zip(plain, cast))
-    wide = merge(compressor, compressor.slots, k.float(), v.float(), from_slot, scores)
+    wide = merge(compressor.weights, k.float(), v.float(), scores)
     for rounded, exact in zip(plain[:2], wide):  # keys and values are rounded once
         assert torch.equal(rounded, exact.bfloat16())
 
@@ -163,6 +165,7 @@ def test_every_method_equals_a_slow_memory(config, in_float64, method, changes, 
     for p in adapted.compressors.parameters():
         p.data += 0.3 * torch.randn(p.shape)
     cache = adapted.cache()
+    parts = parts_of(model.config, adapted.settings)
     segments, outputs = [], []
     for T in (6, 6, 2, 3, 6, 1, 6, 6):
         k, v = torch.randn(2, 2, 2, T, 8)
@@ -172,10 +175,10 @@ def test_every_method_equals_a_slow_memory(config, in_float64, method, changes, 
         cache.announce(T)
         cache.attend(0, q, k, v)
         outputs.append(cache.attend(1, q, k, v))
-        assert all(k.size <= p.settings.capacity for k, p in zip(cache.keys, cache.parts))
+        assert all(k.size <= p.settings.capacity for k, p in zip(cache.keys, parts, strict=True))
     assert cache.full_nbytes == 2 * 2 * 2 * 2 * 36 * 8 * 8  # layers, k and v, B, G, tokens, D, bytes
     read = torch.cat(outputs, dim=2).unflatten(1, (2, 2))  # (B, G, H/G, L, D)
-    of_layer = [(n, part) for n, part in enumerate(cache.parts) if part.layer == 1]
+    of_layer = [(n, part) for n, part in enumerate(parts) if part.layer == 1]
     for b, (n, part) in product(range(2), of_layer):
         held = cache.keys[n].held, cache.values[n].held, cache.scores[n], read[:, part.heads]
         for i, g in enumerate(part.heads):
@@ -229,25 +232,31 @@ def test_what_cannot_enter_is_refused(model, method, changes):
     with torch.no_grad():
         expected, cache = logits_of(model, adapted.cache()), adapted.cache()
         first = logits_of(model, cache, TOKENS[:, :24])
-        for tokens, sentence in ((TOKENS[:1, :3], "1 texts enter a cache of 2; each batch needs"),
+        for tokens, sentence in ((TOKENS[:1, :3], "a batch of 1 enters a cache for a batch of 2; each batch needs"),
                                  (TOKENS[:, :0], "no tokens enter the cache: give at least one")):
             with pytest.raises(UserError, match=sentence):
                 model(tokens, cache)
+        with pytest.raises(IndexError):  # no such token
+            model(TOKENS[:, :1] + 64, cache)
         rest = logits_of(model, cache, TOKENS[:, 24:])
         assert torch.equal(torch.cat((first, rest), dim=1), expected)
-        whole = cache.copy()
-        model.layers[1].feed_forward.w1.forward = lambda x: 1 / 0
-        with pytest.raises(ZeroDivisionError):  # all layers have got these tokens
-            model(TOKENS[:, :1], cache.copy())
-        model.layers[0].attention.wo.forward = lambda x: 1 / 0
-        with pytest.raises(ZeroDivisionError):
-            model(TOKENS[:, :1], cache)
-        with pytest.raises(UserError, match="this cache is broken"):
-            model(TOKENS[:, :1], cache)
-        del model.layers[0].attention.wo.forward, model.layers[1].feed_forward.w1.forward
-        with pytest.raises(UserError, match="this cache is broken"):
-            model(TOKENS[:, :1], cache.copy())
-        assert model(TOKENS[:, :1], whole).isfinite().all()
+        for layer in (0, 1):
+            broken = cache.copy()
+            read = broken.read
+
+            def fails(n, q):
+                return 1 / 0 if n >= layer else read(n, q)
+
+            broken.read = fails
+            with pytest.raises(ZeroDivisionError):
+                model(TOKENS[:, :1], broken)
+            del broken.read
+            for again in (broken, broken.copy()):
+                with pytest.raises(UserError, match="this cache is broken, as a call of"):
+                    model(TOKENS[:, :1], again)
+            with pytest.raises(UserError, match="this cache is broken"):
+                save_memory("nowhere", broken, adapted)
+        assert model(TOKENS[:, :1], cache).isfinite().all()
 
 
 def test_more_than_a_segment_at_once_is_refused(model):
@@ -261,7 +270,7 @@ def test_more_than_a_segment_at_once_is_refused(model):
 def test_a_budget_has_the_kinds_of_slots_in_proportion():
     assert settings("h2o", 64, budgets=[[1], [2]]).budgets == [[42], [86]]  # 42.7 and 85.3
     s = settings("h2o", 64, budgets=[[1, 2, 3], [1, 1, 4]])
-    assert s.budgets == [[32, 64, 96], [32, 32, 128]] and s.head_sizes == [32, 64, 96, 128]
+    assert s.budgets == [[32, 64, 96], [32, 32, 128]] and s.largest == 128
 
     def counts(s, *sizes):
         return [[getattr(with_slots(s, M), kind) for kind in KINDS] for M in sizes]
@@ -280,7 +289,7 @@ def test_what_was_trained_with_m_slots_is_used_with_others():
     changes = dict(mem=128, segment=64, budgets=[[1], [3]], positions="slots")
     assert resized(trained, **changes) == settings("selection", **changes)
     assert resized(settings("selection", 128, budgets=[[2], [6]]), mem=64).budgets == [[32], [96]]
-    assert resized(settings("selection", 128, budgets=[[2], [6]]), budgets=[]).budgets == []
+    assert resized(settings("selection", 128, budgets=[[2], [6]]), budgets=[]) == settings("selection", 128)
     as_in_the_paper = settings("streaming", 8, sinks=8, recent=0)
     assert resized(as_in_the_paper) == as_in_the_paper
     with pytest.raises(UserError, match="full has no slots to divide"):

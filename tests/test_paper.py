@@ -9,7 +9,8 @@ import torch
 from conftest import settings
 from reference import by_loop, meta_state, reference_logits
 
-from lococo import METHODS, AdaptedLlama, Compressor, Selection, merge, segment_losses
+from lococo import METHODS, AdaptedLlama, Compressor, merge, segment_losses
+from ours.selection import Selection
 
 TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(1))
 
@@ -26,7 +27,10 @@ def test_compressors_equal_a_loop_over_the_equations(in_float64, kind, kernel, t
     k, v = torch.randn(2, 2, 3, 12, 4)
     from_slot = torch.rand(2, 3, 12) < 0.4
     scores = torch.rand(2, 3, 12)
-    k_new, v_new, w = merge(compressor, 5, k, v, from_slot, scores)
+    weights = compressor.weights
+    if isinstance(compressor, Selection):
+        weights = partial(weights, from_slot=from_slot.flatten(0, 1))
+    k_new, v_new, w = merge(weights, k, v, scores)
     assert torch.allclose(w.sum(dim=-1), torch.ones(2, 3, 5)) and (w >= 0).all()
     for text in range(2):
         for head in range(3):

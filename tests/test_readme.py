@@ -47,7 +47,8 @@ def test_the_equations_stand_beside_lines_that_exist():
     table = (DOCS / "paper-to-code.md").read_text().split("| paper | code |")[1].split("\n\n")[0]
     for number in range(1, 8):
         assert f"({number})" in table, number
-    sources = [file.read_text() for file in HERE.glob("*.py")]
+    files = [*HERE.glob("*.py"), *(HERE / "ours").glob("*.py")]
+    sources = [file.read_text() for file in files]
     for code in re.findall(r"`([^`]+)`", table):
         if re.fullmatch(r"[\w.]+", code):
             assert locate(code) is not None, code
@@ -62,8 +63,7 @@ def test_the_ten_lines_are_the_papers_compressor():
     compressor = Compressor(names["D"], names["M"], kernel=21)
     compressor.conv.load_state_dict(names["conv"].state_dict())
     k, v = names["K"][None, None], names["V"][None, None]
-    from_slot = torch.zeros(1, 1, names["S"], dtype=torch.bool)
-    k_new, v_new, w = merge(compressor, compressor.slots, k, v, from_slot, None)
+    k_new, v_new, w = merge(compressor.weights, k, v, None)
     torch.testing.assert_close(names["K_new"], k_new[0, 0])
     torch.testing.assert_close(names["V_new"], v_new[0, 0])
     torch.testing.assert_close(names["w"], w[0, 0])
@@ -146,31 +146,36 @@ def test_what_the_first_commands_print(run):
     assert Path("own.txt").exists()
 
 
-def test_the_changes_of_the_exercises_run(model):
+def test_the_changes_of_the_exercises_run(model, monkeypatch):
     """The lines that a change removes are there once; with the others in their place, a
     small model has finite losses and gradients, other than before. README's own compressor
-    is one more."""
-    source = (HERE / "lococo.py").read_text()
+    is one more file."""
+    names = ("lococo", "ours.selection")
+    source = {name: (HERE / f"{name.replace('.', '/')}.py").read_text() for name in names}
     own = next(text for text in blocks(README, "python") if 'COMPRESSORS["mine"]' in text)
-    changed = [source + own]
+    changed = [source | {"ours.mine": own}]
     for change in blocks(DOCS / "exercises.md", "diff"):
         lines = change.splitlines(keepends=True)
         old = "".join(line[1:] for line in lines if line[0] in " -")
         new = "".join(line[1:] for line in lines if line[0] in " +")
-        assert source.count(old) == 1, old
-        changed.append(source.replace(old, new))
+        assert [text.count(old) for text in source.values()] in ([1, 0], [0, 1]), old
+        changed.append({name: text.replace(old, new) for name, text in source.items()})
     assert len(changed) > 3
-    before = losses_of(source, model)
-    for text in changed:
-        after = losses_of(text, model)
-        assert after.isfinite().all() and not torch.equal(before, after), text[-400:]
+    before = losses_of(source, model, monkeypatch)
+    for sources in changed:
+        after = losses_of(sources, model, monkeypatch)
+        assert after.isfinite().all() and not torch.equal(before, after), sources
 
 
-def losses_of(source: str, model: Llama) -> torch.Tensor:
-    """What a lococo.py of this text computes with H2O, with ours, and with a
+def losses_of(sources: dict[str, str], model: Llama, monkeypatch) -> torch.Tensor:
+    """What modules of these texts compute with H2O, with ours, and with a
     method or a compressor that was added: losses, and norms of gradients."""
-    lococo = ModuleType("changed")
-    exec(source, lococo.__dict__)
+    with monkeypatch.context() as patch:
+        for name, text in sources.items():  # each imports those before it
+            module = ModuleType(name)
+            patch.setitem(sys.modules, name, module)
+            exec(text, module.__dict__)
+        lococo = sys.modules["lococo"]
     tokens = torch.arange(96)[None] * 7 % 64
     losses = []
     for method in ("h2o", "selection", *({"both"} & set(lococo.METHODS))):
@@ -181,13 +186,25 @@ def losses_of(source: str, model: Llama) -> torch.Tensor:
         settings = lococo.Settings(method, 8, 96, **lococo.METHODS[method](32) | changes)
         adapted = lococo.AdaptedLlama(model, settings)
         cache = adapted.cache()
-        for nats, _ in lococo.segment_losses(model, tokens, cache, 8):
+        for nats, _ in lococo.segment_losses(adapted.model, tokens, cache, 8):
             losses.append(nats.sum().detach())
             if nats.requires_grad:
                 nats.sum().backward()
             cache.detach()
         losses += [p.grad.norm() for p in adapted.parameters() if p.grad is not None]
     return torch.stack(losses)
+
+
+def test_lococo_is_the_paper_alone():
+    """It neither imports nor names what is in ours/, its rows or its words."""
+    text = (HERE / "lococo.py").read_text()
+    words = set(re.findall(r"[a-z_]+", text.lower()))
+    names = {file.stem for file in (HERE / "ours").glob("[a-z]*.py")}
+    assert not words & (names | {"ours", "budget", "part", "parts", "from_slot", "copy_penalty"})
+    line = "import lococo; print(*lococo.METHODS, *lococo.COMPRESSORS, *lococo.MEMORIES)"
+    run_alone = subprocess.run([sys.executable, "-c", line], capture_output=True, cwd=HERE)
+    rows = "full longlora streaming h2o lococo lococo+sinks lococo+h2o paper paper"
+    assert run_alone.stdout.decode().split() == rows.split()
 
 
 # --- Python -----------------------------------------------------------------------------

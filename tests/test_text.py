@@ -61,6 +61,9 @@ def test_text_files_folders_and_json_lines(tokenizer, capsys):
         assert "left out, as they are links to folders: some/circle\n" in err
         three = "some/gone.txt, some/lost.txt, some/missing.txt and 1 more\n"
         assert f"left out, as they are links to nothing: {three}" in err
+    folder = folder.rename("renamed")
+    assert texts([folder], tokenizer) == sorted(expected)
+    assert "not in UTF-8: renamed/image.png\n" in capsys.readouterr().err
     named = [folder / "a.txt", folder / ".git", folder / "deep" / ".hidden"]
     assert texts(named, tokenizer) == [expected[1], "no", "no"]  # hidden ones only by name
 
@@ -154,7 +157,7 @@ def test_a_tenth_of_a_runs_texts_is_scored(tokenizer):
     (FOLDER / name).write_text(tokenizer.decode(held_out[0].tolist()))  # trains now, too
     fewer = read_texts(["text"], [], 96, 250, tokenizer)
     assert held_out[0].tolist() not in fewer.documents.tolist()
-    assert "note: 1 held-out text left out of the scores, as the same text trains" in fewer.summary
+    assert "note: not scored, as the same text trains: 1 text" in fewer.summary
     nothing = read_texts(["text"], [], 9999, 1, tokenizer).summary
     assert "no held-out document has --seq 9999 tokens; name others by" in nothing
 
@@ -191,7 +194,7 @@ def test_texts_that_are_held_out_by_name(tokenizer):
     Path("rows.jsonl").write_text("\n".join(rows))
     for name in ("link", "rows.jsonl"):
         summary = read_texts(["text"], [name], 96, 0, tokenizer).summary
-        assert "note: 1 held-out text left out of the scores" in summary
+        assert "note: not scored, as the same text trains: 1 text" in summary
     sentence = "--held-out link: no held-out document has --seq"
     with pytest.raises(UserError, match=f"{sentence} 9999 tokens; give"):
         read_texts(["text/2.py"], ["link"], 9999, 999, tokenizer)

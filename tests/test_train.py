@@ -21,7 +21,7 @@ from model import KVCache
 from support.command_line import HERE, Machine
 from support.files import UserError, read_file
 from support.programs.run_folder import claim
-from support.programs.settings import settings_for
+from support.programs.settings import make_settings
 
 SMALL = "--data text --recipe embedded --mem 16 --seq 64 --batch 3 --micro-batch 1 --steps 3"
 RUN = f"{SMALL} --device cpu --score-tokens 1 --save-every 1 --out run"
@@ -36,7 +36,7 @@ CPU = Machine("cpu", torch.float32)  # without autocast
 def test_the_gradient_of_a_step(in_float64, model, told, bptt, micro_batch):
     """A step's loss and gradient are those of single nats, in float64. In the
     convolutions' gradient those of answers count 7.5 times, on the mean of three steps."""
-    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 41, kernel=3, lora_rank=2))
+    adapted = AdaptedLlama(model, make_settings("lococo", 8, 6, 41, kernel=3, lora_rank=2))
     tokens, ago = torch.randint(3, 64, (2, 41)), torch.zeros(2, 41, dtype=torch.int64)
     ago[:, [1, 12, 13, 30, 40]] = told * torch.randint(1, 30, (2, 5))
     config = train.TrainConfig(
@@ -89,7 +89,7 @@ def test_methods_without_segments_have_a_gradient_through_the_whole_sequence(
     in_float64, model, method, cache
 ):
     """Although a segment has 6 tokens: it is that of one loss of all tokens."""
-    adapted = AdaptedLlama(model, settings_for(method, 8, 6, 41, lora_rank=2))
+    adapted = AdaptedLlama(model, make_settings(method, 8, 6, 41, lora_rank=2))
     tokens = torch.randint(3, 64, (1, 41))
     config = train.TrainConfig(batch=1, micro_batch=1, seq=41, segment=6, bptt=1)
     train.gradients(adapted, lambda i: (tokens[0], torch.zeros(41)), config, CPU, 0)
@@ -105,7 +105,7 @@ def test_rates_fall_and_gradients_are_clipped(model, monkeypatch):
     """While a gradient stays the same, AdamW moves each number by the rate: by the whole one
     in the first step, and by half of it in the second. The second gradient of the
     convolutions is 1,000 times as large; clipping each group by itself makes it the same."""
-    adapted = AdaptedLlama(model, settings_for("lococo", 8, 6, 41, kernel=3, lora_rank=2))
+    adapted = AdaptedLlama(model, make_settings("lococo", 8, 6, 41, kernel=3, lora_rank=2))
     config = train.TrainConfig(steps=2, lr=0.01, conv_lr=0.1)
 
     def large(adapted, draw, config, machine, step, done):

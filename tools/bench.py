@@ -41,7 +41,7 @@ from support.command_line import PlainParser, at_least, budgets_file, prepare
 from support.command_line import run_program
 from support.files import UserError
 from support.programs.adapter import round_embeddings
-from support.programs.settings import settings_for
+from support.programs.settings import make_settings
 from train import TrainConfig, gradients, make_optimizer
 
 ROWS = ("full", "streaming", "h2o", "h2o+forget", "selection", "lococo", "lococo+h2o")
@@ -66,7 +66,7 @@ def make(row: str, model: Llama, options: Options) -> AdaptedLlama:
     changes = {"lora_rank": options.lora_rank}
     if row not in ("full", "streaming"):
         changes["budgets"] = options.budgets
-    settings = settings_for(row, options.mem, segment, options.seq, **changes)
+    settings = make_settings(row, options.mem, segment, options.seq, **changes)
     return AdaptedLlama(model, settings)
 
 
@@ -118,8 +118,10 @@ def filled(adapted: AdaptedLlama, n: int, options: Options) -> KVCache:
         return torch.randn((1, heads, held, config.head_dim), **kind)
 
     if adapted.settings.mem:
-        for number, part in enumerate(cache.parts):
-            sizes = len(part.heads), min(n, part.settings.capacity)
+        parts = getattr(cache, "parts", None)  # of layers, with budgets
+        for number, capacity in enumerate(cache.capacity):
+            heads = len(parts[number].heads) if parts else config.n_kv_heads
+            sizes = heads, min(n, capacity)
             scores = torch.rand((1, *sizes), device=options.device)
             scores = scores if cache.scoring else None
             cache.hold(number, entries(*sizes), entries(*sizes), scores)

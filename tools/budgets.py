@@ -36,7 +36,7 @@ from support.command_line import method_flags, named_path
 from support.command_line import output_file, prepare, run_program
 from support.facts import tell_all
 from support.files import UserError, write_json
-from support.programs.settings import settings_for
+from support.programs.settings import make_settings
 from support.text import pieces, token_streams
 from support.tokenizer import Tokenizer
 
@@ -130,7 +130,7 @@ def settings_of(options: Options, model: Llama) -> Settings:
     mem, segment, L = options.mem, options.segment or options.mem, options.length
     # Positions are divided as in use.
     length = int(model.config.context * model.config.rope_scale)
-    s = settings_for(options.method, mem, segment, length, **options.changes)
+    s = make_settings(options.method, mem, segment, length, **options.changes)
     if s.merged or s.mem == s.sinks:
         remedy = "take one with heavy or recent slots, which merges nothing"
         raise UserError(f"--method {options.method}: {remedy}")

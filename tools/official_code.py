@@ -29,7 +29,7 @@ class OfficialCompressor(Compressor):
         self.conv.bias = nn.Parameter(torch.zeros(slots))
         self.gate = nn.Parameter(torch.tensor(0.5))
 
-    def weights(self, entries: Tensor, from_slot: Tensor, scores: Tensor | None) -> Tensor:
+    def weights(self, entries: Tensor, scores: Tensor | None) -> Tensor:
         w = self.conv(entries).relu().softmax(dim=-1)  # (6)
         heaviest = scores.topk(w.shape[1], dim=-1).indices
         best = heaviest.sort(dim=-1).values  # in time order

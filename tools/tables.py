@@ -354,9 +354,11 @@ def stored_cells() -> list[dict]:
 
 def add(cell: dict) -> None:
     """Append a line. An editor may have left the last one without a line break."""
-    stored = read_text(RESULTS) if RESULTS.exists() else ""
+    line = as_json(cell) + "\n"
+    if RESULTS.exists() and not read_text(RESULTS).endswith("\n"):
+        line = "\n" + line
     with open(RESULTS, "a", encoding="utf-8") as file:
-        file.write("\n" * (stored[-1:] not in ("", "\n")) + as_json(cell) + "\n")
+        file.write(line)
 
 
 @dataclass(frozen=True)

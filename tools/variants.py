@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lococo import COMPRESSORS, PENALTY, Selection
+from lococo import COMPRESSORS
+from ours.selection import PENALTY, Selection
 
 
 class AtOnce(Selection):

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, check_budgets
-from lococo import interpolation
+from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, interpolation
 from model import Llama
+from ours.budgets import budgets_of, check_budgets, with_budgets
 from support.command_line import resume_command
 from support.files import UserError, checksum, read_file, write_file
 from support.programs.settings import resized
@@ -34,7 +34,8 @@ def identity(adapted: AdaptedLlama) -> dict:
     about = repr(config) + (repr(config.llama3_rope) if config.llama3_rope else "")
     frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
     some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
-    return dict(settings=asdict(adapted.settings), base=checksum(some, about))
+    settings = asdict(adapted.settings) | {"budgets": budgets_of(adapted.settings)}
+    return dict(settings=settings, base=checksum(some, about))
 
 
 TEXTS = "fingerprints of the texts"  # a tensor of an adapter's file
@@ -66,7 +67,8 @@ def read_adapter(run: Path) -> Adapter:
         raise UserError(f"{run}: {sentence}")
     tensors, about = read_file(run / "adapter.safetensors")
     try:
-        settings = Settings(**about["settings"])
+        budgets = about["settings"].pop("budgets")
+        settings = with_budgets(Settings(**about["settings"]), budgets)
         base, parts = about["base"], about["parts"]
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None
@@ -95,11 +97,12 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     training; `sizes` other than those of its training are as in `resized`. The base itself
     stays as it is. Without LoRA it may have other weights of the same shapes, such as those
     before a quantization. Raises UserError."""
-    settings, tensors, base, _, _ = read_adapter(Path(run))
+    adapter = read_adapter(Path(run))
+    settings, tensors, base = adapter.settings, adapter.tensors, adapter.base
     remedy = "give --model as in its training; an adapter of another version must be trained again"
     other = f"{run}: its adapter is for another base; {remedy}"
     try:
-        check_budgets(settings.budgets, model.config)
+        check_budgets(budgets_of(settings), model.config)
     except UserError:
         raise UserError(other) from None
     changed = resized(settings, **sizes)

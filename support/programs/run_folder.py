@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Iterator, NamedTuple, TextIO
 
@@ -75,10 +75,11 @@ def forget_crash(out: Path, steps: int) -> None:
         part.unlink()
     with open(out / "log.jsonl", "r+b") as log:
         # An editor may have left a whole line without its line break.
-        kept = [line for line in log.read().splitlines()[:steps] if parsed(line) is not None]
-        log.seek(0)
-        log.truncate()
-        log.writelines(line + b"\n" for line in kept)
+        kept = [*takewhile(parsed, log.readlines()[:steps])]
+        log.truncate(sum(map(len, kept)))
+        if kept and not kept[-1].endswith(b"\n"):
+            log.seek(0, os.SEEK_END)
+            log.write(b"\n")
 
 
 # --- The state --------------------------------------------------------------------------

@@ -15,10 +15,11 @@ def owner(adapted: AdaptedLlama) -> dict:
 
 
 def save_memory(file: Path | str, memory: Memory, adapted: AdaptedLlama) -> None:
-    """Write what each part holds (see lococo.Part), and the number of tokens seen, into a file.
-    One of this name is replaced. Raises UserError."""
+    """Write what each layer holds (with budgets, each ours.budgets.Part), and the number of tokens
+    seen, into a file. One of this name is replaced. Raises UserError."""
+    memory.check_whole()
     tensors = {}
-    for n in range(len(memory.parts)):
+    for n in range(len(memory.keys)):
         tensors[f"keys {n}"] = memory.to_compress[n].held
         tensors[f"values {n}"] = memory.values[n].held
         if memory.scoring:
@@ -48,7 +49,7 @@ def load_memory(
     memory = adapted.cache()
     device = adapted.model.norm.weight.device
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    for n in range(len(memory.parts)):
+    for n in range(len(memory.keys)):
         kept = [tensors.get(f"{what} {n}") for what in ("keys", "values", "scores")]
         memory.hold(n, *kept)
     memory.seen = about["seen"]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lococo import METHODS, AdaptedLlama, Settings
 from model import Llama
+from ours.budgets import budgets_of
 from support.programs.adapter import load_adapter, read_adapter
 from support.command_line import TINY, Parser, named_path, output_file
 from support.facts import FORMS
@@ -80,7 +81,7 @@ def name_of(s: Settings) -> str:
     for key in ("positions", "sinks", "heavy", "recent", "forget"):
         if getattr(s, key) != usual[key]:
             name += f" {key}={getattr(s, key)}"
-    return name + " budgets" if s.budgets else name
+    return name + " budgets" if budgets_of(s) else name
 
 
 def baselines(model: Llama, mem: int, segment: int) -> list[AdaptedLlama]:
@@ -120,7 +121,7 @@ def note_limits(models: dict[str, AdaptedLlama], lengths: list[int]) -> None:
         s = adapted.settings
         warn_if_too_long(adapted, max(lengths))
         short = [str(L) for L in lengths if L - 1 <= s.capacity]
-        if s.mem and short and not s.budgets:  # with budgets a head may be compressed earlier
+        if s.mem and short and not budgets_of(s):  # with budgets a head may be compressed earlier
             nothing = f"up to {s.capacity:,} entries nothing is compressed"
             print(f"note: {name}, --lengths {' '.join(short)}: {nothing}", file=sys.stderr)
 
@@ -172,7 +173,7 @@ def documents_to_score(
         if len(found):
             documents[L] = found
         elif flags.lengths or L == lengths[0]:
-            why = why_none(ids, parts, tokenizer.bos)
+            why = how_long(ids, parts, tokenizer.bos)
             if both:
                 why = "all texts of this length also train; name other --data or another --part"
             raise UserError(f"--lengths {L}: {why}")
@@ -185,7 +186,7 @@ def documents_to_score(
     return documents
 
 
-def why_none(ids: np.ndarray, parts: list[str], bos: int) -> str:
+def how_long(ids: np.ndarray, parts: list[str], bos: int) -> str:
     """How long the longest document of these parts is, one part or all."""
     longest = np.diff(np.flatnonzero(ids == bos), append=len(ids)).max(initial=0)
     of = f" of the {parts[0]} part" if len(parts) == 1 else ""

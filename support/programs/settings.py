@@ -4,38 +4,20 @@ import argparse
 import sys
 from dataclasses import replace
 
-from lococo import KINDS, METHODS, AdaptedLlama, Settings, divided, interpolation
-from lococo import with_slots
+from lococo import AdaptedLlama, Settings, interpolation, settings_for
 from model import Llama
+from ours.budgets import budgets_of, scaled, with_budgets, with_slots
 from support.files import UserError
 
 
-def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
-    """Settings from a row of METHODS at M = mem. Each of `changes` that is not None replaces
-    a field.
-
-    What is missing to M slots goes to one kind: to merged, if the row has merged slots and
-    `merged` is not among the changes, or else to recent. If that kind was given, too, there may
-    be fewer than M slots: `h2o` with M = 128 and recent=0 has 64. A row without slots keeps all
-    entries. Budgets are scaled to M slots on average. Raises UserError.
-    """
-    if method not in METHODS:
-        raise UserError(f"method {method}: lococo.METHODS has {', '.join(METHODS)}")
-    row = METHODS[method](mem)
-    given = {name: value for name, value in changes.items() if value is not None}
-    chosen = row | given
-    counts = {kind: chosen.get(kind, 0) for kind in KINDS}
-    left_over = "merged" if "merged" in row and "merged" not in given else "recent"
-    if row and left_over not in given:
-        counts[left_over] += mem - sum(counts.values())
-
-    rule = broken_rule(row, counts, mem)
-    if rule:
-        listed = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-        raise UserError(f"method {method}, mem {mem}: {listed} slots do not fit; {rule}")
-    settings = Settings(method, segment, length, **chosen | counts)
-    if settings.budgets:
-        settings = replace(settings, budgets=scaled(settings.budgets, settings.mem))
+def make_settings(
+    method: str, mem: int, segment: int, length: int,
+    budgets: list[list[int]] | None = None, **changes,
+) -> Settings:
+    """As lococo.settings_for. Budgets are scaled to M slots on average. Raises UserError."""
+    settings = settings_for(method, mem, segment, length, **changes)
+    if budgets:
+        settings = with_budgets(settings, scaled(budgets, settings.mem))
         check_sizes(settings)
     return settings
 
@@ -54,32 +36,13 @@ def resized(
         return changed
     if settings.mem == settings.sinks:  # 0 if all is kept
         raise UserError(f"--mem, --budgets: {settings.method} has no slots to divide")
-    budgets = settings.budgets if budgets is None else budgets
+    budgets = budgets_of(settings) if budgets is None else budgets
     changed = with_slots(changed, mem or settings.mem)
-    changed = replace(changed, budgets=scaled(budgets, changed.mem) if budgets else [])
+    changed = with_budgets(changed, scaled(budgets, changed.mem) if budgets else [])
     check_sizes(changed)
     if settings.merged and not changed.merged:
         raise UserError(f"--mem {changed.mem}: it leaves no merged slot; take a larger --mem")
     return changed
-
-
-def scaled(budgets: list[list[int]], mem: int) -> list[list[int]]:
-    """Slots of heads in the same proportions, `mem` on average."""
-    shares, heads = sum(budgets, []), len(budgets[0])
-    slots = divided(mem * len(shares), shares)
-    return [slots[n : n + heads] for n in range(0, len(slots), heads)]
-
-
-def broken_rule(row: dict, counts: dict[str, int], mem: int) -> str | None:
-    """Why these counts of slots do not suit a row of METHODS; None if they do."""
-    total = sum(counts.values())
-    if not row:
-        return "this method keeps everything and has no slots" if total else None
-    if "merged" in row and counts["merged"] == 0:
-        return "this method needs merged slots; leave room for them"
-    if not 0 < total <= mem or min(counts.values()) < 0:
-        return f"together they must be from 1 to {mem}, and none negative"
-    return None
 
 
 def check_sizes(settings: Settings) -> None:
@@ -87,7 +50,7 @@ def check_sizes(settings: Settings) -> None:
     if settings.mem == settings.sinks:  # 0 if all is kept
         none = f"{settings.method} has no slots to divide"
         raise UserError(f"{none}; take a larger --mem, or another method")
-    least = settings.head_sizes[0]
+    least = min(sum(budgets_of(settings), []), default=settings.mem)
     # At least 4, as for --mem. Each head has all sinks, and room for something else.
     too_few = least < max(4, settings.sinks + 1)
     if too_few or (settings.merged and with_slots(settings, least).merged == 0):
@@ -96,10 +59,10 @@ def check_sizes(settings: Settings) -> None:
 
 
 def untrained(model: Llama, method: str, mem: int, segment: int, **changes) -> AdaptedLlama:
-    """A method that needs no training, on its base model; `changes` as in `settings_for`.
+    """A method that needs no training, on its base model; `changes` as in `make_settings`.
     Raises UserError."""
     length = int(model.config.context * model.config.rope_scale)
-    settings = settings_for(method, mem, segment, length, **changes | {"lora_rank": 0})
+    settings = make_settings(method, mem, segment, length, **changes | {"lora_rank": 0})
     if settings.merged:
         command = f"python train.py --model MODEL --method {method} --data TEXTS --out RUN"
         missing = f"its convolution must be trained first: {command}, then take RUN"
@@ -150,7 +113,7 @@ def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
     at `tokens`, those in the cache at M + T of the largest head."""
     settings, reach = adapted.settings, reach_of(adapted)
     by_slot = settings.positions == "slots" and settings.mem
-    largest = settings.head_sizes[-1] + settings.segment
+    largest = settings.largest + settings.segment
     positions = min(tokens, largest) if by_slot else tokens
     if positions <= reach:
         return

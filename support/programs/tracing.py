@@ -6,7 +6,8 @@ from typing import Collection, Iterator
 import torch
 from torch import Tensor
 
-from lococo import KINDS, AdaptedLlama, Memory, Settings
+from lococo import KINDS, AdaptedLlama, Settings
+from ours.budgets import BudgetMemory, budgets_of
 from support.files import UserError
 from support.tokenizer import Tokenizer
 
@@ -25,13 +26,13 @@ def mixing_matrix(s: Settings, order: Tensor, w: Tensor) -> Tensor:
     return torch.zeros_like(matrix).scatter(3, columns, matrix)
 
 
-class TracedMemory(Memory):
+class TracedMemory(BudgetMemory):
     """A memory for a batch of one text that multiplies the mixing matrices of all
     compressions, so that each slot is known as a mixture of tokens. It does so in some
     layers or in all."""
 
     def __init__(self, *args, layers: Collection[int]):
-        """`args` as those of Memory. The parts of `layers` are traced (see lococo.Part)."""
+        """`args` as those of Memory. The parts of `layers` are traced (see ours.budgets.Part)."""
         super().__init__(*args)
         self.seen_at = []  # tokens that had entered at each compression of part 0
         traced = [n for n, part in enumerate(self.parts) if part.layer in layers]
@@ -96,7 +97,7 @@ def memory_of_layer(adapted: AdaptedLlama, layer: int, head: int) -> TracedMemor
 def memory_of_page(adapted: AdaptedLlama) -> TracedMemory:
     """An empty memory that is traced in all layers. Raises UserError if heads are
     compressed at different times, which a page does not show."""
-    if adapted.settings.budgets:
+    if budgets_of(adapted.settings):
         reason = "a page does not show heads with budgets; give --show-memory LAYER HEAD"
         raise UserError(f"{adapted.settings.method}: {reason}")
     layers = range(adapted.model.config.n_layers)

@@ -6,7 +6,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from lococo import COMPRESSORS, METHODS, Settings, with_slots
+from lococo import COMPRESSORS, METHODS, Settings
+from ours.budgets import budgets_of, with_slots
 from support.command_line import Parser, at_least, named_path
 from support.files import UserError
 
@@ -139,7 +140,8 @@ def check_use(settings: Settings) -> None:
         raise UserError(f"{chosen}: there is nothing to train; {remedy}")
     if not settings.merged:
         return
-    least = with_slots(settings, settings.head_sizes[0])
+    sizes = sum(budgets_of(settings), []) or [settings.mem]
+    least = with_slots(settings, min(sizes))
     if settings.length - 1 <= least.capacity:
         sizes = f"a memory of {least.mem} slots and a segment of {least.segment} tokens"
         nothing = f"it fits into {sizes}, so that nothing is compressed"

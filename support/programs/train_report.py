@@ -8,6 +8,7 @@ from typing import Any
 
 from lococo import Settings, interpolation
 from model import LlamaConfig
+from ours.budgets import budgets_of
 from support.command_line import TINY, Machine, counted
 from support.text import Texts
 from support.programs.train_flags import described
@@ -22,9 +23,9 @@ def print_start(
     left_out = dict.fromkeys([*named_elsewhere, *asdict(settings)])
     print(f"training: {described(asdict(config) | left_out)}")
     print(f"memory: {described(asdict(settings) | {'budgets': None})}")
-    if settings.budgets:
-        numbers = settings.head_sizes
-        print(f"budgets: heads have {numbers[0]:,} to {numbers[-1]:,} slots")
+    if budgets_of(settings):
+        numbers = sum(settings.budgets, [])
+        print(f"budgets: heads have {min(numbers):,} to {max(numbers):,} slots")
     divisor, reach = interpolation(base, settings), int(base.context * base.rope_scale)
     if divisor > base.rope_scale and not settings.lora_rank:
         print(f"note: positions are divided by {divisor:.3g}, which a frozen base has not learnt; "

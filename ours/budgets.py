@@ -1,0 +1,153 @@
+"""Budgets: the heads of a layer may have different numbers of slots.
+
+Heads differ in how much of a long text they read, so that equal budgets waste slots: few of them
+retrieve what was said long ago (DuoAttention, arXiv 2410.10819; HeadKV, arXiv 2410.19258).
+tools/budgets.py measures which heads need more. On SmolLM2 with 512 slots on average and 8,192
+tokens budgets close 62 % (a novel) and 83 % (articles) of the gap between H2O and full attention,
+without training (docs/results.md).
+
+It departs from the paper in that heads of a layer are compressed at different times.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lococo import KINDS, MEMORIES, Settings
+from model import LlamaConfig
+from ours.selection import SelectingMemory
+from support.files import UserError
+
+# --- Settings with budgets --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeadSettings(Settings):
+    """Settings in which M and `capacity` are means over the heads, and some hold more."""
+
+    # Slots of the key/value heads of each layer, as [[24, 96, 24], [48, 48, 48], ...].
+    budgets: list[list[int]] = field(default_factory=list)
+
+    @property
+    def memory(self) -> str:
+        return "budgets"
+
+    @property
+    def largest(self) -> int:
+        return max(sum(self.budgets, []))
+
+
+def budgets_of(settings: Settings) -> list[list[int]]:
+    """An empty list if all heads have M slots."""
+    return getattr(settings, "budgets", [])
+
+
+def with_budgets(settings: Settings, budgets: list[list[int]]) -> Settings:
+    """The same memory with these budgets, or with M slots in each head if there are none."""
+    common = {f.name: getattr(settings, f.name) for f in fields(Settings)}
+    return HeadSettings(**common, budgets=budgets) if budgets else Settings(**common)
+
+
+def scaled(budgets: list[list[int]], mem: int) -> list[list[int]]:
+    """Slots of heads in the same proportions, `mem` on average."""
+    shares, heads = sum(budgets, []), len(budgets[0])
+    slots = divided(mem * len(shares), shares)
+    return [slots[n : n + heads] for n in range(0, len(slots), heads)]
+
+
+def with_slots(settings: Settings, M: int) -> Settings:
+    """The same memory with M slots in each head. It has all sinks, and the other kinds keep
+    their proportions."""
+    kinds = KINDS[1:]
+    counts = divided(M - settings.sinks, [getattr(settings, kind) for kind in kinds])
+    return replace(with_budgets(settings, []), **dict(zip(kinds, counts)))
+
+
+def divided(total: int, shares: list[int]) -> list[int]:
+    """A total in the proportions of shares, whose sum is positive. What rounding leaves over
+    goes to the largest."""
+    counts = [total * share // sum(shares) for share in shares]
+    counts[counts.index(max(counts))] += total - sum(counts)
+    return counts
+
+
+def check_budgets(budgets: list[list[int]], config: LlamaConfig) -> None:
+    """Raises UserError if they are not those of such a base."""
+    layers, heads = config.n_layers, config.n_kv_heads
+    if budgets and [len(row) for row in budgets] != [heads] * layers:
+        found = f"{len(budgets)} layers of {len(budgets[0])} heads"
+        needed = f"this base has {layers} layers of {heads}: measure its own by tools/budgets.py"
+        raise UserError(f"budgets: they are for {found}; {needed}")
+
+
+# --- The memory -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """Key/value heads of one layer that have equally many slots. Without budgets a part has
+    all heads of its layer."""
+
+    layer: int
+    heads: list[int]
+    settings: Settings  # in which M is the number of slots of these heads
+
+
+def parts_of(config: LlamaConfig, settings: Settings) -> list[Part]:
+    """The parts of all layers."""
+    heads = list(range(config.n_kv_heads))
+    if not budgets_of(settings):
+        return [Part(layer, heads, settings) for layer in range(config.n_layers)]
+    parts = []
+    for layer, slots in enumerate(settings.budgets):
+        for M in dict.fromkeys(slots):
+            equal = [head for head in heads if slots[head] == M]
+            parts.append(Part(layer, equal, with_slots(settings, M)))
+    return parts
+
+
+class BudgetMemory(SelectingMemory):
+    """A memory whose lists have one item for each part of a layer (see `Part`). Where a method
+    of Memory has a `layer`, it is the index n of a part here."""
+
+    def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
+        super().__init__(config, settings, compressors)
+        self.parts = parts_of(config, settings)
+        self.heads: list[Tensor | None] = [None] * len(self.parts)  # their indices, if needed
+        self.empty([part.settings for part in self.parts])
+        if settings.merged:  # the heads of a layer share its compressor
+            self.compressors = [compressors[part.layer] for part in self.parts]
+
+    @staticmethod
+    def merged_slots(config: LlamaConfig, settings: Settings) -> list[int]:
+        """Those of each layer's largest head."""
+        check_budgets(budgets_of(settings), config)
+        most = [0] * config.n_layers
+        for part in parts_of(config, settings):
+            most[part.layer] = max(most[part.layer], part.settings.merged)
+        return most
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Memory.attend for each part n of the layer, as if it were a layer with fewer heads."""
+        parts = [n for n, part in enumerate(self.parts) if part.layer == layer]
+        if len(parts) == 1:
+            return super().attend(parts[0], q, k, v)
+        q = q.unflatten(1, (k.shape[1], -1))  # (B, G, H/G, T, D)
+        read = torch.empty_like(q)
+        for n in parts:
+            if self.heads[n] is None:  # once, as it is copied to the device
+                self.heads[n] = torch.tensor(self.parts[n].heads, device=k.device)
+            own_q, own_k, own_v = (x.index_select(1, self.heads[n]) for x in (q, k, v))
+            of_part = super().attend(n, own_q.flatten(1, 2), own_k, own_v)
+            read.index_copy_(1, self.heads[n], of_part.unflatten(1, (-1, q.shape[2])))
+        return read.flatten(1, 2)
+
+    def weights_of(self, n: int, places: Tensor) -> Callable:
+        """A head with fewer slots than the layer's largest takes the first rows of w."""
+        weights, merged = super().weights_of(n, places), self.slots[n].merged
+        return lambda entries, scores: weights(entries, scores)[:, :merged]
+
+
+MEMORIES["budgets"] = BudgetMemory
