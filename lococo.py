@@ -34,7 +34,7 @@ KINDS = ("sinks", "heavy", "merged", "recent")  # in their order in the cache
 # A method is a function of M. It gives the fields of Settings (below) that it sets.
 METHODS = {
     # What the paper compares with. `longlora` keeps everything, too; while it trains, its
-    # attention is train.ShiftedGroups.
+    # attention is that of support/programs/longlora.py.
     "full": lambda M: {},
     "longlora": lambda M: {},
     # StreamingLLM with M slots. LoCoCo's table gives it 8 entries, and does not say which.

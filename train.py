@@ -14,7 +14,6 @@ model.py.
 """
 
 import json
-import math
 import os
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -29,7 +28,7 @@ from tqdm import tqdm
 
 from eval_ppl import perplexity, ranges, token_losses
 from lococo import AdaptedLlama, Settings, segment_losses
-from model import KVCache, attention, load_base
+from model import load_base
 from support.command_line import HERE, TINY, Machine, method_flags, prepare
 from support.command_line import resume_command, run_program
 from support.facts import note_no_facts, tell, tell_all
@@ -37,6 +36,8 @@ from support.files import UserError, refuse_missing_model
 from support.processes import RANK, WORLD, add_up, agreed, end_together, join
 from support.processes import noted_signals, start_alike, start_process
 from support.programs.adapter import identity, write_adapter
+from support.programs.answers import add_answers
+from support.programs.longlora import training_cache
 from support.programs.run_folder import State, claim, read_state, restore, write_state
 from support.programs.scoring import baselines, name_of
 from support.programs.settings import make_settings
@@ -179,9 +180,6 @@ class Setup:
 
 # --- One step ---------------------------------------------------------------------------
 
-ANSWERS_EVERY = 3  # one piece in so many has the second backward pass of `add_answers`
-
-
 def gradients(
     adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
     step: int, done: Callable[[int], None] = lambda tokens: None,
@@ -211,12 +209,9 @@ def backward(
 ) -> float:
     """Read sequences (B, L) in pieces of `bptt` segments, and go back through each piece
     before the next one, so that the graph never spans more. Returns what they add to the
-    loss of the step. `answers` (B, L) marks the tokens that count more, see
-    `add_answers`.
+    loss of the step. `answers` (B, L) marks the words of facts that are told again.
     """
-    cache = adapted.cache()
-    if adapted.settings.method == "longlora":
-        cache = ShiftedGroups(cache.config, cache.rope_scale)
+    cache = training_cache(adapted)
     # Full attention has no segments: its gradient reaches over the whole sequence.
     segment = config.segment if adapted.settings.mem else config.seq
     length = config.bptt * segment  # targets of a piece
@@ -232,29 +227,12 @@ def backward(
         loss = losses.sum()
         # With --lora-rank 0 nothing before the first compression has a gradient.
         if loss.requires_grad:
-            if (step + number) % ANSWERS_EVERY == 0:
-                add_answers(losses[of_targets], adapted, config)
+            # For the facts of the recipe "embedded"; else it does nothing.
+            add_answers(losses[of_targets], adapted, config.answer_weight, step + number)
             loss.backward()
         cache.detach()
         total += loss.item()
     return total
-
-
-def add_answers(losses: Tensor, adapted: AdaptedLlama, config: TrainConfig) -> None:
-    """In the convolutions' gradient an answer counts `answer_weight` times. The usual
-    backward pass counts it once. This adds the rest. `losses` are those of the answers in
-    one piece.
-
-    This costs a second backward pass. To save time, one piece in ANSWERS_EVERY has it,
-    ANSWERS_EVERY times as large, so that the mean gradient over the steps, before it is
-    clipped, is the same. Which pieces these are depends on the step, not on how the
-    sequences are dealt out. LoRA does not get it, because plain text would suffer.
-    """
-    weight = ANSWERS_EVERY * (config.answer_weight - 1)
-    convolutions = list(adapted.compressors.parameters())
-    if weight and convolutions and len(losses):
-        extra = weight * losses.sum()
-        extra.backward(inputs=convolutions, retain_graph=True)
 
 
 def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
@@ -268,29 +246,6 @@ def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
         {"params": rest, "rate": config.lr},
     ]
     return AdamW([group for group in groups if group["params"]], weight_decay=0.0)
-
-
-# --- LongLoRA, which the paper compares with --------------------------------------------
-
-
-class ShiftedGroups(KVCache):
-    """LongLoRA's attention while it trains (arXiv 2309.12307). The whole sequence enters
-    at once, and each token attends within its quarter of it."""
-
-    def read(self, layer: int, q: Tensor) -> Tensor:
-        """For the second half of the heads the borders are moved by half a quarter. Both
-        ends are groups of their own then, so that the end is not seen at the start."""
-        H, L = q.shape[1], q.shape[2]
-        quarter = math.ceil(L / 4)
-        k = self.keys[layer].held.repeat_interleave(H // self.config.n_kv_heads, dim=1)
-        v = self.values[layer].held.repeat_interleave(H // self.config.n_kv_heads, dim=1)
-        read = torch.empty_like(q)
-        for heads, first in ((slice(0, H // 2), 0), (slice(H // 2, H), quarter // 2)):
-            borders = sorted({0, *range(first, L, quarter), L})
-            for start, stop in zip(borders, borders[1:]):
-                group = (slice(None), heads, slice(start, stop))
-                read[group] = attention(q[group], k[group], v[group])
-        return read
 
 
 # --- The loop ---------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from lococo import AdaptedLlama, segment_losses
 from model import KVCache
 from support.command_line import HERE, Machine
 from support.files import UserError, read_file
+from support.programs.longlora import ShiftedGroups
 from support.programs.run_folder import claim
 from support.programs.settings import make_settings
 
@@ -71,7 +72,7 @@ def test_the_gradient_of_a_step(in_float64, model, told, bptt, micro_batch):
 def test_which_keys_longlora_sees_while_it_trains(config, L):
     """A query of zeros reads the mean of the keys' numbers that its head may see."""
     q, v = torch.zeros(1, 4, L, L), torch.eye(L).expand(1, 2, L, L)
-    cache = train.ShiftedGroups(config)
+    cache = ShiftedGroups(config)
     cache.keys[0].append(torch.randn(1, 2, L, L), L)
     cache.values[0].append(v, L)
     seen = cache.read(0, q)[0] > 0  # head, query, key
@@ -84,7 +85,7 @@ def test_which_keys_longlora_sees_while_it_trains(config, L):
                 assert seen[head, t, key] == (together and key <= t), (head, t, key)
 
 
-@pytest.mark.parametrize("method, cache", [("full", KVCache), ("longlora", train.ShiftedGroups)])
+@pytest.mark.parametrize("method, cache", [("full", KVCache), ("longlora", ShiftedGroups)])
 def test_methods_without_segments_have_a_gradient_through_the_whole_sequence(
     in_float64, model, method, cache
 ):
