@@ -62,7 +62,7 @@ class Settings:
     heavy: int = 0
     merged: int = 0
     recent: int = 0
-    positions: str = "text"  # or "slots", see `interpolation`
+    positions: str = "text"  # or "slots", see `position_divisor`
     compressor: str = "paper"  # or another of COMPRESSORS
     kernel: int = 21  # taps of the convolution
     start: float = 1.0  # standard deviation of its first weights, as in the official code
@@ -148,7 +148,7 @@ class Compressor(nn.Module):
     """
 
     memory = "paper"  # the one of MEMORIES that it works in
-    reads_scores = False  # True: the memory counts attention, also without heavy slots
+    reads_received = False  # True: the memory counts attention, also without heavy slots
     recompute = False  # as in model.Block
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
@@ -159,12 +159,12 @@ class Compressor(nn.Module):
         # The scale of these weights cancels in (7).
         nn.init.normal_(self.conv.weight, std=start)
 
-    def weights(self, entries: Tensor, scores: Tensor | None) -> Tensor:
+    def weights(self, entries: Tensor, received: Tensor | None) -> Tensor:
         """R entries that are merged, (N, 2D, R) of N = B * G heads -> w (N, slots, R).
 
         The entries are in float32. R differs from call to call. Each row of w must sum to 1.
-        The paper's compressor reads `entries` alone. `scores` (N, R) is the attention that each
-        entry has received, or None if the memory does not count it (see `reads_scores`).
+        The paper's compressor reads `entries` alone. `received` (N, R) is the attention that each
+        entry has received, or None if the memory does not count it (see `reads_received`).
         """
         logits = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official
@@ -177,10 +177,11 @@ COMPRESSORS = {"paper": Compressor}
 
 
 def merge(
-    weights: Callable, k: Tensor, v: Tensor, scores: Tensor | None
+    weights: Callable, k: Tensor, v: Tensor, received: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Equations (4) to (7): k and v (B, G, R, D) and scores (B, G, R) -> K' and V'
-    (B, G, slots, D), and w (B, G, slots, R), which comes from the `weights` of a compressor.
+    """Equations (4) to (7): k and v (B, G, R, D), and the attention `received` (B, G, R) -> K'
+    and V' (B, G, slots, D), and w (B, G, slots, R), which is what `weights` of a compressor
+    returns.
 
     All is computed in float32, as bfloat16 is too coarse for logits, and K' and V' are
     rounded to the dtype of k and v. With positions of the text a mixed key has no single
@@ -189,8 +190,8 @@ def merge(
     with torch.autocast(k.device.type, enabled=False):
         k_wide, v_wide = widened(k), widened(v)
         entries = torch.cat((k_wide, v_wide), dim=-1).flatten(0, 1).mT  # (N, 2D, R)
-        scores = None if scores is None else scores.flatten(0, 1)
-        w = weights(entries, scores).unflatten(0, k.shape[:2])
+        received = None if received is None else received.flatten(0, 1)
+        w = weights(entries, received).unflatten(0, k.shape[:2])
         return (w @ k_wide).type_as(k), (w @ v_wide).type_as(v), w  # (4), (5)
 
 
@@ -220,7 +221,7 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
 
 def in_order(entries: Tensor, order: Tensor) -> Tensor:
-    """Entries (B, G, S, D), or their scores (B, G, S), in the order (B, G, S) of each head;
+    """Entries (B, G, S, D), or what they received (B, G, S), in the order (B, G, S) of each head;
     faster than `gather`."""
     B, G = order.shape[:2]
     text = torch.arange(B, device=order.device)[:, None, None]
@@ -239,7 +240,7 @@ def check_choice(chosen: Tensor, s: Settings) -> None:
 
 class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer and key/value head. The
-    lists of keys, values and scores have one item for each layer.
+    lists of keys, values and attention received have one item for each layer.
 
     When new tokens do not fit into a layer, the mixing matrix turns its S entries into M slots.
     Each method is a choice of this matrix, whose one-hot rows are never built. For M = 4 and a
@@ -261,9 +262,9 @@ class Memory(KVCache):
     def __init__(
         self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList
     ):
-        super().__init__(config, interpolation(config, settings))
+        super().__init__(config, position_divisor(config, settings))
         self.settings, self.compressors = settings, compressors
-        self.scoring = settings.heavy > 0 or any(c.reads_scores for c in compressors)
+        self.counts_attention = settings.heavy > 0 or any(c.reads_received for c in compressors)
         # With positions by slot a key has a new place after each compression. The key without
         # a rotation is kept, too, as rotating it again and again would add up errors. With
         # positions of the text `unrotated` stays empty.
@@ -277,7 +278,7 @@ class Memory(KVCache):
         self.keys = [Entries() for _ in slots]
         self.values = [Entries() for _ in slots]
         self.unrotated = [Entries() for _ in slots]
-        self.scores: list[Tensor | None] = [None] * len(slots)  # attention received, (B, G, S)
+        self.received: list[Tensor | None] = [None] * len(slots)  # attention received, (B, G, S)
 
     @staticmethod
     def merged_slots(config: LlamaConfig, settings: Settings) -> list[int]:
@@ -330,16 +331,16 @@ class Memory(KVCache):
         When T tokens enter, earlier attention is multiplied by `forget` ** (T / segment): by
         `forget` for a whole segment.
         """
-        if not self.scoring:
+        if not self.counts_attention:
             return super().read(layer, q)
         k, v = self.keys[layer].held, self.values[layer].held
         attention = attention_weights(q, k)
         T, group = q.shape[2], q.shape[1] // k.shape[1]  # H/G query heads
         received = attention.detach().sum(dim=2) / group  # (B, G, S)
-        if self.scores[layer] is not None:
+        if self.received[layer] is not None:
             factor = self.settings.forget ** (T / self.settings.segment)
-            received[:, :, :-T] += factor * self.scores[layer]  # the older entries
-        self.scores[layer] = received
+            received[:, :, :-T] += factor * self.received[layer]  # the older entries
+        self.received[layer] = received
         read = attention.type_as(q) @ v  # (B, G, H/G * T, D)
         return read.unflatten(2, (group, T)).flatten(1, 2)
 
@@ -357,8 +358,9 @@ class Memory(KVCache):
         support/programs/tracing.py knows what is in a slot.
         """
         s = self.slots[layer]
-        k, v, scores = self.to_compress[layer].held, self.values[layer].held, self.scores[layer]
-        chosen = self.choose(s, k, v, scores)
+        k, v = self.to_compress[layer].held, self.values[layer].held
+        received = self.received[layer]
+        chosen = self.choose(s, k, v, received)
         if k.shape[2] == self.seen:  # the first compression of a text
             check_choice(chosen, s)
         # The places of all entries in the cache. A stable sort keeps the order of the cache
@@ -367,51 +369,52 @@ class Memory(KVCache):
         sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
         k_pinned, k_rest, k_recent = in_order(k, order).split(sizes, dim=2)
         v_pinned, v_rest, v_recent = in_order(v, order).split(sizes, dim=2)
-        scores_rest = None
-        if self.scoring:
-            scores = in_order(scores, order)
-            scores_pinned, scores_rest, scores_recent = scores.split(sizes, dim=2)
+        received_rest = None
+        if self.counts_attention:
+            received = in_order(received, order)
+            received_pinned, received_rest, received_recent = received.split(sizes, dim=2)
 
         places = order.split(sizes, dim=2)[1]  # of the rest
-        k_merged, v_merged, w = self.fill_merged(layer, k_rest, v_rest, scores_rest, places)
+        k_merged, v_merged, w = self.fill_merged(layer, k_rest, v_rest, received_rest, places)
 
         k = torch.cat((k_pinned, k_merged, k_recent), dim=2)
         v = torch.cat((v_pinned, v_merged, v_recent), dim=2)
-        if self.scoring:
+        if self.counts_attention:
             # A merged slot gets the mean, by w, of the attention that its entries received.
-            scores_merged = (w.detach() * scores_rest[:, :, None]).sum(dim=3)
-            scores = torch.cat((scores_pinned, scores_merged, scores_recent), dim=2)
-        self.hold(layer, k, v, scores)
+            received_merged = (w.detach() * received_rest[:, :, None]).sum(dim=3)
+            received = torch.cat((received_pinned, received_merged, received_recent), dim=2)
+        self.hold(layer, k, v, received)
         return order, w
 
     def fill_merged(
-        self, layer: int, k: Tensor, v: Tensor, scores: Tensor | None, places: Tensor
+        self, layer: int, k: Tensor, v: Tensor, received: Tensor | None, places: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """K', V' and w of the layer's compressor, for entries that stood at these places of the
         cache, (B, G, R). If there are no merged slots, the entries are dropped."""
         if not self.slots[layer].merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
-        args = (self.weights_of(layer, places), k, v, scores)
+        args = (self.weights_of(layer, places), k, v, received)
         if self.compressors[layer].recompute:
             return checkpoint(merge, *args, use_reentrant=False)
         return merge(*args)
 
     def weights_of(self, layer: int, places: Tensor) -> Callable:
-        """What computes w of entries and their scores: the compressor's `weights`."""
+        """What computes w of entries and the attention that they received."""
         return self.compressors[layer].weights
 
-    def hold(self, layer: int, k: Tensor, v: Tensor, scores: Tensor | None) -> None:
+    def hold(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> None:
         """Replace what a layer holds: keys as compressions read them, and values, both
-        (B, G, S, D), and scores (B, G, S). By slot the keys are rotated to their places."""
+        (B, G, S, D), and the attention received (B, G, S). By slot the keys are rotated to their
+        places."""
         if self.by_slot:
             self.unrotated[layer] = Entries(k)
             places = torch.arange(k.shape[2], device=k.device)
             k = rotate(k, *self.rotation(places))
         self.keys[layer] = Entries(k)
         self.values[layer] = Entries(v)
-        self.scores[layer] = scores
+        self.received[layer] = received
 
-    def choose(self, s: Settings, k: Tensor, v: Tensor, scores: Tensor | None) -> Tensor:
+    def choose(self, s: Settings, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
         """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S).
 
         For another rule change this function. Each head must choose `s.pinned` entries, and
@@ -420,14 +423,14 @@ class Memory(KVCache):
         chosen = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
         chosen[:, :, : s.sinks] = True
         if s.heavy:
-            others = scores.masked_fill(chosen, -torch.inf)
+            others = received.masked_fill(chosen, -torch.inf)
             heaviest = others[:, :, : k.shape[2] - s.recent].topk(s.heavy, dim=2).indices
             chosen.scatter_(2, heaviest, True)
         return chosen
 
     def copy(self) -> "Memory":
         other = super().copy()
-        other.scores = [*self.scores]
+        other.received = [*self.received]
         other.unrotated = [keys.copy() for keys in self.unrotated]
         return other
 
@@ -462,7 +465,7 @@ def segment_losses(
 # --- Position interpolation (arXiv 2306.15595) ------------------------------------------
 
 
-def interpolation(config: LlamaConfig, settings: Settings) -> float:
+def position_divisor(config: LlamaConfig, settings: Settings) -> float:
     """The number by which positions are divided, so that those of a text of L tokens
     (the settings' `length`) lie inside the pretrained context. Positions of a longer text
     may pass the context.
@@ -590,4 +593,4 @@ class AdaptedLlama(nn.Module):
         if self.settings.mem:
             memory = memory or MEMORIES[self.settings.memory]
             return memory(config, self.settings, self.compressors)
-        return KVCache(config, interpolation(config, self.settings))
+        return KVCache(config, position_divisor(config, self.settings))

@@ -147,7 +147,7 @@ class BudgetMemory(SelectingMemory):
     def weights_of(self, n: int, places: Tensor) -> Callable:
         """A head with fewer slots than the layer's largest takes the first rows of w."""
         weights, merged = super().weights_of(n, places), self.slots[n].merged
-        return lambda entries, scores: weights(entries, scores)[:, :merged]
+        return lambda entries, received: weights(entries, received)[:, :merged]
 
 
 MEMORIES["budgets"] = BudgetMemory

@@ -56,7 +56,7 @@ class Selection(Compressor):
     """
 
     memory = "selection"
-    reads_scores = True
+    reads_received = True
     sharpness = 16  # in use; 1 while it trains
 
     def __init__(
@@ -79,15 +79,15 @@ class Selection(Compressor):
             self.slot_filters[slots:] = 0
         self.trust = nn.Parameter(torch.ones(1))  # how much the attention received counts
 
-    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
+    def relevance(self, entries: Tensor, from_slot: Tensor, received: Tensor) -> Tensor:
         """How relevant each of R entries is by each filter: (N, filters, R)."""
         filters = self.conv.weight + COMMON_SCALE * self.common
         slot_filters = self.slot_filters + COMMON_SCALE * self.slot_common
         new = F.conv1d(entries, filters, padding="same")
         old = slot_filters.squeeze(2) @ entries
         by_filters = torch.where(from_slot[:, None], old, new)
-        log_scores = (scores + 1e-4).log()  # entries below 0.0001 are alike
-        return by_filters + TRUST_SCALE * self.trust * log_scores[:, None]
+        log_received = (received + 1e-4).log()  # entries below 0.0001 are alike
+        return by_filters + TRUST_SCALE * self.trust * log_received[:, None]
 
     def normalise(self, relevance: Tensor, entries: Tensor) -> Tensor:
         """This takes the place of the ReLU and of (7): w (N, slots, R); each row sums to 1."""
@@ -95,14 +95,14 @@ class Selection(Compressor):
         return (sharpness * (relevance - copy_penalty(relevance, entries))).softmax(dim=-1)
 
     def weights(
-        self, entries: Tensor, scores: Tensor, from_slot: Tensor | None = None,
+        self, entries: Tensor, received: Tensor, from_slot: Tensor | None = None,
         slots: int | None = None,
     ) -> Tensor:
         """As Compressor.weights. `from_slot` (N, R) marks entries that stood in a heavy or merged
         slot (None: none of them). Only as many `slots` choose as are asked for (None: all)."""
         if from_slot is None:
-            from_slot = torch.zeros_like(scores, dtype=torch.bool)
-        relevance = self.relevance(entries, from_slot, scores)
+            from_slot = torch.zeros_like(received, dtype=torch.bool)
+        relevance = self.relevance(entries, from_slot, received)
         slots = slots or self.slots
         in_turn = torch.arange(slots, device=relevance.device) % relevance.shape[1]
         return self.normalise(relevance[:, in_turn], entries)
@@ -119,7 +119,7 @@ def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
     Goldstein 1998) subtracts the largest similarity, and this the sum of all.
 
     Keys are not compared, as rotations change them with positions of the text. The penalty is
-    a constant for the gradient, as are the scores.
+    a constant for the gradient, as are the received.
     """
     values = entries.chunk(2, dim=1)[1]  # (N, D, R)
     unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)

@@ -16,7 +16,7 @@ from support.tokenizer import Tokenizer
 HERE = Path(__file__).resolve().parent.parent  # the project's folder
 TINY = HERE / "tiny"  # the embedded model and its adapter
 HUGE = 2**31 - 1  # the largest number that a flag takes
-POSITIONS = ("text", "slots")  # see lococo.interpolation
+POSITIONS = ("text", "slots")  # see lococo.position_divisor
 SIZES = ("mem", "segment", "budgets", "positions")  # what a trained adapter can change
 
 

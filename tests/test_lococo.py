@@ -11,7 +11,7 @@ from conftest import same, settings
 from reference import slow_memory
 
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
-from lococo import check_rows, interpolation, merge, segment_losses
+from lococo import check_rows, position_divisor, merge, segment_losses
 from model import Llama, rope, rotate
 from ours.budgets import parts_of, with_slots
 from ours.selection import copy_penalty
@@ -180,7 +180,7 @@ def test_every_method_equals_a_slow_memory(config, in_float64, method, changes, 
     read = torch.cat(outputs, dim=2).unflatten(1, (2, 2))  # (B, G, H/G, L, D)
     of_layer = [(n, part) for n, part in enumerate(parts) if part.layer == 1]
     for b, (n, part) in product(range(2), of_layer):
-        held = cache.keys[n].held, cache.values[n].held, cache.scores[n], read[:, part.heads]
+        held = cache.keys[n].held, cache.values[n].held, cache.received[n], read[:, part.heads]
         for i, g in enumerate(part.heads):
             own = [(q[b, 2 * g : 2 * g + 2], k[b, g], v[b, g]) for q, k, v in segments]
             for fast, slow in zip(held, slow_memory(adapted, part.settings, own)):
@@ -331,7 +331,7 @@ def test_budgets_that_do_not_suit_are_refused(model, slots, words, changes):
 def test_positions_are_divided_to_fit_into_the_context(config, rope_scale, changes, factor):
     model = Llama(replace(config, rope_scale=rope_scale))
     adapted = AdaptedLlama(model, settings(**changes))
-    assert interpolation(model.config, adapted.settings) == adapted.cache().rope_scale == factor
+    assert position_divisor(model.config, adapted.settings) == adapted.cache().rope_scale == factor
 
 
 @pytest.mark.parametrize("rope_scale", [1.0, 1.1, 4.0])
@@ -339,7 +339,7 @@ def test_a_method_without_training_leaves_positions_as_the_base_has_them(config,
     """It is for all texts that such a base can read."""
     model = Llama(replace(config, rope_scale=rope_scale))
     s = untrained(model, "h2o", 16, 16).settings
-    assert interpolation(model.config, s) == rope_scale and s.length == int(64 * rope_scale)
+    assert position_divisor(model.config, s) == rope_scale and s.length == int(64 * rope_scale)
 
 
 def test_lora_starts_unchanged_and_equals_merged_weights(model):

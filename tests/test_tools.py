@@ -65,7 +65,7 @@ def test_an_oracle_keeps_what_the_next_segment_reads(in_float64, model):
     tokens, full = torch.randint(0, 64, (1, 24)), oracle.Witness(model.config)
     prefill(model, tokens, full, 8)
     adapted = AdaptedLlama(model, settings("h2o", 8, 8, heavy=8, recent=0))
-    memory = adapted.cache(partial(oracle.Oracle, received=full.received, segments=1))
+    memory = adapted.cache(partial(oracle.Oracle, witness=full, segments=1))
     prefill(model, tokens, memory, 8)
     block, turns = model.layers[0], rope(torch.arange(24.0), model.config)
     q, k, _ = block.project(model.tok_embeddings(tokens))
@@ -75,7 +75,7 @@ def test_an_oracle_keeps_what_the_next_segment_reads(in_float64, model):
     received = shares.sum(dim=1)[:, :16].view(2, 2, 16).sum(dim=1)
     for head in range(2):
         expected = received[head].sort(descending=True).indices[:8].sort().values
-        assert memory.scores[0][0, head, :8].tolist() == expected.tolist()
+        assert memory.received[0][0, head, :8].tolist() == expected.tolist()
 
 
 def test_a_window_finds_what_it_holds_and_ours_finds_all(run):

@@ -122,9 +122,9 @@ def filled(adapted: AdaptedLlama, n: int, options: Options) -> KVCache:
         for number, capacity in enumerate(cache.capacity):
             heads = len(parts[number].heads) if parts else config.n_kv_heads
             sizes = heads, min(n, capacity)
-            scores = torch.rand((1, *sizes), device=options.device)
-            scores = scores if cache.scoring else None
-            cache.hold(number, entries(*sizes), entries(*sizes), scores)
+            received = torch.rand((1, *sizes), device=options.device)
+            received = received if cache.counts_attention else None
+            cache.hold(number, entries(*sizes), entries(*sizes), received)
     else:
         for held in (cache.keys, cache.values):
             held[:] = [Entries(entries(config.n_kv_heads, n)) for _ in held]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from lococo import METHODS, Memory, Settings, interpolation, segment_losses
+from lococo import METHODS, Memory, Settings, position_divisor, segment_losses
 from model import KVCache, Llama, LlamaConfig, load_base
 from support.command_line import Parser, at_least, counted
 from support.command_line import method_flags, named_path
@@ -52,7 +52,7 @@ class GatedMemory(Memory):
 
     def __init__(self, config: LlamaConfig, settings: Settings, gates: Tensor):
         super().__init__(config, settings, nn.ModuleList())
-        self.whole = KVCache(config, interpolation(config, settings))
+        self.whole = KVCache(config, position_divisor(config, settings))
         self.gates = gates
 
     def announce(self, T: int, device: torch.device | str = "cpu") -> None:

@@ -22,16 +22,16 @@ class OfficialCompressor(Compressor):
     the heavy hitters that come next after those that have a slot of their own: g = 0 is
     plain eviction."""
 
-    reads_scores = True
+    reads_received = True
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
         super().__init__(head_dim, slots, kernel, start)
         self.conv.bias = nn.Parameter(torch.zeros(slots))
         self.gate = nn.Parameter(torch.tensor(0.5))
 
-    def weights(self, entries: Tensor, scores: Tensor | None) -> Tensor:
+    def weights(self, entries: Tensor, received: Tensor | None) -> Tensor:
         w = self.conv(entries).relu().softmax(dim=-1)  # (6)
-        heaviest = scores.topk(w.shape[1], dim=-1).indices
+        heaviest = received.topk(w.shape[1], dim=-1).indices
         best = heaviest.sort(dim=-1).values  # in time order
         return (1 - self.gate) * F.one_hot(best, w.shape[2]) + self.gate * w
 

@@ -41,21 +41,21 @@ class Witness(KVCache):
 
 
 class Oracle(Memory):
-    """All slots keep the entries that will receive most attention. `scores` are here the
+    """All slots keep the entries that will receive most attention. `received` has here the
     positions of the entries in the text, which a compression carries along."""
 
-    def __init__(self, *args, received: list[list[Tensor]], segments: int):
-        """`received` is a witness's. So many segments are foreseen."""
+    def __init__(self, *args, witness: Witness, segments: int):
+        """A witness has read the same text. So many segments are foreseen."""
         super().__init__(*args)
-        self.received, self.segments = received, segments
+        self.witness, self.segments = witness, segments
         self.layer = 0  # that is compressed now
 
     def read(self, n: int, q: Tensor) -> Tensor:
         positions = torch.arange(self.seen - q.shape[2], self.seen).float()
         positions = positions.expand(*self.keys[n].held.shape[:2], -1)
-        if self.scores[n] is not None:
-            positions = torch.cat((self.scores[n], positions), dim=2)
-        self.scores[n] = positions
+        if self.received[n] is not None:
+            positions = torch.cat((self.received[n], positions), dim=2)
+        self.received[n] = positions
         return KVCache.read(self, n, q)
 
     def compress(self, n: int) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class Oracle(Memory):
 
     def choose(self, s: Settings, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         coming = self.seen // s.segment  # the number of the segment that enters now
-        received = self.received[self.layer][coming : coming + self.segments]
+        received = self.witness.received[self.layer][coming : coming + self.segments]
         future = sum(attention[:, : self.seen] for attention in received)  # (G, seen)
         held = future.gather(1, positions[0].long())[None]
         chosen = torch.zeros_like(held, dtype=torch.bool)
@@ -86,7 +86,7 @@ def nats_of_rows(model: Llama, adapted: AdaptedLlama, text: Tensor) -> dict[str,
     nats["H2O"] = nats_of(model, text, h2o.cache())
     every = len(witness.received[0])  # the segments of the text
     for what, segments in (("the next segment", 1), ("all that follows", every)):
-        oracle = partial(Oracle, received=witness.received, segments=segments)
+        oracle = partial(Oracle, witness=witness, segments=segments)
         nats[f"oracle of {what}"] = nats_of(model, text, adapted.cache(oracle))
     return nats
 

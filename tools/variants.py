@@ -23,8 +23,8 @@ class AtOnce(Selection):
 class Unattended(Selection):
     """The filters alone judge an entry, and not the attention that it has received."""
 
-    def relevance(self, entries: Tensor, from_slot: Tensor, scores: Tensor) -> Tensor:
-        return super().relevance(entries, from_slot, torch.ones_like(scores))
+    def relevance(self, entries: Tensor, from_slot: Tensor, received: Tensor) -> Tensor:
+        return super().relevance(entries, from_slot, torch.ones_like(received))
 
 
 class OneFilter(Selection):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, interpolation
+from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, position_divisor
 from model import Llama
 from ours.budgets import budgets_of, check_budgets, with_budgets
 from support.command_line import resume_command
@@ -106,7 +106,7 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     except UserError:
         raise UserError(other) from None
     changed = resized(settings, **sizes)
-    divisors = [interpolation(model.config, s) for s in (settings, changed)]
+    divisors = [position_divisor(model.config, s) for s in (settings, changed)]
     if divisors[0] != divisors[1]:
         divided = f"positions were divided by {divisors[0]:.3g} in training"
         now = f"and would be divided by {divisors[1]:.3g} now"

@@ -22,8 +22,8 @@ def save_memory(file: Path | str, memory: Memory, adapted: AdaptedLlama) -> None
     for n in range(len(memory.keys)):
         tensors[f"keys {n}"] = memory.to_compress[n].held
         tensors[f"values {n}"] = memory.values[n].held
-        if memory.scoring:
-            tensors[f"scores {n}"] = memory.scores[n]
+        if memory.counts_attention:
+            tensors[f"scores {n}"] = memory.received[n]
     write_file(Path(file), tensors, seen=memory.seen, owner=owner(adapted))
 
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from lococo import AdaptedLlama, Settings, interpolation, settings_for
+from lococo import AdaptedLlama, Settings, position_divisor, settings_for
 from model import Llama
 from ours.budgets import budgets_of, scaled, with_budgets, with_slots
 from support.files import UserError
@@ -92,7 +92,7 @@ def reach_of(adapted: AdaptedLlama) -> int:
     """The largest position that a base reads: its context times what positions are divided
     by."""
     config = adapted.model.config
-    return round(config.context * interpolation(config, adapted.settings))
+    return round(config.context * position_divisor(config, adapted.settings))
 
 
 def keep_within_context(adapted: AdaptedLlama, tokens: int, new: int) -> None:
@@ -100,7 +100,7 @@ def keep_within_context(adapted: AdaptedLlama, tokens: int, new: int) -> None:
     context. A base that was tuned to divided positions stays as it is."""
     s, config, reach = adapted.settings, adapted.model.config, reach_of(adapted)
     by_slot = replace(s, positions="slots")
-    same = interpolation(config, by_slot) == interpolation(config, s)
+    same = position_divisor(config, by_slot) == position_divisor(config, s)
     if s.mem and s.positions == "text" and same and tokens + new > reach:
         adapted.settings = by_slot
         both = f"{tokens:,} tokens and {new:,} that may follow"
