@@ -1,16 +1,25 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a convolution.
 
-This file is the paper (arXiv 2406.05317) and what it compares with. Equation numbers are
-the paper's, letters are those of model.py, and there is one more:
+This file is the paper (arXiv 2406.05317) and what it compares with. Letters are those of
+model.py, and there is one more:
 
     R  entries of a head that a compression does not keep as they are: it puts them into
        merged slots, or drops them
 
-Three matrices say how much of each entry goes into each slot:
+Equation numbers are the paper's: (1) is `attention_weights` and `Memory.read`, or else
+`model.attention`; (2) is `model.Attention.project`; (3) is `Memory.compress`; (4) and (5) are
+`merge`; (6) and (7) are `Compressor.weights`. docs/paper-to-code.md lists what departs.
 
-    logits          the paper's W of (6), as the convolution gives it
-    w               the paper's w of (7): each row sums to 1
-    mixing matrix   not in the paper: the rows of w, and one-hot rows that copy what is kept
+Two matrices say how much of each entry goes into each slot:
+
+    logits  the paper's W of (6), as the convolution gives it
+    w       the paper's w of (7): each row sums to 1
+
+A place is an index in the cache. A position is what RoPE rotates by: with positions "text" it
+is the token's index in the text, and with positions "slots" its place.
+
+A method of your own is a row of METHODS, a compressor one of COMPRESSORS, a memory one of
+MEMORIES. They stand in a file of their own, which adds them to these dictionaries.
 """
 
 from dataclasses import dataclass
@@ -33,7 +42,7 @@ KINDS = ("sinks", "heavy", "merged", "recent")  # in their order in the cache
 
 # A method is a function of M. It gives the fields of Settings (below) that it sets.
 METHODS = {
-    # What the paper compares with. `longlora` keeps everything, too; while it trains, its
+    # What the paper compares with. As a memory `longlora` is `full`; while it trains, its
     # attention is that of support/programs/longlora.py.
     "full": lambda M: {},
     "longlora": lambda M: {},
@@ -64,12 +73,12 @@ class Settings:
     recent: int = 0
     positions: str = "text"  # or "slots", see `position_divisor`
     compressor: str = "paper"  # or another of COMPRESSORS
-    kernel: int = 21  # taps of the convolution
+    kernel: int = 21  # taps of the convolution; section 4.1
     start: float = 1.0  # standard deviation of its first weights, as in the official code
-    lora_rank: int = 8
+    lora_rank: int = 8  # section 4.1
     lora_alpha: int = 16  # as in the official code; the paper names none
-    # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets nothing;
-    # 0, as in the official code, counts only the queries that entered last.
+    # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets
+    # nothing. 0, as in the official code, counts only the queries that entered last.
     forget: float = 1.0
 
     @property
@@ -84,7 +93,7 @@ class Settings:
 
     @property
     def largest(self) -> int:
-        """The slots of the head that has most: here M, as all have equally many."""
+        """The slots of the head that has most: M, if all have equally many."""
         return self.mem
 
     @property
@@ -102,10 +111,10 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     """Settings from a row of METHODS at M = mem. Each of `changes` that is not None replaces
     a field.
 
-    What is missing to M slots goes to one kind: to merged, if the row has merged slots and
-    `merged` is not among the changes, or else to recent. If that kind was given, too, there may
-    be fewer than M slots: `h2o` with M = 128 and recent=0 has 64. A row without slots keeps all
-    entries. Raises UserError.
+    One kind of slots takes up the difference to M: merged, if the row has merged slots and
+    `merged` is not among the changes, or else recent. If that kind was given, too, nothing is
+    adjusted, and there may be fewer than M slots: `h2o` with M = 128 and recent=0 has 64. A
+    row without slots keeps all entries. Raises UserError.
     """
     if method not in METHODS:
         raise UserError(f"method {method}: lococo.METHODS has {', '.join(METHODS)}")
@@ -113,9 +122,9 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     given = {name: value for name, value in changes.items() if value is not None}
     chosen = row | given
     counts = {kind: chosen.get(kind, 0) for kind in KINDS}
-    left_over = "merged" if "merged" in row and "merged" not in given else "recent"
-    if row and left_over not in given:
-        counts[left_over] += mem - sum(counts.values())
+    adjusted = "merged" if "merged" in row and "merged" not in given else "recent"
+    if row and adjusted not in given:
+        counts[adjusted] += mem - sum(counts.values())
 
     rule = broken_rule(row, counts, mem)
     if rule:
@@ -143,20 +152,22 @@ class Compressor(nn.Module):
     """A convolution says how much of each entry goes into each slot. The heads of a layer
     share it. `slots` is the number of slots that it fills, the merged ones.
 
-    One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. All its
-    parameters train at the rate of the convolutions.
+    One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. It is made
+    with the arguments below, once for each layer. All its parameters train at the rate of the
+    convolutions. The paper's does the same in training and in use.
     """
 
     memory = "paper"  # the one of MEMORIES that it works in
     reads_received = False  # True: the memory counts attention, also without heavy slots
-    recompute = False  # as in model.Block
+    recompute = False  # True: the backward pass computes w again
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
         super().__init__()
         self.slots = slots
         # g of (6)
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
-        # The scale of these weights cancels in (7).
+        # Their scale cancels in (7). A step of AdamW does not grow with it, so that with a
+        # larger start w changes more slowly.
         nn.init.normal_(self.conv.weight, std=start)
 
     def weights(self, entries: Tensor, received: Tensor | None) -> Tensor:
@@ -294,11 +305,10 @@ class Memory(KVCache):
     def make_room(self, B: int, T: int) -> None:
         """Compress the layers into which T new tokens would not fit.
 
-        Algorithm 2 compresses at the end of each segment. Here this is done later, just before
-        new tokens enter that would not fit. So the loss of these tokens depends on the
-        compression, and trains it. For whole segments the slots are the same. While decoding,
-        the memory is compressed once for `segment` tokens, where the paper does it at each
-        token.
+        Algorithm 2 compresses right after a segment. Here this is done just before the next
+        tokens that would not fit, so that their loss trains the compressor. With whole
+        segments the slots are those of the paper. In decoding the paper compresses at every
+        token, and this memory at every `segment` tokens.
         """
         super().make_room(B, T)
         most = self.settings.segment
@@ -350,23 +360,24 @@ class Memory(KVCache):
 
         In the example of the class, 7 entries become 4 slots:
 
-            order    4 | 0 1 2 3 5 | 6      places of the entries: pinned | rest | recent
-            slots    0 |   1   2   | 3      the five of the rest go into slots 1 and 2
+            order       4 | 0 1 2 3 5 | 6    where each entry stood: pinned | rest | recent
+            new slot    0 |   1   2   | 3    where it goes; the rest is mixed into two slots
 
         Each head has its own order. Pinned and recent entries are copied, and only w
-        multiplies. Returns the order (B, G, S) and w (B, G, merged, R), from which
-        support/programs/tracing.py knows what is in a slot.
+        multiplies. Returns the order (B, G, S) and w (B, G, merged, R), which say what is in
+        a slot.
         """
         s = self.slots[layer]
         k, v = self.to_compress[layer].held, self.values[layer].held
         received = self.received[layer]
         chosen = self.choose(s, k, v, received)
-        if k.shape[2] == self.seen:  # the first compression of a text
+        if k.shape[2] == self.seen:  # nothing was compressed before
             check_choice(chosen, s)
         # The places of all entries in the cache. A stable sort keeps the order of the cache
         # among the chosen entries, and among the others.
         order = (~chosen).byte().argsort(dim=2, stable=True)
         sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
+        _, places, _ = order.split(sizes, dim=2)  # of the rest
         k_pinned, k_rest, k_recent = in_order(k, order).split(sizes, dim=2)
         v_pinned, v_rest, v_recent = in_order(v, order).split(sizes, dim=2)
         received_rest = None
@@ -374,13 +385,13 @@ class Memory(KVCache):
             received = in_order(received, order)
             received_pinned, received_rest, received_recent = received.split(sizes, dim=2)
 
-        places = order.split(sizes, dim=2)[1]  # of the rest
         k_merged, v_merged, w = self.fill_merged(layer, k_rest, v_rest, received_rest, places)
 
         k = torch.cat((k_pinned, k_merged, k_recent), dim=2)
         v = torch.cat((v_pinned, v_merged, v_recent), dim=2)
         if self.counts_attention:
-            # A merged slot gets the mean, by w, of the attention that its entries received.
+            # The paper is silent: a merged slot gets the mean, by w, of the attention that its
+            # entries received.
             received_merged = (w.detach() * received_rest[:, :, None]).sum(dim=3)
             received = torch.cat((received_pinned, received_merged, received_recent), dim=2)
         self.hold(layer, k, v, received)
@@ -399,7 +410,8 @@ class Memory(KVCache):
         return merge(*args)
 
     def weights_of(self, layer: int, places: Tensor) -> Callable:
-        """What computes w of entries and the attention that they received."""
+        """What computes w of entries and the attention that they received. A subclass may also
+        tell the compressor where in the cache they stood."""
         return self.compressors[layer].weights
 
     def hold(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> None:
@@ -417,8 +429,9 @@ class Memory(KVCache):
     def choose(self, s: Settings, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
         """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S).
 
-        For another rule change this function. Each head must choose `s.pinned` entries, and
-        none of the last `s.recent` ones, which the recent slots keep.
+        For another rule change this function, or override it in a subclass (see MEMORIES).
+        Each head must choose `s.pinned` entries, and none of the last `s.recent` ones, which
+        the recent slots keep.
         """
         chosen = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
         chosen[:, :, : s.sinks] = True
@@ -440,6 +453,7 @@ class Memory(KVCache):
             keys.detach()
 
 
+# The class of a memory is that which its compressor names (`Compressor.memory`).
 MEMORIES = {"paper": Memory}
 
 # --- Segment loop (algorithm 2) ---------------------------------------------------------
@@ -511,14 +525,15 @@ def check_base(model: Llama) -> None:
 
 
 @torch.no_grad()
-def check_rows(compressor: Compressor, head_dim: int) -> None:
+def check_rows(compressor: Compressor, head_dim: int, like: Tensor) -> None:
     """Raises UserError if w of random entries has another shape, or if its rows do not sum to
-    1, as with a softmax over the wrong dimension: (4) and (5) would not mix."""
+    1, as with a softmax over the wrong dimension: (4) and (5) would not mix. The entries have
+    the dtype and the device of `like`."""
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = (2, 2 * head_dim, compressor.slots + 8)
-    entries = torch.randn(sizes, generator=generator, device="cpu")
-    entries = entries.to(next(compressor.parameters()))
-    w = compressor.weights(entries, entries[:, 0].exp())
+    entries = torch.randn(sizes, generator=generator, device="cpu").to(like)
+    received = entries[:, 0].exp()  # any positive numbers
+    w = compressor.weights(entries, received)
     name = f"{type(compressor).__name__}.weights"
     expected = (2, compressor.slots, entries.shape[2])
     if w.shape != expected:
@@ -533,7 +548,7 @@ class AdaptedLlama(nn.Module):
     """A base model and everything that trains on it. Run it as `adapted.model(tokens, cache)`
     with a `cache` of `adapted.cache()`. `train()` and `eval()` say whether compressors are in
     training or in use. `adapted.model` is a Llama of its own on the weights of `model`, which
-    stays as it is and may be adapted once more.
+    stays as it is and may be adapted again.
 
     For context extension section 4.1 trains the compressors, LoRA, embeddings and norms. LoRA
     is here on q, k, v and o, as in LongLoRA and the official code. In the inference mode
@@ -561,7 +576,7 @@ class AdaptedLlama(nn.Module):
         like = widened(model.norm.weight[:0])
         self.compressors = nn.ModuleList(compressors).to(like)
         if self.compressors:  # all are of one class
-            check_rows(self.compressors[0], config.head_dim)
+            check_rows(self.compressors[0], config.head_dim, like)
         if settings.lora_rank:  # context extension; without LoRA the base stays frozen
             self.tune_base()
 

@@ -6,7 +6,8 @@ tools/budgets.py measures which heads need more. On SmolLM2 with 512 slots on av
 tokens budgets close 62 % (a novel) and 83 % (articles) of the gap between H2O and full attention,
 without training (docs/results.md).
 
-It departs from the paper in that heads of a layer are compressed at different times.
+It departs from the paper in that heads of a layer are compressed at different times. The flag
+--budgets of the programs, or `with_budgets`, switches it on for any method.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -110,7 +111,8 @@ def parts_of(config: LlamaConfig, settings: Settings) -> list[Part]:
 
 class BudgetMemory(SelectingMemory):
     """A memory whose lists have one item for each part of a layer (see `Part`). Where a method
-    of Memory has a `layer`, it is the index n of a part here."""
+    of Memory has a `layer`, it is the index n of a part here, except in `attend`. It is a
+    SelectingMemory, so that it serves every compressor."""
 
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         super().__init__(config, settings, compressors)

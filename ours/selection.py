@@ -6,7 +6,10 @@ as in maximal marginal relevance (Carbonell and Goldstein 1998). On SmolLM2 with
 8,192 tokens the loss is 0.0212 +- 0.0021 nats per token lower than that of H2O, which closes 28 %
 of the gap between H2O and full attention (docs/results.md).
 
-It departs from the paper in w: a softmax of a relevance takes the place of the ReLU and of (7).
+It departs from the paper in six points. A softmax of a relevance takes the place of the ReLU and
+of (7). The relevance reads the attention received, too. Copies are penalised. Entries that stood
+in a slot have filters of their own. It is sharper in use than in training. There are heavy and
+recent slots, and earlier attention counts less (forgetting.py).
 """
 
 from functools import partial
@@ -145,7 +148,7 @@ class SelectingMemory(Memory):
         """After an earlier compression the cache is [pinned | merged | recent | new tokens].
         Entries from recent slots count as new, and sinks are never among the rest."""
         compressor, s = self.compressors[layer], self.slots[layer]
-        if not isinstance(compressor, Selection):
+        if not isinstance(compressor, Selection):  # with budgets there may be others
             return super().weights_of(layer, places)
         compressed_before = self.keys[layer].size < self.seen  # fewer entries than tokens
         from_slot = (places < s.pinned + s.merged) & compressed_before

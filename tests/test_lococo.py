@@ -105,7 +105,7 @@ def test_counts_that_do_not_fit_are_refused(method, changes, words):
 def test_a_wrong_compressor_is_named(monkeypatch, wrong, words):
     monkeypatch.setattr(Compressor, "weights", wrong)
     with pytest.raises(UserError, match=f"Compressor.weights: .*{words}"):
-        check_rows(Compressor(4, 3, 5), 4)
+        check_rows(Compressor(4, 3, 5), 4, torch.zeros(0))
 
 
 def test_no_entry_is_taken_twice_where_all_values_are_equal():

@@ -176,6 +176,9 @@ def test_all_that_is_written_is_in_the_cache(model):
     for tokens in (*read.split(6, dim=1), *written.split(1, dim=1)):
         model(tokens, expected)
     assert cache.seen == expected.seen == 25
+    stopped = adapted.cache()
+    new = decode(model, some, prefill(model, read, stopped, 6), stopped, most=5, temperature=0)
+    assert next(new) == written[0, 0] and stopped.seen == 21  # also if no more is asked for
     assert torch.equal(*(prefill(model, asked, c, 6) for c in (cache, expected)))
 
 

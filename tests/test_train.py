@@ -245,6 +245,9 @@ def test_what_a_resumed_run_refuses_and_takes(run):
     config = read_file(STATE)[1]["config"]
     assert (code, config["steps"], config["dtype"]) == (0, 3, "float32"), err
     assert [json.loads(line)["step"] for line in open(log)] == [1, 3]
+    log.write_bytes(log.read_bytes().rstrip())  # as an editor may leave it
+    code, _, err = run(train, "--resume run --steps 4 --data text")
+    assert code == 0 and [json.loads(line)["step"] for line in open(log)] == [1, 3, 4], err
 
 
 # --- Many processes ---------------------------------------------------------------------
