@@ -200,7 +200,7 @@ def gradients(
         done(tokens[:, 1:].numel())
     for p in adapted.trained().values():  # a process without a sequence has no gradient
         p.grad = add_up(torch.zeros_like(p) if p.grad is None else p.grad)
-    return add_up(torch.tensor(loss, dtype=torch.float64)).item()
+    return add_up(torch.tensor(loss, dtype=torch.float64, device="cpu")).item()
 
 
 def backward(

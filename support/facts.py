@@ -116,7 +116,7 @@ def tell(
             ago += [0] * length
             ago[here] = here - last.get(name, here)
             last[name] = here
-    return torch.tensor(told[:L]), torch.tensor(ago[:L])
+    return torch.tensor(told[:L], device="cpu"), torch.tensor(ago[:L], device="cpu")
 
 
 def note_no_facts(ids: np.ndarray, L: int, tokenizer: Tokenizer, form: str = "line") -> None:

@@ -54,7 +54,7 @@ def end_together(code: int) -> None:
     still scores, and torchrun ends all when one has ended. One process alone goes on if
     the code is 0."""
     if WORLD > 1:
-        add_up(torch.zeros(1))  # returns when all are here; on the CPU, whatever device trains
+        add_up(torch.zeros(1, device="cpu"))  # returns when all are here; on the CPU, whatever device trains
         sys.stdout.flush()
         sys.stderr.flush()
         # At once, as gloo's threads may abort a process that ends in the usual way
@@ -111,6 +111,6 @@ def noted_signals() -> Iterator[list[int]]:
 
 def agreed(noted: list[int]) -> int:
     """The number of a signal, if any process has noted one; else 0."""
-    if add_up(torch.tensor(len(noted))) == 0:
+    if add_up(torch.tensor(len(noted), device="cpu")) == 0:
         return 0
     return noted[0] if noted else signal.SIGTERM

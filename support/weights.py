@@ -56,6 +56,9 @@ def check_numbers(config) -> None:
 def config_file(path: Path) -> Path:
     """The configuration of a model: params.json or config.json. Raises UserError."""
     refuse_missing_model(path)
+    if (path / "adapter_config.json").is_file():
+        merge = "merge it into its base by peft's merge_and_unload, and give that folder"
+        raise UserError(f"{path}: it has an adapter of peft, which is not read; {merge}")
     meta, hugging_face = path / "params.json", path / "config.json"
     # Other programs have a params.json, too. Meta's lies beside its weights.
     if hugging_face.is_file() and not meta_files(path):

@@ -208,6 +208,11 @@ def test_files_that_are_damaged_or_no_weights_are_named(tmp_path, model, name, m
     assert not Path("made").exists()
 
 
+def test_an_adapter_of_peft_is_not_left_out_silently(tmp_path, model):
+    (write_model(tmp_path, model, [HF]) / "adapter_config.json").write_text("{}")
+    refusal(load_llama, tmp_path, "an adapter of peft, which is not read; merge it")
+
+
 @pytest.mark.parametrize("content, sentence", [
     ("[1, 2048]", "it has more tokens than the model"), ("5", "must be a list of ids"),
     ("[]", "must be a list of ids"), ("[-1]", "has what is no id")])

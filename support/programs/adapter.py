@@ -45,7 +45,8 @@ def write_adapter(
     run: Path, adapted: AdaptedLlama, parts: list[str], trained: set[int]
 ) -> None:
     about = identity(adapted) | {"parts": parts}
-    tensors = adapted.trained() | {TEXTS: torch.tensor(sorted(trained), dtype=torch.int64)}
+    texts = torch.tensor(sorted(trained), dtype=torch.int64, device="cpu")
+    tensors = adapted.trained() | {TEXTS: texts}
     write_file(run / "adapter.safetensors", tensors, **about)
 
 
