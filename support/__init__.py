@@ -1,1 +1,2 @@
-"""What every program needs and nobody must read to understand the method."""
+"""What every program needs. To understand the method nobody must read it, but for ours/: what is
+not in the paper."""

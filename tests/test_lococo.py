@@ -13,8 +13,8 @@ from reference import slow_memory
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
 from lococo import check_rows, position_divisor, merge, segment_losses
 from model import Llama, rope, rotate
-from ours.budgets import parts_of, with_slots
-from ours.selection import copy_penalty
+from support.ours.budgets import parts_of, with_slots
+from support.ours.selection import copy_penalty
 from support.files import UserError
 from support.programs.saved_memory import save_memory
 from support.programs.settings import resized, untrained

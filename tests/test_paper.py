@@ -10,7 +10,7 @@ from conftest import settings
 from reference import by_loop, meta_state, reference_logits
 
 from lococo import METHODS, AdaptedLlama, Compressor, merge, segment_losses
-from ours.selection import Selection
+from support.ours.selection import Selection
 
 TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(1))
 

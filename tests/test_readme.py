@@ -47,7 +47,7 @@ def test_the_equations_stand_beside_lines_that_exist():
     table = (DOCS / "paper-to-code.md").read_text().split("| paper | code |")[1].split("\n\n")[0]
     for number in range(1, 8):
         assert f"({number})" in table, number
-    files = [*HERE.glob("*.py"), *(HERE / "ours").glob("*.py")]
+    files = [*HERE.glob("*.py"), *(HERE / "support" / "ours").glob("*.py")]
     sources = [file.read_text() for file in files]
     for code in re.findall(r"`([^`]+)`", table):
         if re.fullmatch(r"[\w.]+", code):
@@ -150,10 +150,10 @@ def test_the_changes_of_the_exercises_run(model, monkeypatch):
     """The lines that a change removes are there once; with the others in their place, a
     small model has finite losses and gradients, other than before. README's own compressor
     is one more file."""
-    names = ("lococo", "ours.selection")
+    names = ("lococo", "support.ours.selection")
     source = {name: (HERE / f"{name.replace('.', '/')}.py").read_text() for name in names}
     own = next(text for text in blocks(README, "python") if 'COMPRESSORS["mine"]' in text)
-    changed = [source | {"ours.mine": own}]
+    changed = [source | {"support.ours.mine": own}]
     for change in blocks(DOCS / "exercises.md", "diff"):
         lines = change.splitlines(keepends=True)
         old = "".join(line[1:] for line in lines if line[0] in " -")
@@ -196,10 +196,10 @@ def losses_of(sources: dict[str, str], model: Llama, monkeypatch) -> torch.Tenso
 
 
 def test_lococo_is_the_paper_alone():
-    """It neither imports nor names what is in ours/, its rows or its words."""
+    """It neither imports nor names what is in support/ours/, its rows or its words."""
     text = (HERE / "lococo.py").read_text()
     words = set(re.findall(r"[a-z_]+", text.lower()))
-    names = {file.stem for file in (HERE / "ours").glob("[a-z]*.py")}
+    names = {file.stem for file in (HERE / "support" / "ours").glob("[a-z]*.py")}
     assert not words & (names | {"ours", "budget", "part", "parts", "from_slot", "copy_penalty"})
     line = "import lococo; print(*lococo.METHODS, *lococo.COMPRESSORS, *lococo.MEMORIES)"
     run_alone = subprocess.run([sys.executable, "-c", line], capture_output=True, cwd=HERE)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lococo import COMPRESSORS
-from ours.selection import PENALTY, Selection
+from support.ours.selection import PENALTY, Selection
 
 
 class AtOnce(Selection):

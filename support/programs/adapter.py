@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, position_divisor
 from model import Llama
-from ours.budgets import budgets_of, check_budgets, with_budgets
+from support.ours.budgets import budgets_of, check_budgets, with_budgets
 from support.command_line import resume_command
 from support.files import UserError, checksum, read_file, write_file
 from support.programs.settings import resized

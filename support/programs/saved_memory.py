@@ -15,8 +15,8 @@ def owner(adapted: AdaptedLlama) -> dict:
 
 
 def save_memory(file: Path | str, memory: Memory, adapted: AdaptedLlama) -> None:
-    """Write what each layer holds (with budgets, each ours.budgets.Part), and the number of tokens
-    seen, into a file. One of this name is replaced. Raises UserError."""
+    """Write what each layer holds (with budgets, each Part of support/ours/budgets.py), and the
+    number of tokens seen, into a file. One of this name is replaced. Raises UserError."""
     memory.check_whole()
     tensors = {}
     for n in range(len(memory.keys)):

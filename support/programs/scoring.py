@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lococo import METHODS, AdaptedLlama, Settings
 from model import Llama
-from ours.budgets import budgets_of
+from support.ours.budgets import budgets_of
 from support.programs.adapter import load_adapter, read_adapter
 from support.command_line import TINY, Parser, named_path, output_file
 from support.facts import FORMS

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lococo import AdaptedLlama, Settings, position_divisor, settings_for
 from model import Llama
-from ours.budgets import budgets_of, scaled, with_budgets, with_slots
+from support.ours.budgets import budgets_of, scaled, with_budgets, with_slots
 from support.files import UserError
 
 

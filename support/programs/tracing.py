@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lococo import KINDS, AdaptedLlama, Settings
-from ours.budgets import BudgetMemory, budgets_of
+from support.ours.budgets import BudgetMemory, budgets_of
 from support.files import UserError
 from support.tokenizer import Tokenizer
 
@@ -32,7 +32,8 @@ class TracedMemory(BudgetMemory):
     layers or in all."""
 
     def __init__(self, *args, layers: Collection[int]):
-        """`args` as those of Memory. The parts of `layers` are traced (see ours.budgets.Part)."""
+        """`args` as those of Memory. The parts of `layers` are traced (see Part in
+        support/ours/budgets.py)."""
         super().__init__(*args)
         self.seen_at = []  # tokens that had entered at each compression of part 0
         traced = [n for n, part in enumerate(self.parts) if part.layer in layers]

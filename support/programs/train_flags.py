@@ -7,7 +7,7 @@ from textwrap import fill
 from typing import Any
 
 from lococo import COMPRESSORS, METHODS, Settings
-from ours.budgets import budgets_of, with_slots
+from support.ours.budgets import budgets_of, with_slots
 from support.command_line import Parser, at_least, named_path
 from support.files import UserError
 

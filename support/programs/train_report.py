@@ -8,7 +8,7 @@ from typing import Any
 
 from lococo import Settings, position_divisor
 from model import LlamaConfig
-from ours.budgets import budgets_of
+from support.ours.budgets import budgets_of
 from support.command_line import TINY, Machine, counted
 from support.text import Texts
 from support.programs.train_flags import described

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lococo import KINDS, MEMORIES, Settings
 from model import LlamaConfig
-from ours.selection import SelectingMemory
+from support.ours.selection import SelectingMemory
 from support.files import UserError
 
 # --- Settings with budgets --------------------------------------------------------------
