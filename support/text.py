@@ -171,7 +171,7 @@ def name_of_tokens(files: list[Path], tokenizer: Tokenizer) -> str:
         with open(file, "rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
         texts.append((file.name, library() in file.parents, digest))
-    made_from = repr(("int32, 7", texts, tokenizer.prefix, tokenizer.beside)).encode()
+    made_from = repr(("int32, 8", texts, tokenizer.prefix, tokenizer.beside)).encode()
     made_from += tokenizer.file.read_bytes()
     return f"{hashlib.sha256(made_from).hexdigest()[:24]}.safetensors"
 
