@@ -145,7 +145,7 @@ def test_a_warning_if_positions_pass_the_context(capsys, method, mem, tokens, re
     warn_if_too_long(untrained(load_llama(TINY), method, mem, mem), tokens)
     err = capsys.readouterr().err
     assert err.startswith(f"warning: {method}: positions may reach ") == bool(remedy)
-    assert err.endswith(f"and the memory is for 1,024; {remedy}\n" if remedy else "")
+    assert err.endswith(f"and the base reads up to 1,024; {remedy}\n" if remedy else "")
 
 
 # --- generate.py ------------------------------------------------------------------------

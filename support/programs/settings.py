@@ -125,5 +125,5 @@ def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
         remedy = "read the text with --positions slots, which keeps them small"
     else:
         remedy = "--method h2o --mem 512 --positions slots keeps them small"
-    reached = f"positions may reach {positions:,}, and the memory is for {reach:,}"
+    reached = f"positions may reach {positions:,}, and the base reads up to {reach:,}"
     print(f"warning: {settings.method}: {reached}; {remedy}", file=sys.stderr)
