@@ -186,8 +186,10 @@ def print_figures(cache: KVCache, settings: Settings) -> None:
 
 def print_peak(device: torch.device) -> None:
     """The most memory that the process had, with the model."""
-    [peak] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    process = f"{1024 * int(peak) / 1e6:,.0f} MB"
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    if not peak:  # some sandboxes do not tell it
+        return
+    process = f"{1024 * int(peak[1]) / 1e6:,.0f} MB"
     if device.type == "cuda":
         process += f", and {torch.cuda.max_memory_allocated(device) / 1e6:,.0f} MB on the GPU"
     print(f"whole process    at most {process}", file=sys.stderr)
