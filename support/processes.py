@@ -54,7 +54,7 @@ def end_together(code: int) -> None:
     still scores, and torchrun ends all when one has ended. One process alone goes on if
     the code is 0."""
     if WORLD > 1:
-        add_up(torch.zeros(1, device="cpu"))  # returns when all are here; on the CPU, whatever device trains
+        add_up(torch.zeros(1, device="cpu"))  # returns when all are here
         sys.stdout.flush()
         sys.stderr.flush()
         # At once, as gloo's threads may abort a process that ends in the usual way

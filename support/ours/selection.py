@@ -114,15 +114,16 @@ class Selection(Compressor):
 @torch.no_grad()
 def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
     """The penalty of each of R entries for each slot: relevance (N, slots, R), entries
-    (N, 2D, R) -> (N, slots, R). For each earlier slot it grows by PENALTY * c^32. Here c is the
-    cosine between the entry's value and the value which that slot has taken, after the mean of
-    all R is subtracted from both. A negative c counts as 0. So the penalty grows by 1000 for a
-    copy, by 34 if c is 0.9, and by 1 if c is 0.81. What is taken is a copy of itself, also where
-    all values are equal. Maximal marginal relevance (Carbonell and
-    Goldstein 1998) subtracts the largest similarity, and this the sum of all.
+    (N, 2D, R) -> (N, slots, R).
+
+    For each earlier slot it grows by PENALTY * c^32. Here c is the cosine between the entry's
+    value and the value which that slot has taken, after the mean of all R is subtracted from
+    both. A negative c counts as 0. So the penalty grows by 1000 for a copy, by 34 if c is 0.9,
+    and by 1 if c is 0.81. What is taken is a copy of itself, also where all values are equal.
+    Maximal marginal relevance subtracts the largest similarity, and this the sum of all.
 
     Keys are not compared, as rotations change them with positions of the text. The penalty is
-    a constant for the gradient, as are the received.
+    a constant for the gradient, as is the attention received.
     """
     values = entries.chunk(2, dim=1)[1]  # (N, D, R)
     unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)
