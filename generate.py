@@ -22,6 +22,7 @@ import argparse
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Iterator
 
@@ -36,9 +37,9 @@ from support.command_line import prompt_tokens, read_prompt, run_program
 from support.files import UserError, refuse_not_finite
 from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
-from support.programs.saved_memory import load_memory, save_memory
-from support.programs.settings import method_sizes, refuse_sizes, untrained
-from support.programs.settings import keep_within_context, warn_if_too_long
+from support.programs.saved_memory import Reader, load_memory, save_memory
+from support.programs.settings import made_for, method_sizes, refuse_sizes, untrained
+from support.programs.settings import warn_if_too_long
 from support.programs.show_memory import page_record, what_to_show
 from support.programs.tracing import SUGGESTED, check_slots, describe_slots
 from support.programs.tracing import memory_of_layer, memory_of_page
@@ -138,26 +139,33 @@ def parse() -> argparse.Namespace:
     return flags
 
 
-def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedLlama]:
-    """The adapter and the methods that the flags name, on one base. Beside an adapter the
-    methods have its M and T. Raises UserError if slots are to be shown or saved and there
-    are none."""
-    run = flags.adapter
-    if not run and not flags.method and flags.model.resolve() == TINY:
-        run = TINY
+def run_of(flags: argparse.Namespace) -> Path | None:
+    """The adapter's folder: tiny/ for the embedded model, where nothing is named."""
+    if not flags.adapter and not flags.method and flags.model.resolve() == TINY:
+        return TINY
+    return flags.adapter
+
+
+def chosen_models(
+    flags: argparse.Namespace, model: Llama, tokens: int
+) -> dict[str, AdaptedLlama]:
+    """The adapter and the methods that the flags name, on one base, for a text of so many tokens.
+    Beside an adapter the methods have its M and T. Raises UserError if slots are to be shown or
+    saved and there are none."""
+    run, most = run_of(flags), flags.max_new_tokens
+    sizes = {name: flags.sizes[name] for name in ("mem", "segment", "budgets")}
     models = {}
     if run:
-        adapted = load_adapter(run, model, **flags.sizes)
+        make = partial(load_adapter, run, model, **sizes)
+        adapted = made_for(make, flags.positions, tokens, most)
         models[f"{adapted.settings.method}, adapter {run.resolve().name}"] = adapted
     mem, segment = method_sizes(flags, [*models.values()])
     for method in flags.method:
-        models[method] = untrained(model, method, mem, segment, **flags.changes)
-    needs_slots = flags.show_memory or flags.save_memory or flags.load_memory
+        make = partial(untrained, model, method, mem, segment, flags.budgets)
+        models[method] = made_for(make, flags.positions, tokens, most)
+    needs_slots = flags.show_memory or flags.save_memory
     if not models:
         refuse_sizes(flags)
-        if flags.load_memory:
-            remedy = "give the --adapter or --method that it was saved with"
-            raise UserError(f"--load-memory {flags.load_memory}: {remedy}")
         models["full"] = untrained(model, "full", 512, 512)
         if not needs_slots:
             memory = "its memory is the full cache, which keeps every token"
@@ -229,23 +237,20 @@ def show_page(
 
 
 def continue_text(
-    flags: argparse.Namespace, adapted: AdaptedLlama, ids: list[int], tokenizer: Tokenizer
+    flags: argparse.Namespace, reader: Reader, ids: list[int], tokenizer: Tokenizer
 ) -> None:
-    """Read the text, and continue it; or save the memory, or print what slots hold."""
+    """Read the text into the memory, and continue it; or save the memory, or print what slots
+    hold."""
+    adapted, cache = reader.adapted, reader.memory
     most = 0 if flags.save_memory else flags.max_new_tokens
-    if flags.load_memory:
-        cache = load_memory(flags.load_memory, adapted, flags.positions)
-    elif flags.layer_and_head:
-        cache = memory_of_layer(adapted, *flags.layer_and_head)
-    else:
-        cache = adapted.cache()
     warn_if_too_long(adapted, cache.seen + len(ids) + most)
 
     begun = time.perf_counter()
     logits = read_ids(adapted, ids, cache)
     reading = time.perf_counter() - begun
     if flags.save_memory:
-        save_memory(flags.save_memory, cache, adapted)
+        texts = *reader.texts, flags.prompt
+        save_memory(flags.save_memory, reader._replace(texts=texts))
     if flags.layer_and_head:
         print(*describe_slots(cache, *flags.layer_and_head, ids, tokenizer), sep="\n")
     begun, written = time.perf_counter(), 0
@@ -267,17 +272,21 @@ def main() -> None:
     text = read_prompt(flags.prompt)
     base, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     ids = prompt_tokens(flags, text, tokenizer)
-    models = chosen_models(flags, base)
-    if not flags.positions and not flags.load_memory:
-        # With --save-memory, too: a memory that is saved will be continued.
-        for adapted in models.values():
-            keep_within_context(adapted, len(ids), flags.max_new_tokens)
+    if flags.load_memory:
+        given = flags.sizes | {"method": flags.method[0] if flags.method else None}
+        reader = load_memory(flags.load_memory, base, flags.adapter, **given)
+    else:
+        models = chosen_models(flags, base, len(ids))
+        first = next(iter(models.values()))
+        if flags.layer_and_head:
+            reader = Reader(first, memory_of_layer(first, *flags.layer_and_head))
+        else:
+            reader = Reader(first, first.cache(), run_of(flags))
     with machine.precision():
         if flags.page:
             show_page(flags.page, models, ids, tokenizer)
-        else:
-            [adapted] = models.values()  # `parse` allows several for a page alone
-            continue_text(flags, adapted, ids, tokenizer)
+        else:  # there is only one model: `parse` allows several for a page alone
+            continue_text(flags, reader, ids, tokenizer)
 
 
 if __name__ == "__main__":

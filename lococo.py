@@ -108,41 +108,20 @@ class Settings:
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
-    """Settings from a row of METHODS at M = mem. Each of `changes` that is not None replaces
-    a field.
-
-    One kind of slots takes up the difference to M: merged, if the row has merged slots and
-    `merged` is not among the changes, or else recent. If that kind was given, too, nothing is
-    adjusted, and there may be fewer than M slots: `h2o` with M = 128 and recent=0 has 64. A
-    row without slots keeps all entries. Raises UserError.
-    """
+    """Settings from a row of METHODS at M = mem. Each of `changes`, such as `positions` or
+    `lora_rank`, that is not None replaces a field. Raises UserError."""
     if method not in METHODS:
         raise UserError(f"method {method}: lococo.METHODS has {', '.join(METHODS)}")
     row = METHODS[method](mem)
     given = {name: value for name, value in changes.items() if value is not None}
-    chosen = row | given
-    counts = {kind: chosen.get(kind, 0) for kind in KINDS}
-    adjusted = "merged" if "merged" in row and "merged" not in given else "recent"
-    if row and adjusted not in given:
-        counts[adjusted] += mem - sum(counts.values())
-
-    rule = broken_rule(row, counts, mem)
-    if rule:
+    settings = Settings(method, segment, length, **row | given)
+    counts = {kind: getattr(settings, kind) for kind in KINDS}
+    # A row without slots keeps all entries. A row with merged slots needs at least one.
+    fit = 0 < settings.mem <= mem and min(counts.values()) >= 0
+    if row and not fit or "merged" in row and settings.merged == 0:
         listed = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-        raise UserError(f"method {method}, mem {mem}: {listed} slots do not fit; {rule}")
-    return Settings(method, segment, length, **chosen | counts)
-
-
-def broken_rule(row: dict, counts: dict[str, int], mem: int) -> str | None:
-    """Why these counts of slots do not suit a row of METHODS; None if they do."""
-    total = sum(counts.values())
-    if not row:
-        return "this method keeps everything and has no slots" if total else None
-    if "merged" in row and counts["merged"] == 0:
-        return "this method needs merged slots; leave room for them"
-    if not 0 < total <= mem or min(counts.values()) < 0:
-        return f"together they must be from 1 to {mem}, and none negative"
-    return None
+        raise UserError(f"method {method}, mem {mem}: {listed} slots do not fit; change mem")
+    return settings
 
 
 # --- Compressor (section 3.2.1) ---------------------------------------------------------
@@ -565,6 +544,7 @@ class AdaptedLlama(nn.Module):
         with torch.device("meta"):  # shapes without numbers
             self.model = Llama(config)
         self.model.load_state_dict(model.state_dict(), assign=True)  # nothing is copied
+        self.model.sample = model.sample
         self.model.requires_grad_(False)
         merged = MEMORIES[settings.memory].merged_slots(config, settings)
         compressor = COMPRESSORS[settings.compressor]

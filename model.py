@@ -390,6 +390,8 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
+        # In float16 a few numbers of each weight as they were read, by `load_llama`.
+        self.sample: dict[str, Tensor] = {}
         # As nn.Embedding, but without random numbers on the meta device, where a model is made
         # before its weights are loaded: there these would take 2 seconds.
         embeddings = torch.empty(config.vocab_size, config.dim)
@@ -489,19 +491,27 @@ def load_llama(
         stored = hugging_face_weights(map(read_tensors, files), config.tied)
         in_file = {name: hugging_face_name(name) for name in model.state_dict()}
     expected = {in_file[name]: p.shape for name, p in model.state_dict().items()}
-    state = {}
+    state, sample = {}, {}
     with blamed_on(file, ValueError):
         for name, tensor in checked(stored, expected):
             if name.endswith(("wq.weight", "wk.weight")):  # only Meta's have these names
                 tensor = neighbours_to_halves(tensor, config.head_dim)
             # One tensor is copied at a time, so that the weights are never in memory twice.
             state[name] = tensor.to(device, dtype, copy=True)
+            sample[name] = sampled(tensor)
             if not state[name].isfinite().all():
                 numbers = f"{name}, {tensor.dtype} that becomes {dtype},"
                 raise ValueError(f"{numbers} has numbers that are not finite")
 
     model.load_state_dict({name: state[in_file[name]] for name in in_file}, assign=True)
+    if dtype == torch.float16:  # it rounds small numbers more than the sample does
+        model.sample = {name: sample[in_file[name]] for name in in_file}
     return model
+
+
+def sampled(weight: Tensor) -> Tensor:
+    """Some 64 numbers of a weight in bfloat16, by which an adapter knows its base."""
+    return weight.flatten()[:: max(1, weight.numel() // 64)].to(torch.bfloat16, copy=True)
 
 
 def read_config(file: Path) -> LlamaConfig:

@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 from eval_ppl import perplexity, ranges, token_losses
 from lococo import AdaptedLlama, Settings, segment_losses
-from model import load_base
-from support.command_line import HERE, TINY, Machine, method_flags, prepare
+from model import Llama, load_base
+from support.command_line import HERE, TINY, Machine, prepare
 from support.command_line import resume_command, run_program
 from support.facts import note_no_facts, tell, tell_all
 from support.files import UserError, refuse_missing_model
@@ -38,7 +38,8 @@ from support.processes import noted_signals, start_alike, start_process
 from support.programs.adapter import identity, write_adapter
 from support.programs.answers import add_answers
 from support.programs.longlora import training_cache
-from support.programs.run_folder import State, claim, read_state, restore, write_state
+from support.programs.run_folder import State, folder_of, open_log, read_state, restore
+from support.programs.run_folder import write_state
 from support.programs.scoring import baselines, name_of
 from support.programs.settings import make_settings
 from support.programs.train_flags import check_use, flags_given, make_parser
@@ -55,9 +56,8 @@ class TrainConfig:
 
     The defaults are the paper's context extension. What is not in the paper, such as
     facts, is off, and comments say where the paper gives no number. A recipe overrides
-    the defaults, and flags override the recipe. Another --method than the recipe's drops
-    what the recipe sets for its own (OF_THE_METHOD). Paths are strings, so that a
-    configuration can be stored as JSON.
+    the defaults, and flags override the recipe. Paths are strings, so that a configuration
+    can be stored as JSON.
     """
 
     recipe: str = "paper"  # its name; what it sets is in the other fields
@@ -65,25 +65,14 @@ class TrainConfig:
     # Model and machine
     model: str = str(TINY)
     device: str | None = None  # None: a GPU if there is one
-    dtype: str | None = None  # None: float32 on a CPU, bfloat16 on a GPU
+    dtype: str | None = None  # None: float32 on a CPU; on a GPU bfloat16, or else float16
     seed: int = 0
 
     # Memory
     method: str = "lococo+h2o"  # "Ours" in the paper's table 2
     mem: int = 512  # slots M; section 4.1
     segment: int | None = 512  # tokens that enter together, the paper's chunk; None: M
-    # None in the next fields is the method's own value.
-    compressor: str | None = None
-    kernel: int | None = None  # taps of the convolution
-    start: float | None = None  # size of its weights at the start
-    sinks: int | None = None
-    heavy: int | None = None
-    # Only a recipe sets it. It is at most M / 4. If --recent is given, this is ignored, and
-    # all slots that are left are merged.
-    merged: int | None = None
-    recent: int | None = None
-    positions: str | None = None
-    forget: float | None = None
+    positions: str | None = None  # None: those of the method's row
     budgets: list[list[int]] | None = None  # slots of heads, by layer
 
     # Text
@@ -126,20 +115,13 @@ RECIPES = {  # what each changes of the defaults above
         method="selection", mem=64, segment=None, seq=1024,
         lora_rank=0, conv_lr=2e-2, steps=60, batch=None, micro_batch=4,
     ),
-    # Ours: twice the pretrained context; 240 x 4,096 tokens. 32 documents are scored. Facts
-    # are learnt if a slot's filter hits one by chance, so that filters start large.
+    # Ours: twice the pretrained context; 240 x 4,096 tokens. 32 documents are scored.
     "embedded": dict(
-        method="selection", mem=128, sinks=4, heavy=0, merged=24, positions="slots",
-        forget=1.0, kernel=3, start=1.0, segment=None, seq=2048, lr=2e-3, conv_lr=7.5e-3,
+        method="selection+sinks", mem=128, segment=None, seq=2048, lr=2e-3, conv_lr=7.5e-3,
         steps=240, batch=None, micro_batch=2, bptt=4,
         facts=8, answer_weight=20.0, score_tokens=65536, save_every=10,
     ),
 }
-
-# What a recipe sets for its own method. It does not suit another --method.
-OF_THE_METHOD = (
-    "sinks", "heavy", "merged", "positions", "forget", "kernel", "start", "conv_lr",
-)
 
 
 def completed(config: TrainConfig) -> TrainConfig:
@@ -151,10 +133,9 @@ def completed(config: TrainConfig) -> TrainConfig:
 
 def settings_of(config: TrainConfig) -> Settings:
     """The memory of a configuration. Raises UserError if its slots do not fit."""
-    changes = method_flags(asdict(config))
-    if config.recent is None and config.merged is not None:
-        changes["merged"] = min(config.merged, config.mem // 4)
-    return make_settings(config.method, config.mem, config.segment, config.seq, **changes)
+    c = config
+    changes = dict(positions=c.positions, budgets=c.budgets, lora_rank=c.lora_rank)
+    return make_settings(c.method, c.mem, c.segment, c.seq, **changes)
 
 
 # --- What a run is made of --------------------------------------------------------------
@@ -180,11 +161,17 @@ class Setup:
 
 # --- One step ---------------------------------------------------------------------------
 
+# The loss is multiplied by this before its backward pass, and the gradients are divided by it:
+# float16 would round small ones to 0. A power of two rounds nothing.
+SCALE = 2.0**14
+
+
 def gradients(
     adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
     step: int, done: Callable[[int], None] = lambda tokens: None,
 ) -> float:
-    """Add the gradient of a step's loss to p.grad; return the loss in nats per token.
+    """Leave the gradient of a step's loss in p.grad, which has none before; return the loss in
+    nats per token.
 
     draw(i) is sequence i, as `Setup.draw` returns it. The processes share the sequences
     of a step: this one is number RANK of WORLD (support/processes.py). done(n) is called
@@ -199,7 +186,7 @@ def gradients(
         loss += backward(adapted, tokens, answers, config, machine, step)
         done(tokens[:, 1:].numel())
     for p in adapted.trained().values():  # a process without a sequence has no gradient
-        p.grad = add_up(torch.zeros_like(p) if p.grad is None else p.grad)
+        p.grad = add_up(torch.zeros_like(p) if p.grad is None else p.grad / SCALE)
     return add_up(torch.tensor(loss, dtype=torch.float64, device="cpu")).item()
 
 
@@ -224,12 +211,12 @@ def backward(
         with machine.precision():  # autocast, unless the base is in float32
             segments = segment_losses(adapted.model, tokens[:, piece], cache, segment)
             losses = torch.cat([nats for nats, _ in segments], dim=1) / targets
-        loss = losses.sum()
+        loss, scaled = losses.sum(), SCALE * losses
         # With --lora-rank 0 nothing before the first compression has a gradient.
         if loss.requires_grad:
             # For the facts of the recipe "embedded"; else it does nothing.
-            add_answers(losses[of_targets], adapted, config.answer_weight, step + number)
-            loss.backward()
+            add_answers(scaled[of_targets], adapted, config.answer_weight, step + number)
+            scaled.sum().backward()
         cache.detach()
         total += loss.item()
     return total
@@ -315,10 +302,11 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
         remedy = f"give --recipe with one of {', '.join(RECIPES)}"
         raise UserError(f"--model {model}: this base has no default recipe; {remedy}")
     name = given.get("recipe", "embedded")
-    changes = {"recipe": name} | RECIPES[name]
-    if given.get("method") not in (None, recipes[name].method):
-        changes = {key: value for key, value in changes.items() if key not in OF_THE_METHOD}
-    return completed(TrainConfig(**changes | given)), None
+    config = completed(TrainConfig(**{"recipe": name} | RECIPES[name] | given))
+    # The rate that a recipe of ours sets does not suit the paper's convolution.
+    if "conv_lr" not in given and settings_of(config).compressor == "paper":
+        config = replace(config, conv_lr=TrainConfig.conv_lr)
+    return config, None
 
 
 def score(setup: Setup, adapted: AdaptedLlama) -> dict[str, float]:
@@ -341,56 +329,50 @@ def score(setup: Setup, adapted: AdaptedLlama) -> dict[str, float]:
     return row
 
 
+def set_up(config: TrainConfig) -> tuple[Setup, Llama]:
+    """Read the base and the texts. Raises UserError if nothing can be trained on them."""
+    machine = prepare(config.device, config.dtype, config.seed)
+    dtype = str(machine.dtype).removeprefix("torch.")  # also if it goes on elsewhere
+    model, tokenizer = load_base(Path(config.model), machine.dtype, machine.device)
+    texts = read_texts(config.data, config.held_out, config.seq, config.score_tokens, tokenizer)
+    setup = Setup(replace(config, dtype=dtype), machine, tokenizer, texts)
+    setup.draw(0)  # refuses a text that is too short
+    if config.facts and RANK == 0:
+        note_no_facts(texts.ids, config.seq, tokenizer)
+    return setup, model
+
+
 def run(config: TrainConfig, state: State | None) -> int:
-    """Train and score, or go on from a state. All that is written goes into the folder
-    of the run. Returns the exit code."""
+    """Score, train, write the adapter and score again; or go on from a state. All that is written
+    goes into the folder of the run. Returns the exit code."""
     settings = settings_of(config)
     check_use(settings)
-    machine = prepare(config.device, config.dtype, config.seed)
-    usual = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
-    out, log = claim(config.out, usual, state.step if state else None)
-    dtype = str(machine.dtype).removeprefix("torch.")  # also if it goes on elsewhere
-    config = replace(config, out=str(out), dtype=dtype)
-    with log:
-        model, tokenizer = load_base(Path(config.model), machine.dtype, machine.device)
-        texts = read_texts(
-            config.data, config.held_out, config.seq, config.score_tokens, tokenizer
-        )
-        setup = Setup(config, machine, tokenizer, texts)
-        setup.draw(0)  # refuses a text that is too short
-        if config.facts and RANK == 0:
-            note_no_facts(texts.ids, config.seq, tokenizer)
-        if WORLD > 1 and RANK == 0:
-            join()  # the others wait in start_process
-        print_start(config, settings, model.config, machine, texts)
+    default = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
+    out = folder_of(config.out, default, resumed=state is not None)
+    setup, model = set_up(replace(config, out=str(out)))
+    config = setup.config
+    if WORLD > 1 and RANK == 0:
+        join()  # the others wait in start_process
+    print_start(config, settings, model.config, setup.machine, setup.texts)
 
-        adapted = AdaptedLlama(model, settings)
-        scores = state.scores if state else {}
-        if not state:  # a window and H2O on the base as it is
-            for other in baselines(model, settings.mem or config.mem, config.segment):
-                scores[name_of(other.settings)] = score(setup, other)
-        if config.recompute:
-            adapted.recompute_in_backward()
-        return train_and_score(setup, adapted, state, scores, log)
-
-
-def train_and_score(
-    setup: Setup, adapted: AdaptedLlama, state: State | None, scores: dict, log: TextIO
-) -> int:
-    """Score, train, write the adapter and score again. A run that goes on was scored
-    before. Returns the exit code."""
-    config, out = setup.config, Path(setup.config.out)
+    adapted = AdaptedLlama(model, settings)
     optimizer = make_optimizer(adapted, config)
     owner = identity(adapted) | {"text": setup.texts.checksum}
-    save = partial(write_state, out, adapted, optimizer, asdict(config), owner, scores)
     if state:
         restore(out, state, owner, adapted, optimizer)
+        scores = state.scores
     else:
-        scores[f"{config.method}, before training"] = score(setup, adapted)
+        scores = scores_before(setup, adapted, model)
         start_alike(adapted.trained().values())
+    save = partial(write_state, out, adapted, optimizer, asdict(config), owner, scores)
+    if not state:
         save(0)
+    if config.recompute:
+        adapted.recompute_in_backward()
 
-    stopped = train(setup, adapted, optimizer, state.step if state else 0, save, log)
+    done = state.step if state else 0
+    with open_log(out, done) as log:
+        stopped = train(setup, adapted, optimizer, done, save, log)
     if stopped:
         launched = " (by torchrun, as before)" if WORLD > 1 else ""
         print(f"stopped; to go on: {resume_command(out)}{launched}")
@@ -401,6 +383,14 @@ def train_and_score(
         print_scores(scores, len(setup.texts.documents))
         print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
     return 0
+
+
+def scores_before(setup: Setup, adapted: AdaptedLlama, model: Llama) -> dict[str, dict]:
+    """Those of a window and of H2O on the base as it is, and of the memory before training."""
+    config = setup.config
+    memories = baselines(model, adapted.settings.mem or config.mem, config.segment)
+    scores = {name_of(memory.settings): score(setup, memory) for memory in memories}
+    return scores | {f"{config.method}, before training": score(setup, adapted)}
 
 
 def main(line: list[str] | None = None) -> None:

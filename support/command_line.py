@@ -157,54 +157,34 @@ class Parser(PlainParser):
         add("--model", type=Path, default=TINY,
             help="directory of the base model (default: tiny/)")
         add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if there is one)")
-        add("--dtype", choices=("float32", "bfloat16"),
-            help="of the base model (default: float32 on a CPU, bfloat16 on a GPU)")
+        add("--dtype", choices=("float32", "bfloat16", "float16"),
+            help="of the base model (default: float32 on a CPU; on a GPU bfloat16, or float16 if "
+                 "it has no bfloat16)")
         self.memory = self.add_argument_group("memory")
         add = self.memory.add_argument
         add("--mem", type=at_least(4), metavar="M",
             help=f"slots, from 4 on (default: {mem})")
         add("--segment", type=at_least(1), metavar="T",
             help=f"tokens that enter together (default: {segment})")
-        add("--sinks", type=at_least(0), metavar="N",
-            help="slots that keep the first tokens (default: the method's)")
-        add("--heavy", type=at_least(0), metavar="N",
-            help="slots that keep the most attended entries (default: the method's)")
-        add("--recent", type=at_least(0), metavar="N",
-            help="slots that keep the last tokens (default: the method's)")
         add("--positions", choices=POSITIONS,
             help="of keys. text: in the text, divided if L exceeds the base's context; "
                  "slots: in the cache (default: the method's)")
-        add("--forget", type=at_least(0, float, most=1), metavar="F",
-            help="factor of the attention that an entry has received, at each segment, from "
-                 "0 to 1 (default: the method's, which is 1 for most)")
         add("--budgets", type=budgets_file, metavar="FILE",
             help="slots of each head, from tools/budgets.py, scaled to M on average; or the "
                  "word equal, for M each (default: the adapter's, or equal)")
 
     def parse_methods(self) -> argparse.Namespace:
-        """Parse the command line of a program that has a list of --method. `changes` has the
-        flags that replace fields of each --method, and `sizes` those that adapters take, too:
-        --budgets and --positions are in both."""
+        """Parse the command line of a program that has a list of --method. `sizes` has the flags
+        that change the sizes or positions of a memory."""
         flags = self.parse_args()
         flags.method = list(dict.fromkeys(flags.method))
-        flags.changes = method_flags(vars(flags))
         flags.sizes = {name: vars(flags)[name] for name in SIZES}
-        for name in flags.changes.keys() - SIZES:
-            if flags.changes[name] is not None and not flags.method:
-                self.error(f"--{name}: it goes with --method; a trained adapter has its own")
         return flags
 
     def add_seed(self) -> None:
         """For a program in which something is random."""
         add = self.machine.add_argument
         add("--seed", type=at_least(0), default=0, help="of all random numbers (default: 0)")
-
-
-def method_flags(flags: dict) -> dict:
-    """Those of the flags, or of a configuration of train.py, that change a row of METHODS."""
-    names = ("sinks", "heavy", "recent", "positions", "forget", "budgets", "compressor",
-             "kernel", "start", "lora_rank")
-    return {name: flags[name] for name in names if name in flags}
 
 
 @dataclass(frozen=True)
@@ -230,13 +210,16 @@ def prepare(device: str | None, dtype: str | None, seed: int = 0) -> Machine:
     except (RuntimeError, AssertionError, ImportError):
         none = "this torch has no such device; try --device cpu"
         raise UserError(f"--device {device}: {none}") from None
-    usual = "float32" if torch.device(device).type == "cpu" else "bfloat16"
+    default = "float32" if torch.device(device).type == "cpu" else "bfloat16"
+    if torch.device(device).type == "cuda":
+        if not torch.cuda.is_bf16_supported(including_emulation=False):  # T4, V100
+            default = "float16"
     torch.manual_seed(seed)
     # On a GPU convolutions would round float32 to 10 bits, and slots choose other entries.
     torch.backends.cudnn.allow_tf32 = False
     # A CPU is many times slower with a softmax's tiny weights.
     torch.set_flush_denormal(True)
-    return Machine(device, getattr(torch, dtype or usual))
+    return Machine(device, getattr(torch, dtype or default))
 
 
 def run_program(main: Callable[[], None]) -> None:

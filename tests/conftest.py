@@ -123,7 +123,7 @@ def refusal(call, path, *parts: str, args=()) -> None:
     with pytest.raises(UserError) as caught:
         call(path, *args)
     sentence = str(caught.value)
-    assert sentence.isprintable() and len(sentence.replace(str(path.parent), "")) < 350
+    assert sentence.isprintable() and len(sentence.replace(str(path.parent), "")) < 500
     assert all(part in sentence for part in (str(path), *parts)), sentence
 
 

@@ -10,9 +10,11 @@ from conftest import refusal, same, settings
 
 from generate import prefill
 from lococo import AdaptedLlama
-from support.command_line import HERE
+from model import load_llama
+from support.command_line import HERE, TINY
 from support.files import UserError, write_file
 from support.programs.adapter import identity, load_adapter, read_adapter, write_adapter
+from support.programs.settings import untrained
 
 LORA_A = "model.layers.0.attention.wq.lora_a"
 
@@ -43,6 +45,14 @@ def test_an_adapter_comes_back_on_its_base_alone(model, tmp_path):
     assert half.model.tok_embeddings.weight.dtype == torch.bfloat16
     half.model.tok_embeddings.weight.data = adapted.model.tok_embeddings.weight
     assert same(half.trained(), adapted.trained())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_adapter_knows_its_base_in_every_dtype(dtype):
+    """float16 rounds small numbers to others than bfloat16 does."""
+    bases = [load_llama(TINY, dtype), load_llama(TINY)]
+    one, other = (identity(untrained(base, "h2o", 16, 16)) for base in bases)
+    assert one == other
 
 
 def test_without_lora_other_weights_of_the_same_shapes_are_taken(model, tmp_path, capsys):

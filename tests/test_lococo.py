@@ -4,7 +4,7 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 
-import official_code  # it adds a compressor
+import official_code  # it adds rows of METHODS and a compressor
 import pytest
 import torch
 from conftest import same, settings
@@ -16,7 +16,7 @@ from model import Llama, rope, rotate
 from support.ours.budgets import parts_of, with_slots
 from support.ours.selection import copy_penalty
 from support.files import UserError
-from support.programs.saved_memory import save_memory
+from support.programs.saved_memory import Reader, save_memory
 from support.programs.settings import resized, untrained
 
 TOKENS = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -72,23 +72,24 @@ def test_defaults_of_the_process_change_nothing(model, base_dtype, method, lora_
     ("h2o", 511, dict(sinks=None), (0, 255, 0, 256)),  # a flag that is not given
     ("h2o+forget", 512, {}, (0, 320, 0, 192)),
     ("lococo+h2o", 512, {}, (0, 256, 256, 0)),
-    ("lococo", 512, dict(sinks=4, heavy=8, recent=444), (4, 8, 56, 444)),
     ("lococo+sinks", 512, {}, (4, 0, 508, 0)), ("selection", 64, {}, (0, 24, 16, 24)),
-    ("selection", 128, dict(sinks=4, heavy=0, recent=100), (4, 0, 24, 100))])
+    ("selection+sinks", 128, {}, (4, 0, 24, 100)), ("selection+sinks", 16, {}, (4, 0, 4, 8)),
+    ("lococo-code", 512, {}, (0, 256, 256, 0)), ("h2o-code", 512, {}, (0, 512, 0, 0))])
 def test_a_method_is_four_counts(method, mem, changes, counts):
     s = settings(method, mem, **changes)
     assert (s.sinks, s.heavy, s.merged, s.recent, s.mem) == (*counts, sum(counts))
-    assert s.positions == ("slots" if method == "streaming" else "text")
-    assert s.compressor == ("selection" if method == "selection" else "paper")
-    assert s.forget == (0.75 if method in ("h2o+forget", "selection") else 1)
+    assert s.positions == ("slots" if method in ("streaming", "selection+sinks") else "text")
+    names = {"selection": "selection", "selection+sinks": "selection", "lococo-code": "official"}
+    assert s.compressor == names.get(method, "paper")
+    forget = {"h2o+forget": 0.75, "selection": 0.75, "h2o-code": 0, "lococo-code": 0}
+    assert s.forget == forget.get(method, 1)
 
 
 @pytest.mark.parametrize("method, changes, words", [
-    ("full", dict(recent=4), "keeps everything and has no slots"),
     ("nothing", {}, "method nothing: lococo.METHODS has full, "),
-    ("lococo", dict(heavy=8), "needs merged slots"),
-    ("h2o", dict(heavy=9), "from 1 to 8, and none negative"),
-    ("h2o", dict(heavy=0, recent=0), "from 1 to 8")])
+    ("lococo", dict(heavy=8, merged=0), "0 sinks, 8 heavy, 0 merged, 0 recent slots do not fit"),
+    ("h2o", dict(heavy=9, recent=0), "9 heavy"), ("h2o", dict(heavy=9, recent=-1), "-1 recent"),
+    ("h2o", dict(heavy=0, recent=0), "do not fit; change mem")])
 def test_counts_that_do_not_fit_are_refused(method, changes, words):
     with pytest.raises(UserError, match=words):
         settings(method, 8, **changes)
@@ -145,10 +146,8 @@ def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
 
 VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
     ("streaming", dict(sinks=3, recent=0)),
-    ("lococo", dict(sinks=1, heavy=2, recent=2)),
-    ("lococo", dict(heavy=2, recent=2, forget=0.3)),
-    ("selection", dict(sinks=1, heavy=0, recent=3, kernel=3)),
-    ("lococo+h2o", dict(kernel=21, compressor="official", forget=0.0)),
+    ("lococo", dict(sinks=1, heavy=2, merged=3, recent=2)),
+    ("lococo", dict(heavy=2, merged=4, recent=2, forget=0.3)),
     ("lococo+h2o", dict(budgets=[[4, 12], [12, 4]])),
     ("selection", dict(budgets=[[5, 9], [5, 13]])),
 ]
@@ -255,7 +254,7 @@ def test_what_cannot_enter_is_refused(model, method, changes):
                 with pytest.raises(UserError, match="this cache is broken, as a call of"):
                     model(TOKENS[:, :1], again)
             with pytest.raises(UserError, match="this cache is broken"):
-                save_memory("nowhere", broken, adapted)
+                save_memory("nowhere", Reader(adapted, broken))
         assert model(TOKENS[:, :1], cache).isfinite().all()
 
 
@@ -279,7 +278,7 @@ def test_a_budget_has_the_kinds_of_slots_in_proportion():
     assert counts(s, 40, 96, 56) == [[0, 15, 10, 15], [0, 36, 24, 36], [0, 21, 14, 21]]
     # 3.5 and 4.5; no recent slots where none were.
     assert counts(settings("lococo+h2o", 8), 7, 9) == [[0, 4, 3, 0], [0, 5, 4, 0]]
-    s = settings("lococo+sinks", 16, heavy=4)  # every head has all sinks
+    s = settings("lococo+sinks", 16, heavy=4, merged=8)  # every head has all sinks
     assert counts(s, 8, 24) == [[4, 1, 3, 0], [4, 6, 14, 0]]
 
 
@@ -299,7 +298,7 @@ def test_what_was_trained_with_m_slots_is_used_with_others():
     with pytest.raises(UserError, match="lococo.sinks has no slots to divide"):
         resized(settings("lococo+sinks"), mem=4)
     with pytest.raises(UserError, match="--mem 6: it leaves no merged slot"):
-        resized(settings("selection", 128, sinks=4, heavy=0, merged=24), mem=6)
+        resized(settings("selection+sinks", 128), mem=6)
 
 
 @pytest.mark.parametrize("slots, words, changes", [
@@ -311,7 +310,7 @@ def test_what_was_trained_with_m_slots_is_used_with_others():
     ([[8], [8]], "streaming has no slots to divide", dict(method="streaming", sinks=8, recent=0)),
     # One merged slot of 16 leaves none of 8.
     ([[8], [24]], "8 slots of a head are too few",
-     dict(method="selection", mem=16, heavy=14, recent=1)),
+     dict(method="selection", mem=16, heavy=14, merged=1, recent=1)),
     ([[6], [10]], "full has no slots to divide", dict(method="full"))])
 def test_budgets_that_do_not_suit_are_refused(model, slots, words, changes):
     with pytest.raises(UserError, match=words):

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import FULL, H2O, cells, greedy_by_hand, nats_by_hand, read_by_hand, settings
+from conftest import FULL, cells, greedy_by_hand, nats_by_hand, read_by_hand, settings
 
 import eval_ppl
 import generate
@@ -19,15 +19,16 @@ import train
 from generate import decode, prefill, sample
 from lococo import AdaptedLlama, Settings
 from model import load_llama
-from support.programs.adapter import load_adapter
+from support.programs.adapter import load_adapter, write_adapter
 from support.command_line import TINY, Machine, run_program
 from support.facts import tell
 from support.files import UserError
-from support.programs.saved_memory import load_memory, save_memory
+from support.programs.saved_memory import Reader, load_memory, save_memory
 from support.programs.settings import untrained, warn_if_too_long
 from support.text import pieces, token_streams
 
-SINKS = "--method h2o --mem 16 --sinks 4"
+SMALL = "--method h2o --mem 16"
+H2O = Settings("h2o", 16, 1024, heavy=8, recent=8, lora_rank=0)
 H2O_ROW = "base, h2o M=16 positions=slots"
 ENTRY = 2 * 4 * 2 * 64 * 4  # bytes of a key and a value in 4 layers of 2 heads of 64 floats
 
@@ -49,7 +50,7 @@ def tiny(thing: Settings | str) -> AdaptedLlama:
 
 def test_the_table_and_the_loss_by_position(run, tokenizer):
     """By hand. A length, a method and a run are scored once, however they are named."""
-    words = f"{Path('adapter').resolve()} adapter --method h2o h2o --mem 16 --sinks 4"
+    words = f"{Path('adapter').resolve()} adapter --method h2o h2o --mem 16"
     words += " --data text --part training --documents 2 --lengths 64 300 64"
     code, out, err = run(eval_ppl, f"{words} --by-position --json figures.json")
     figures = json.loads(Path("figures.json").read_text())
@@ -57,7 +58,7 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     ids = token_streams([Path("text")], tokenizer)["training"]
     texts = [pieces(ids, tokenizer.bos, L, 2) for L in (64, 300)]
     models = {"base, full": FULL}
-    models["base, h2o M=16 sinks=4 recent=4"] = H2O  # what H2O has not by itself
+    models["base, h2o M=16"] = H2O
     models["adapter"] = "adapter"
     assert [*figures["methods"]] == [*models]
     perplexities, differences, positions = map(cells, out.split("\n\n"))
@@ -185,18 +186,21 @@ def test_all_that_is_written_is_in_the_cache(model):
 @pytest.mark.parametrize("method, positions, dtype", [
     ("selection", "slots", torch.float32), ("h2o", "text", torch.bfloat16)])
 def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, dtype):
-    """In the middle of a segment. One of another method or dtype is refused."""
+    """In the middle of a segment, with the settings and the adapter of the file. Another dtype is
+    refused."""
     model.to(dtype)
     adapted = AdaptedLlama(model, settings(method, positions=positions)).eval()
     tokens, whole = torch.randint(0, 64, (1, 60)), adapted.cache()
     prefill(model, tokens[:, :27], whole, 6)
-    save_memory(tmp_path / "memory", whole, adapted)
-    loaded = load_memory(tmp_path / "memory", adapted)
-    assert torch.equal(*(prefill(model, tokens[:, 27:], memory, 6) for memory in (whole, loaded)))
-    assert loaded.seen == whole.seen == 60
-    other = AdaptedLlama(model, settings(method, mem=10, positions=positions))
-    with pytest.raises(UserError, match=f"saved with .*recent {adapted.settings.recent}"):
-        load_memory(tmp_path / "memory", other)
+    write_adapter(tmp_path, adapted, [], set())
+    save_memory(tmp_path / "memory", Reader(adapted, whole, tmp_path, ("a book",)))
+    loaded, memory, run, texts = load_memory(tmp_path / "memory", model)
+    assert (loaded.settings, run, texts) == (adapted.settings, tmp_path, ("a book",))
+    assert torch.equal(*(prefill(model, tokens[:, 27:], m, 6) for m in (whole, memory)))
+    assert memory.seen == whole.seen == 60
+    other = torch.float64 if dtype == torch.float32 else torch.float32
+    with pytest.raises(UserError, match="saved with another --dtype; give the same"):
+        load_memory(tmp_path / "memory", model.to(other))
 
 
 def test_a_memory_is_saved_and_asked_again(run, tokenizer):
@@ -204,12 +208,14 @@ def test_a_memory_is_saved_and_asked_again(run, tokenizer):
     ids, question = tokenizer.encode(Path("text/0.py").read_text())[:96], "return x"
     Path("book").write_text(tokenizer.decode(ids))  # 6 segments of 16
     Path("question").write_text(question)
-    assert run(generate, f"{SINKS} --prompt book --save-memory memory")[0] == 0
-    both = ids + tokenizer.encode(question)[1:]
+    assert run(generate, f"{SMALL} --prompt book --save-memory memory")[0] == 0
+    both = ids + tokenizer.continued(question)
     expected = tokenizer.decode(greedy_by_hand(tiny(H2O), both)[: len(both) + 3]) + "\n"
-    ask = f"{SINKS} --prompt question --load-memory memory --temperature 0 --max-new-tokens 3"
+    ask = "--prompt question --load-memory memory --temperature 0 --max-new-tokens 3"
     code, out, err = run(generate, ask)
     assert code == 0 and expected.endswith(question + out), err
+    assert re.match(r"memory of book, read [-\d]+ [:\d]+: 96 tokens in [\d,]+ bytes\n", err)
+    assert run(generate, f"{ask} {SMALL} --segment 16 --positions text")[:2] == (0, out)
 
 
 def test_a_text_beyond_the_context_is_read_by_slot(run):
@@ -224,7 +230,7 @@ def test_a_text_beyond_the_context_is_read_by_slot(run):
     assert "with --positions slots" in run(generate, f"{ask} book --positions text")[2]
     assert run(generate, f"{ask} book --save-memory read")[0] == 0
     Path("question").write_text("return x")
-    assert run(generate, f"{ask} question --load-memory read")[0] == 0
+    assert run(generate, "--prompt question --load-memory read")[0] == 0
     many = f"{ask} text/0.py --max-new-tokens 1024"
     assert note in run(generate, f"{many} --save-memory other")[2]
     code, _, err = run(generate, f"{many} --show-memory 0 0")
@@ -235,7 +241,7 @@ def test_a_prompt_with_special_tokens(run):
     """They are plain text, which is said, or tokens; the BOS is not there twice."""
     for name, text in (("plain", "def f"), ("marked", "<s>def f")):
         Path(name).write_text(text)
-    ask = f"{SINKS} --temperature 0 --max-new-tokens 3 --prompt"
+    ask = f"{SMALL} --temperature 0 --max-new-tokens 3 --prompt"
     note = "note: --prompt marked has <s>, read as plain text; --special-tokens reads them as"
     assert note in run(generate, f"{ask} marked")[2]
     marked, plain = run(generate, f"{ask} marked --special-tokens"), run(generate, f"{ask} plain")
@@ -285,7 +291,7 @@ MISTAKES = [
         ("--show-memory 1 x", "--show-memory 1 x: name a layer and a head, such as 1 0, or one"),
         ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
         ("--method full", "--mem: it needs a memory of slots"),
-        ("--load-memory adapter/adapter.safetensors", "saved with another model"),
+        ("--load-memory adapter/adapter.safetensors", "this is no memory, or one of an older"),
         ("--mem 8 --budgets heads.json --show-memory p.html", "a page does not show heads"),
         ("--budgets latin", "latin: cannot be read as JSON"),
         ("--budgets nowhere", "--budgets nowhere: there is no such file"),
@@ -296,10 +302,7 @@ MISTAKES = [
 ] + [
     (generate, "", "required: --prompt"),
     (generate, f"{GENERATE} --mem 3", "--mem 3: it must be at least 4"),
-    (generate, f"{GENERATE} --forget 1.5", "--forget 1.5: it must be from 0 to 1"),
-    (generate, "--prompt text/0.py --heavy 16", "--heavy: it goes with --method"),
     (generate, f"{GENERATE} --method lococo", "its convolution must be trained first"),
-    (train, f"{TRAIN} --kernel 4", "--kernel 4: it must be odd"),
     (train, f"{TRAIN} --seq 33", "so that nothing is compressed"),
     (train, f"{TRAIN} --model missing", "missing: there is no such"),
     (train, f"{TRAIN} --model text", "no default recipe; give --recipe with one of paper, "),

@@ -89,7 +89,8 @@ def headings(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.S)
+    for target in re.findall(r"\]\(([^)]+)\)", text):
         if target.startswith("http"):
             continue
         name, _, heading = target.partition("#")
@@ -116,8 +117,8 @@ def test_commands_are_understood(command, monkeypatch, tmp_path):
     words = shlex.split(command)
     while not words[0].endswith(".py"):  # python, torchrun and its flags
         del words[0]
-    # A method and a compressor that a reader adds.
-    words = [{"both": "h2o", "mine": "selection"}.get(word, word) for word in words]
+    # Methods that a reader adds.
+    words = [{"both": "h2o", "mine": "selection+sinks"}.get(word, word) for word in words]
     program = HERE / words[0]
     parse_args = argparse.ArgumentParser.parse_args
 
@@ -169,7 +170,7 @@ def test_the_changes_of_the_exercises_run(model, monkeypatch):
 
 def losses_of(sources: dict[str, str], model: Llama, monkeypatch) -> torch.Tensor:
     """What modules of these texts compute with H2O, with ours, and with a
-    method or a compressor that was added: losses, and norms of gradients."""
+    method that was added: losses, and norms of gradients."""
     with monkeypatch.context() as patch:
         for name, text in sources.items():  # each imports those before it
             module = ModuleType(name)
@@ -178,10 +179,8 @@ def losses_of(sources: dict[str, str], model: Llama, monkeypatch) -> torch.Tenso
         lococo = sys.modules["lococo"]
     tokens = torch.arange(96)[None] * 7 % 64
     losses = []
-    for method in ("h2o", "selection", *({"both"} & set(lococo.METHODS))):
+    for method in ("h2o", "selection", *sorted({"both", "mine"} & set(lococo.METHODS))):
         changes = dict(positions="slots", lora_rank=0)
-        if "mine" in lococo.COMPRESSORS:
-            changes["compressor"] = "mine"
         torch.manual_seed(1)
         settings = lococo.Settings(method, 8, 96, **lococo.METHODS[method](32) | changes)
         adapted = lococo.AdaptedLlama(model, settings)

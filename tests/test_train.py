@@ -21,7 +21,7 @@ from model import KVCache
 from support.command_line import HERE, Machine
 from support.files import UserError, read_file
 from support.programs.longlora import ShiftedGroups
-from support.programs.run_folder import claim
+from support.programs.run_folder import folder_of
 from support.programs.settings import make_settings
 
 SMALL = "--data text --recipe embedded --mem 16 --seq 64 --batch 3 --micro-batch 1 --steps 3"
@@ -44,10 +44,11 @@ def test_the_gradient_of_a_step(in_float64, model, told, bptt, micro_batch):
         batch=2, micro_batch=micro_batch, seq=41, segment=6, bptt=bptt, answer_weight=7.5
     )
     draw = [*zip(tokens, ago)] * 3  # the same two texts in each of three steps
-    losses = [
-        train.gradients(adapted, draw.__getitem__, config, CPU, step) for step in range(3)
-    ]
-    found, plain, weighted = {n: p.grad / 3 for n, p in adapted.trained().items()}, 0.0, 0.0
+    losses, found, plain, weighted = [], dict.fromkeys(adapted.trained(), 0.0), 0.0, 0.0
+    for step in range(3):
+        adapted.zero_grad()
+        losses.append(train.gradients(adapted, draw.__getitem__, config, CPU, step))
+        found = {name: found[name] + p.grad / 3 for name, p in adapted.trained().items()}
     for n in range(2):
         cache = adapted.cache()
         for start, segment in zip(range(0, 40, 6), tokens[n : n + 1, :40].split(6, dim=1)):
@@ -128,22 +129,14 @@ def test_rates_fall_and_gradients_are_clipped(model, monkeypatch):
 
 
 def test_a_folder_has_one_run(own_folders):
-    """Each run without --out gets a folder of its own, which a lock takes. With --out, or
-    --resume, the second one is refused."""
-    usual = Path("runs/usual")
+    """Each run without --out gets one of its own. A folder with files is only for --resume."""
     for name in ("usual", "usual-2"):
-        folder, log = claim("", usual, None)
-        log.write("a step\n")
-        log.close()
-        assert folder == Path("runs", name)
-    with claim("run", usual, None)[1]:
-        for steps in (None, 3):
-            with pytest.raises(UserError, match="^run: another process trains in this folder"):
-                claim("run", usual, steps)
+        assert folder_of("", Path("runs/usual"), resumed=False) == Path("runs", name)
+    folder_of("run", Path("other"), resumed=False)
     STATE.touch()
-    with pytest.raises(UserError, match="^--out run: it is there already; name a new folder"):
-        claim("run", usual, None)
-    claim("run", usual, 3)[1].close()
+    with pytest.raises(UserError, match="^--out run: it has files already; name a new folder"):
+        folder_of("run", Path("other"), resumed=False)
+    assert folder_of("run", Path("other"), resumed=True) == Path("run")
 
 
 UNDISTURBED = {}  # the files of a run that nothing disturbs, by name
@@ -183,7 +176,7 @@ def test_a_killed_run_goes_on_from_its_last_whole_state(run, whole):
     """It kills itself when its third state is written, but is not yet in its place."""
     child = os.fork()
     if child == 0:
-        usual, last = os.replace, iter((False, False, True))
+        usual, last = os.replace, iter((False, False, False, True))  # the second is the log
         os.replace = lambda *a: os.kill(os.getpid(), 9) if next(last) else usual(*a)
         run(train, RUN)
         os._exit(0)

@@ -26,13 +26,14 @@ from support.text import part_of, pieces, token_streams
 LINE = "--data text --mem 16 --segment 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 --out run"
 
 
-@pytest.mark.parametrize("words", ["selection --lora-rank 0", "lococo+h2o --dtype bfloat16"])
+@pytest.mark.parametrize("words", [
+    "selection --lora-rank 0", "lococo+h2o --dtype bfloat16", "lococo --dtype float16"])
 def test_methods_train_and_are_read_back(run, tokenizer, words):
     """Two steps reach each tensor: AdamW has a first moment of it. With rank 0, the paper's
     inference mode, they are the compressors' alone. What trains is float32 in any case. The table
     has what the adapter and H2O reach."""
     code, out, err = run(train, f"{LINE} --score-tokens 96 --method {words}")
-    method, half = words.split()[0], "bfloat16" in words
+    method, half = words.split()[0], "float16" in words
     assert code == 0 and "; 1 to score" in out, err
     assert sorted(os.listdir("run")) == ["adapter.safetensors", "log.jsonl", "state.safetensors"]
     tensors, state = (load_file(f"run/{kind}.safetensors") for kind in ("adapter", "state"))
@@ -132,8 +133,8 @@ def test_what_the_user_says_wins_over_a_recipe():
     assert parsed("").recipe == "embedded"
     assert parsed("--recipe paper --mem 128").segment == 512
     assert parsed("--mem 64").segment == 64
-    given = asdict(parsed("--kernel 5 --segment 7 --lr 0.5 --compressor paper")).items()
-    assert given >= dict(kernel=5, segment=7, lr=0.5, compressor="paper").items()
+    given = asdict(parsed("--segment 7 --lr 0.5 --conv-lr 0.1 --method lococo")).items()
+    assert given >= dict(segment=7, lr=0.5, conv_lr=0.1, method="lococo").items()
 
 
 @pytest.mark.parametrize("words, divided", [

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from lococo import METHODS, Memory, Settings, position_divisor, segment_losses
 from model import KVCache, Llama, LlamaConfig, load_base
 from support.command_line import Parser, at_least, counted
-from support.command_line import method_flags, named_path
+from support.command_line import named_path
 from support.command_line import output_file, prepare, run_program
 from support.facts import tell_all
 from support.files import UserError, write_json
@@ -121,7 +121,6 @@ def parse() -> Options:
     flags = parser.parse_args()
     if flags.budgets:
         parser.error("--budgets are what this program finds; leave the flag out")
-    flags.changes = method_flags(vars(flags)) | {"lora_rank": 0}
     return flags
 
 
@@ -130,7 +129,8 @@ def settings_of(options: Options, model: Llama) -> Settings:
     mem, segment, L = options.mem, options.segment or options.mem, options.length
     # Positions are divided as in use.
     length = int(model.config.context * model.config.rope_scale)
-    s = make_settings(options.method, mem, segment, length, **options.changes)
+    changes = dict(positions=options.positions, lora_rank=0)
+    s = make_settings(options.method, mem, segment, length, **changes)
     if s.merged or s.mem == s.sinks:
         remedy = "take one with heavy or recent slots, which merges nothing"
         raise UserError(f"--method {options.method}: {remedy}")

@@ -25,7 +25,7 @@ import official_code
 import tables
 import train
 from eval_ppl import token_losses
-from lococo import COMPRESSORS
+from lococo import COMPRESSORS, METHODS
 from model import load_base
 from support.command_line import HERE, PlainParser, prepare, run_program
 from support.files import as_json, read_file
@@ -33,7 +33,7 @@ from support.programs.adapter import load_adapter
 
 
 class ClosedGate(official_code.OfficialCompressor):
-    """LoCoCo's code whose gate starts at 0: as H2O in LoCoCo's code."""
+    """LoCoCo's code whose gate starts at 0: as its H2O."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -49,19 +49,18 @@ def train_cell(name: str, rate: str, steps: str, seed: str, out: Path, options) 
     line += ["--model", str(options.model), "--dtype", options.dtype, "--device", "cpu"]
     line += ["--score-tokens", "0", "--save-every", "4", "--out", str(out)]
     line += ["--data", *(str(options.prose / book) for book in tables.BOOKS)]
-    start = None
     if name == "paper":
         line += ["--method", "lococo+h2o"]
     elif name.startswith("code-"):
         _, start, gate = name.split("-")
-        kind = "official-closed" if float(gate) == 0 else "official"
-        line += ["--method", "lococo+h2o", "--compressor", kind, "--forget", "0"]
+        changes = {"start": float(start)}
+        if float(gate) == 0:
+            changes["compressor"] = "official-closed"
+        METHODS[name] = lambda M: METHODS["lococo-code"](M) | changes
+        line += ["--method", name]
     if (out / "state.safetensors").is_file():
         line = ["--resume", str(out)]
-    config, state = train.parse(line)
-    if start and not state:
-        config = replace(config, start=float(start))
-    train.run(config, state)
+    train.run(*train.parse(line))
 
 
 def main() -> None:

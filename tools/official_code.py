@@ -1,11 +1,9 @@
 """The memory of the official code (VITA-Group/LoCoCo) where it departs from the paper.
 
-tools/tables.py imports this file, which adds the name to COMPRESSORS. To train with it,
-write `import tools.official_code` in train.py.
+Importing this file adds its rows to METHODS: `lococo-code` keeps half of M as heavy hitters, by
+the attention of the last forward pass only, and `h2o-code`, its H2O, keeps M of them: no slots are
+set aside for recent tokens. To train with it, write `import tools.official_code` in train.py.
 
-Its default is `--method lococo+h2o --compressor official --forget 0`: half of M is kept as
-heavy hitters, by the attention of the last forward pass only. Its H2O is
-`--method h2o --heavy M --recent 0 --forget 0`: no slots are set aside for recent tokens.
 Not copied: 16 entries of spare room, and a first segment whose keys and values get no
 gradient.
 """
@@ -14,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lococo import COMPRESSORS, Compressor
+from lococo import COMPRESSORS, METHODS, Compressor
 
 
 class OfficialCompressor(Compressor):
@@ -37,3 +35,7 @@ class OfficialCompressor(Compressor):
 
 
 COMPRESSORS["official"] = OfficialCompressor
+METHODS["h2o-code"] = lambda M: dict(heavy=M, forget=0.0)
+METHODS["lococo-code"] = lambda M: dict(
+    heavy=M // 2, merged=M - M // 2, forget=0.0, compressor="official"
+)

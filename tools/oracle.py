@@ -20,11 +20,13 @@ from tqdm import tqdm
 
 import tables
 from lococo import AdaptedLlama, Memory, Settings, attention_weights, segment_losses
+from lococo import settings_for
 from model import KVCache, Llama, LlamaConfig, load_base
 from support.command_line import PlainParser, prepare, run_program
 from support.programs.settings import untrained
 
 M = T = 512
+L = 8192
 
 
 class Witness(KVCache):
@@ -98,7 +100,7 @@ def main() -> None:
     options = parser.parse_args()
     prepare("cpu", "float32")
     model, tokenizer = load_base(options.model)
-    adapted = untrained(model, "h2o", M, T, heavy=M, recent=0)
+    adapted = AdaptedLlama(model, settings_for("h2o", M, T, L, heavy=M, recent=0, lora_rank=0))
     four = replace(tables.LONG, documents=4)
     documents = tables.documents_of(four, options, tokenizer)
     rows = []

@@ -49,8 +49,8 @@ from support.files import write_text
 from support.programs.settings import untrained
 from support.text import long_documents, read_rows, token_streams
 from support.tokenizer import Tokenizer
-import official_code  # it adds a compressor
-import variants  # it adds compressors
+import official_code  # it adds rows to METHODS, as the next one does
+import variants
 
 RESULTS = HERE / "docs" / "results.jsonl"
 RUNS = HERE / "runs" / "tables"
@@ -80,19 +80,19 @@ class Row:
 
 STORED = HERE / "adapters" / "smollm2-135m" / "text"
 BUDGETS = "adapters/smollm2-135m/budgets.json"
-PAPER = "--compressor paper --kernel 21 --conv-lr 5e-2"
+PAPER = "--conv-lr 5e-2"
 ROWS = {
     "full": Row("full attention", "--method full"),
     "window": Row("window: 4 first, M - 4 last", "--method streaming"),
     "h2o": Row("H2O by slot: M/2 heavy, M/2 last", "--method h2o --positions slots"),
     "h2o text": Row("H2O: M/2 heavy, M/2 last", "--method h2o --positions text"),
     "official h2o": Row("H2O in LoCoCo's code: M heavy, by the last segment",
-                        "--method h2o --heavy {mem} --recent 0 --forget 0"),
+                        "--method h2o-code"),
     "lococo": Row("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
     "lococo+h2o": Row("the paper's `lococo+h2o`: M/2 heavy, M/2 merged",
                       f"--method lococo+h2o {PAPER}"),
     "official code": Row("LoCoCo's code: M/2 heavy, M/2 merged",
-                         f"--method lococo+h2o {PAPER} --compressor official --forget 0"),
+                         f"--method lococo-code {PAPER}"),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
@@ -115,13 +115,13 @@ ROWS = {
                           f"--budgets {BUDGETS}", trained=False, stored=True),
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
-    "ours, one filter": Row("one filter for all slots", "--compressor one-filter"),
-    "ours, top-k": Row("one filter, copies are taken, too (top-k)", "--compressor top-k"),
-    "ours, at once": Row("all slots choose at once", "--compressor at-once"),
-    "ours, unattended": Row("without the attention received", "--compressor unattended"),
-    "ours, paper's compressor": Row("the paper's compressor in ours", PAPER),
-    "ours, 3 taps": Row("3 taps instead of 1", "--kernel 3"),
-    "ours, no forgetting": Row("no forgetting", "--forget 1"),
+    "ours, one filter": Row("one filter for all slots", "--method selection-one-filter"),
+    "ours, top-k": Row("one filter, copies are taken, too (top-k)", "--method selection-top-k"),
+    "ours, at once": Row("all slots choose at once", "--method selection-at-once"),
+    "ours, unattended": Row("without the attention received", "--method selection-unattended"),
+    "ours, paper's compressor": Row("the paper's compressor in ours", f"--method selection-paper {PAPER}"),
+    "ours, 3 taps": Row("3 taps instead of 1", "--method selection-3-taps"),
+    "ours, no forgetting": Row("no forgetting", "--method selection-no-forgetting"),
 }
 
 
@@ -224,10 +224,9 @@ def documents_of(table: Table, options: Options, tokenizer: Tokenizer) -> Tensor
 def all_flags(row: Row, table: Table) -> str:
     """The flags of train.py that make a row, but for texts, model, steps and seed."""
     M = table.mem
-    flags = row.flags.format(mem=M)
     T = table.segment or M
     L = table.trains_on or table.seq
-    return f"{table.flags} --mem {M} --segment {T} --seq {L} {flags}".strip()
+    return f"{table.flags} --mem {M} --segment {T} --seq {L} {row.flags}".strip()
 
 
 def settings_of(flags: str, options: Options) -> Settings:

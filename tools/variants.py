@@ -1,14 +1,16 @@
-"""Compressors for ablations: ours without one of its parts.
+"""Ablations: ours with one of its parts made otherwise.
 
-tools/tables.py imports this module, which adds the names to COMPRESSORS. To use one in
-another program, write `import tools.variants` there.
+tools/tables.py imports this module, which adds the names to COMPRESSORS and METHODS. To use one
+in another program, write `import tools.variants` there.
 """
+
+from typing import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lococo import COMPRESSORS
+from lococo import COMPRESSORS, METHODS
 from support.ours.selection import PENALTY, Selection
 
 
@@ -50,7 +52,16 @@ class TopK(OneFilter):
         return (sharpness * (relevance - PENALTY * taken)).softmax(dim=-1)
 
 
-COMPRESSORS["at-once"] = AtOnce
-COMPRESSORS["unattended"] = Unattended
-COMPRESSORS["one-filter"] = OneFilter
-COMPRESSORS["top-k"] = TopK
+def changed(**changes) -> Callable[[int], dict]:
+    """The row of ours with these changes."""
+    return lambda M: METHODS["selection"](M) | changes
+
+
+COMPRESSORS |= {
+    "at-once": AtOnce, "unattended": Unattended, "one-filter": OneFilter, "top-k": TopK,
+}
+for name in ("at-once", "unattended", "one-filter", "top-k"):
+    METHODS[f"selection-{name}"] = changed(compressor=name)
+METHODS["selection-paper"] = changed(compressor="paper", kernel=21)
+METHODS["selection-3-taps"] = changed(kernel=3)
+METHODS["selection-no-forgetting"] = changed(forget=1.0)

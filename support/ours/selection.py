@@ -21,16 +21,25 @@ from torch import Tensor, nn
 
 from lococo import COMPRESSORS, MEMORIES, METHODS, Compressor, Memory
 
-# Merged slots learn which entries to keep. At M = 64 there are 24 heavy, 16 merged and 24
-# recent slots. The recipe "embedded" of train.py divides M otherwise.
+# At M = 64 there are 24 heavy, 16 merged and 24 recent slots.
 METHODS["selection"] = lambda M: dict(
     heavy=M * 3 // 8,
     merged=M // 4,
     recent=M - M * 3 // 8 - M // 4,
     forget=0.75,
     compressor="selection",
-    kernel=1,  # an entry is judged without its neighbours; "embedded" has 3 taps
+    kernel=1,  # an entry is judged without its neighbours
     start=0.3,
+)
+# For facts, as tiny/ has them: 24 of the slots learn which entries to keep, no slot is heavy, and
+# the filters start large. A fact is learnt if a filter hits it by chance.
+METHODS["selection+sinks"] = lambda M: dict(
+    sinks=4,
+    merged=min(24, M // 4),
+    recent=M - 4 - min(24, M // 4),
+    positions="slots",
+    compressor="selection",
+    kernel=3,
 )
 
 # AdamW changes all parameters about equally fast. The shared filters are multiplied by 3, so

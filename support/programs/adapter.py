@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, position_divisor
-from model import Llama
+from model import Llama, sampled
 from support.ours.budgets import budgets_of, check_budgets, with_budgets
 from support.command_line import resume_command
 from support.files import UserError, checksum, read_file, write_file
@@ -28,14 +28,20 @@ class Adapter(NamedTuple):
 
 def identity(adapted: AdaptedLlama) -> dict:
     """The settings and a checksum of the base. The checksum covers the configuration and a
-    sample of each frozen tensor. The sample is in bfloat16, so that --dtype does not
-    matter."""
+    sample of each frozen tensor, which is the same with any --dtype."""
     config = adapted.model.config
     about = repr(config) + (repr(config.llama3_rope) if config.llama3_rope else "")
-    frozen = {n: p.flatten() for n, p in adapted.named_parameters() if not p.requires_grad}
-    some = {n: t[:: max(1, len(t) // 64)].bfloat16() for n, t in frozen.items()}
+    frozen = {n: p for n, p in adapted.named_parameters() if not p.requires_grad}
+    read = {f"model.{n}": t for n, t in adapted.model.sample.items()}
+    some = {n: read.get(n.replace(".base.", "."), sampled(p)) for n, p in frozen.items()}
     settings = asdict(adapted.settings) | {"budgets": budgets_of(adapted.settings)}
     return dict(settings=settings, base=checksum(some, about))
+
+
+def settings_of(saved: dict) -> Settings:
+    """From what `identity` has of the settings."""
+    fields = {name: value for name, value in saved.items() if name != "budgets"}
+    return with_budgets(Settings(**fields), saved["budgets"])
 
 
 TEXTS = "fingerprints of the texts"  # a tensor of an adapter's file
@@ -68,8 +74,7 @@ def read_adapter(run: Path) -> Adapter:
         raise UserError(f"{run}: {sentence}")
     tensors, about = read_file(run / "adapter.safetensors")
     try:
-        budgets = about["settings"].pop("budgets")
-        settings = with_budgets(Settings(**about["settings"]), budgets)
+        settings = settings_of(about["settings"])
         base, parts = about["base"], about["parts"]
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None

@@ -1,10 +1,10 @@
-"""The folder of a run: its log, which locks the folder, and the state to resume from."""
+"""The folder of a run: its log, and the state to resume from."""
 
-import fcntl
 import os
+from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Iterator, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -12,74 +12,44 @@ from torch.optim import Optimizer
 
 from lococo import AdaptedLlama
 from support.programs.adapter import check_settings
-from support.files import UserError, read_file, write_file
+from support.files import UserError, read_file, read_text, write_file, write_text
 from support.processes import RANK
 from support.text import parsed
 
 # --- The folder -------------------------------------------------------------------------
 
-HALF = "*.safetensors.*.part"  # what a power cut leaves of a state or an adapter
 
-
-def is_used(out: Path) -> bool:
-    """Whether a folder has files. Those of a run that never began do not count: an empty
-    log, and half of a first state."""
-    files = set(out.glob("*")) - set(out.glob(HALF))
-    return any(f.name != "log.jsonl" or f.stat().st_size for f in files)
-
-
-def claim(out: str, usual: Path, steps: int | None) -> tuple[Path, TextIO]:
-    """The folder of a run and its log, which is locked, so that no other process writes
-    there. Without `out` it is `usual`, usual-2, usual-3 ..., the first that is not used.
-
-    `steps` are those that a run to resume has done, None at a start. Processes other
-    than the first get a log that nobody keeps. Raises UserError.
-    """
-    if RANK > 0:
-        return Path(out or usual), open(os.devnull, "a")
-    for folder in [Path(out)] if out else new_folders(usual):
-        if steps is None and is_used(folder):
-            sentence = "it is there already; name a new folder, or go on with it by --resume"
+def folder_of(out: str, default: Path, resumed: bool) -> Path:
+    """The folder of a run. A new one is made: `out`, or if this is empty the first of default,
+    default-2, default-3 ... that is not there. Raises UserError if a new run's `out` has files."""
+    if RANK > 0 or resumed:
+        return Path(out or default)
+    if out:
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            sentence = "it has files already; name a new folder, or go on with it by --resume"
             raise UserError(f"--out {os.path.relpath(folder)}: {sentence}")
-        log = lock_log(folder)
-        if log:
-            forget_crash(folder, steps or 0)
-            return folder, log
-    sentence = "another process trains in this folder; wait until it ends"
-    raise UserError(f"{os.path.relpath(out)}: {sentence}")
-
-
-def new_folders(usual: Path) -> Iterator[Path]:
+        return folder
     for number in count(1):
-        folder = usual if number == 1 else usual.with_name(f"{usual.name}-{number}")
-        if not is_used(folder):
-            yield folder
+        folder = default if number == 1 else default.with_name(f"{default.name}-{number}")
+        with suppress(FileExistsError):  # of two runs that start together one makes it
+            folder.mkdir(parents=True)
+            return folder
 
 
-def lock_log(out: Path) -> TextIO | None:
-    """The log in a run's folder, locked until it is closed. None if another process has
-    it."""
-    out.mkdir(parents=True, exist_ok=True)
-    log = open(out / "log.jsonl", "a", encoding="utf-8", newline="\n")
-    try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
-    return log
-
-
-def forget_crash(out: Path, steps: int) -> None:
-    """Remove what a crash left: half a file, half a line, lines of steps that are taken
-    again. The log has a line for each step."""
-    for part in out.glob(HALF):
-        part.unlink()
-    with open(out / "log.jsonl", "r+b") as log:
-        # An editor may have left a whole line without its line break.
-        kept = [*takewhile(parsed, log.readlines()[:steps])]
-        log.truncate(sum(map(len, kept)))
-        if kept and not kept[-1].endswith(b"\n"):
-            log.seek(0, os.SEEK_END)
-            log.write(b"\n")
+def open_log(out: Path, steps: int) -> TextIO:
+    """The log of a run that has done so many steps, to write on. It has a line for each step.
+    What a crash left is removed: half a file, half a line, and lines of steps that are taken
+    again. Processes other than the first get a log that nobody keeps."""
+    if RANK > 0:
+        return open(os.devnull, "a")
+    for half in out.glob("*.part"):
+        half.unlink()
+    log = out / "log.jsonl"
+    lines = read_text(log).splitlines()[:steps] if log.exists() else []
+    write_text(log, "".join(f"{line}\n" for line in takewhile(parsed, lines)))
+    return open(log, "a", encoding="utf-8", newline="\n")
 
 
 # --- The state --------------------------------------------------------------------------
@@ -117,8 +87,6 @@ def read_state(out: Path, names: list[str]) -> State:
     run = os.path.relpath(out)
     if not (out / "state.safetensors").exists():
         sentence = "there is no run to go on with; name a folder that train.py has made"
-        if (out / "log.jsonl").exists() and not is_used(out):
-            sentence = "this run has not begun; give its command again, without --resume"
         raise UserError(f"--resume {run}: {sentence}")
     tensors, about = read_file(out / "state.safetensors")
     about["tensors"] = tensors

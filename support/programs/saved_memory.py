@@ -1,56 +1,98 @@
-"""The file of --save-memory: what a memory holds after a text, to go on from there."""
+"""The file of --save-memory: a memory that has read a text, and what is needed to go on."""
 
-from dataclasses import replace
+import sys
+from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
-from lococo import AdaptedLlama, Memory
-from support.programs.adapter import identity
+from lococo import AdaptedLlama, Settings
+from model import KVCache, Llama
+from support.ours.budgets import budgets_of, scaled
+from support.programs.adapter import identity, load_adapter, settings_of
 from support.files import UserError, checksum, read_file, write_file
+
+WHAT = ("keys", "values", "received")  # the tensors of a layer
+REMEDIES = {  # of what differs
+    "base": "model; name its --model",
+    "dtype": "--dtype; give the same",
+    "settings": "version of this program; make it anew by --save-memory",
+    "adapter": "adapter; name it by --adapter",
+}
+
+
+class Reader(NamedTuple):
+    """A model and its memory of what was read."""
+
+    adapted: AdaptedLlama
+    memory: KVCache
+    run: Path | None = None  # the folder of the adapter, if there is one
+    texts: tuple[str, ...] = ()  # the names of what was read
 
 
 def owner(adapted: AdaptedLlama) -> dict:
-    """Which base, settings, dtype and adapter a memory belongs to."""
-    adapter = checksum(adapted.trained(), str(adapted.model.dtype))
-    return identity(adapted) | {"adapter": adapter}
+    """Whose memory it is: the base, the settings, the adapter and the dtype."""
+    dtype = str(adapted.model.dtype).removeprefix("torch.")
+    return identity(adapted) | {"adapter": checksum(adapted.trained(), ""), "dtype": dtype}
 
 
-def save_memory(file: Path | str, memory: Memory, adapted: AdaptedLlama) -> None:
-    """Write what each layer holds (with budgets, each Part of support/ours/budgets.py), and the
-    number of tokens seen, into a file. One of this name is replaced. Raises UserError."""
+def save_memory(file: Path | str, reader: Reader) -> None:
+    """Write what each layer holds (with budgets, each Part of support/ours/budgets.py), and what is
+    needed to go on. A file of this name is replaced. Raises UserError."""
+    adapted, memory, run, texts = reader
     memory.check_whole()
     tensors = {}
     for n in range(len(memory.keys)):
-        tensors[f"keys {n}"] = memory.to_compress[n].held
-        tensors[f"values {n}"] = memory.values[n].held
-        if memory.counts_attention:
-            tensors[f"scores {n}"] = memory.received[n]
-    write_file(Path(file), tensors, seen=memory.seen, owner=owner(adapted))
+        held = memory.to_compress[n].held, memory.values[n].held, memory.received[n]
+        tensors |= {f"{what} {n}": t for what, t in zip(WHAT, held) if t is not None}
+    about = dict(seen=memory.seen, owner=owner(adapted), run=str(run.resolve()) if run else "")
+    about |= {"texts": texts, "date": datetime.now().isoformat(" ", "minutes")}
+    write_file(Path(file), tensors, **about)
 
 
-def load_memory(
-    file: Path | str, adapted: AdaptedLlama, positions: str | None = None
-) -> Memory:
-    """A memory that holds what `save_memory` has written. A text may have been read by slot
-    because of its length: if the user says nothing about `positions`, the model goes on as
-    the text was read. Raises UserError."""
+def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given) -> Reader:
+    """The memory of a file on its base. `run` is where its adapter is now; None: where it was.
+    `given` are settings that the user named, which must be those of the memory. A line on standard
+    error says what was read. Raises UserError."""
     tensors, about = read_file(Path(file))
-    saved = about.get("owner", {})
-    settings = saved.get("settings", {})
-    if positions is None and "positions" in settings:
-        adapted.settings = replace(adapted.settings, positions=settings["positions"])
+    if not about.keys() >= {"seen", "owner", "run", "texts", "date"}:
+        other = "this is no memory, or one of an older version"
+        raise UserError(f"--load-memory {file}: {other}; make it anew by --save-memory")
+    saved = about["owner"]
+    settings = settings_of(saved["settings"])
+    refuse_others(given, settings)
+    run = run or (Path(about["run"]) if about["run"] else None)
+    if run:
+        if not run.exists():
+            gone = f"its adapter was {run}, which is not there"
+            raise UserError(f"--load-memory {file}: {gone}; name its place by --adapter")
+        sizes = dict(mem=settings.mem, segment=settings.segment, positions=settings.positions)
+        adapted = load_adapter(run, model, budgets=budgets_of(settings), **sizes)
+    else:
+        adapted = AdaptedLlama(model, settings).eval()
     mine = owner(adapted)
-    if saved != mine:
-        other = [f"{name} {value}" for name, value in settings.items()
-                 if value != mine["settings"].get(name) and name != "budgets"]
-        what = ", ".join(other) or "other budgets, another adapter or another --dtype"
-        if saved.get("base") != mine["base"]:
-            what = "another model or adapter"
-        raise UserError(f"--load-memory {file}: it was saved with {what}; give the same")
+    for name, remedy in REMEDIES.items():
+        if saved[name] != mine[name]:
+            raise UserError(f"--load-memory {file}: it was saved with another {remedy}")
     memory = adapted.cache()
     device = adapted.model.norm.weight.device
-    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     for n in range(len(memory.keys)):
-        kept = [tensors.get(f"{what} {n}") for what in ("keys", "values", "scores")]
-        memory.hold(n, *kept)
+        held = [tensors.get(f"{what} {n}") for what in WHAT]
+        memory.hold(n, *(t if t is None else t.to(device) for t in held))
     memory.seen = about["seen"]
-    return memory
+    listed = ", ".join(about["texts"])
+    held = f"{memory.seen:,} tokens in {memory.nbytes:,} bytes"
+    print(f"memory of {listed}, read {about['date']}: {held}", file=sys.stderr)
+    return Reader(adapted, memory, run, tuple(about["texts"]))
+
+
+def refuse_others(given: dict, settings: Settings) -> None:
+    """Raises UserError if a flag says something else than the memory has."""
+    for name, value in given.items():
+        own = getattr(settings, name, [])
+        if value is None or value == own:
+            continue
+        if name == "budgets":
+            if value and scaled(value, settings.mem) == own:
+                continue
+            raise UserError("--budgets: this memory has others; leave the flag out")
+        raise UserError(f"--{name} {value}: this memory has {own}; leave the flag out")

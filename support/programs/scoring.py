@@ -68,19 +68,16 @@ def parse_models(parser: Parser) -> argparse.Namespace:
 
 
 def name_of(s: Settings) -> str:
-    """A method without training, as a table names it: with all that differs from its row of
-    METHODS."""
+    """A method without training, as a table names it: with other positions than those of its row
+    of METHODS, if it has them."""
     name = f"base, {s.method}"
     if not s.mem:
         return name
     name += f" M={s.mem}"
     if s.segment != s.mem:
         name += f" T={s.segment}"
-    usual = {"positions": "text", "sinks": 0, "heavy": 0, "recent": 0, "forget": 1.0}
-    usual |= METHODS[s.method](s.mem)
-    for key in ("positions", "sinks", "heavy", "recent", "forget"):
-        if getattr(s, key) != usual[key]:
-            name += f" {key}={getattr(s, key)}"
+    if s.positions != METHODS[s.method](s.mem).get("positions", "text"):
+        name += f" positions={s.positions}"
     return name + " budgets" if budgets_of(s) else name
 
 
@@ -105,7 +102,7 @@ def models_to_score(
     models = [untrained(model, "full", 512, segment=512)]
     mem, segment = method_sizes(flags, [*runs.values()])
     for method in flags.method:
-        models.append(untrained(model, method, mem, segment, **flags.changes))
+        models.append(untrained(model, method, mem, segment, flags.budgets, flags.positions))
     if not any(adapted.settings.mem for adapted in [*runs.values(), *models]):
         refuse_sizes(flags)
     if with_baselines and not flags.method:

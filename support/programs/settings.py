@@ -3,6 +3,7 @@
 import argparse
 import sys
 from dataclasses import replace
+from typing import Callable
 
 from lococo import AdaptedLlama, Settings, position_divisor, settings_for
 from model import Llama
@@ -10,9 +11,11 @@ from support.ours.budgets import budgets_of, scaled, with_budgets, with_slots
 from support.files import UserError
 
 
+Budgets = list[list[int]]  # slots of the key/value heads of each layer
+
+
 def make_settings(
-    method: str, mem: int, segment: int, length: int,
-    budgets: list[list[int]] | None = None, **changes,
+    method: str, mem: int, segment: int, length: int, budgets: Budgets | None = None, **changes
 ) -> Settings:
     """As lococo.settings_for. Budgets are scaled to M slots on average. Raises UserError."""
     settings = settings_for(method, mem, segment, length, **changes)
@@ -24,7 +27,7 @@ def make_settings(
 
 def resized(
     settings: Settings, mem: int | None = None, segment: int | None = None,
-    budgets: list[list[int]] | None = None, positions: str | None = None,
+    budgets: Budgets | None = None, positions: str | None = None,
 ) -> Settings:
     """A trained memory in another size. None leaves a number as it was in training. Budgets
     are scaled to M slots on average, and an empty list means M everywhere. Raises
@@ -58,11 +61,15 @@ def check_sizes(settings: Settings) -> None:
         raise UserError(f"{few}; take a larger --mem")
 
 
-def untrained(model: Llama, method: str, mem: int, segment: int, **changes) -> AdaptedLlama:
-    """A method that needs no training, on its base model; `changes` as in `make_settings`.
-    Raises UserError."""
+def untrained(
+    model: Llama, method: str, mem: int, segment: int, budgets: Budgets | None = None,
+    positions: str | None = None,
+) -> AdaptedLlama:
+    """A method that needs no training, on its base model. None leaves budgets equal, and positions
+    as in the method's row. Raises UserError."""
     length = int(model.config.context * model.config.rope_scale)
-    settings = make_settings(method, mem, segment, length, **changes | {"lora_rank": 0})
+    changes = dict(budgets=budgets, positions=positions, lora_rank=0)
+    settings = make_settings(method, mem, segment, length, **changes)
     if settings.merged:
         command = f"python train.py --model MODEL --method {method} --data TEXTS --out RUN"
         missing = f"its convolution must be trained first: {command}, then take RUN"
@@ -95,17 +102,22 @@ def reach_of(adapted: AdaptedLlama) -> int:
     return round(config.context * position_divisor(config, adapted.settings))
 
 
-def keep_within_context(adapted: AdaptedLlama, tokens: int, new: int) -> None:
-    """Number keys by slot, if so many tokens of a text and new ones behind it pass the base's
-    context. A base that was tuned to divided positions stays as it is."""
+def made_for(
+    make: Callable, positions: str | None, tokens: int, new: int
+) -> AdaptedLlama:
+    """make(positions=...) for so many tokens of a text, and new ones behind it. If the user has
+    not chosen any positions (None), and these tokens pass the base's context, it is made by slot.
+    A base that was tuned to divided positions stays as it is."""
+    adapted = make(positions=positions)
     s, config, reach = adapted.settings, adapted.model.config, reach_of(adapted)
-    by_slot = replace(s, positions="slots")
-    same = position_divisor(config, by_slot) == position_divisor(config, s)
-    if s.mem and s.positions == "text" and same and tokens + new > reach:
-        adapted.settings = by_slot
-        both = f"{tokens:,} tokens and {new:,} that may follow"
-        passed = f"{both} pass the base's context of {reach:,}"
-        print(f"note: {s.method}: {passed}; keys are numbered by slot", file=sys.stderr)
+    if positions or not s.mem or s.positions == "slots" or tokens + new <= reach:
+        return adapted
+    if position_divisor(config, replace(s, positions="slots")) != position_divisor(config, s):
+        return adapted
+    both = f"{tokens:,} tokens and {new:,} that may follow"
+    passed = f"{both} pass the base's context of {reach:,}"
+    print(f"note: {s.method}: {passed}; keys are numbered by slot", file=sys.stderr)
+    return make(positions="slots")
 
 
 def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from lococo import COMPRESSORS, METHODS, Settings
+from lococo import METHODS, Settings
 from support.ours.budgets import budgets_of, with_slots
 from support.command_line import Parser, at_least, named_path
 from support.files import UserError
@@ -21,13 +21,6 @@ def described(values: dict) -> str:
     """Values of a configuration in a line, without those that are not set."""
     chosen = {name: value for name, value in values.items() if value not in (None, [], "")}
     return ", ".join(f"{name} {value}" for name, value in chosen.items())
-
-
-def odd(text: str) -> int:
-    number = at_least(1)(text)
-    if number % 2 == 0:
-        raise argparse.ArgumentTypeError(f"{text}: it must be odd, to have a middle")
-    return number
 
 
 def make_parser(doc: str, recipes: dict[str, Any]) -> Parser:
@@ -54,10 +47,6 @@ def add_memory_flags(parser: Parser) -> None:
     add = parser.memory.add_argument
     add("--method", choices=METHODS,
         help="what the slots hold: a row of lococo.METHODS (default: the recipe's)")
-    add("--compressor", choices=COMPRESSORS,
-        help="what merges entries: the paper's or ours (default: the method's)")
-    add("--kernel", type=odd, metavar="TAPS",
-        help="width of the convolution, odd (default: the method's)")
 
 
 def add_text_flags(parser: Parser) -> None:
