@@ -36,8 +36,8 @@ from support.programs.scoring import note_limits, parse_models, parts_to_score
 def token_losses(
     adapted: AdaptedLlama, documents: Tensor, machine: Machine, micro_batch: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Score documents (N, L), `micro_batch` of them at once. Returns the nats of each token
-    after the first, whether it was the likeliest one, both (N, L - 1), and the bytes that
+    """Score documents (P, L), `micro_batch` of them at once. Returns the nats of each token
+    after the first, whether it was the likeliest one, both (P, L - 1), and the bytes that
     the cache of one document has at the end. Raises UserError if a loss is not finite."""
     nats, hits = [], []
     batches = documents.split(micro_batch)
@@ -62,7 +62,7 @@ def perplexity(nats: Tensor) -> float:
 
 
 def ranges(what: str, numbers: Tensor, reach: int) -> dict[str, Tensor]:
-    """A mask (N, L - 1) for each range of `numbers` (N, L - 1), which are positions or
+    """A mask (P, L - 1) for each range of `numbers` (P, L - 1), which are positions or
     distances of tokens. Range "a-b" has those above a, up to b. The first one ends at
     `reach`, M + T: a window can hold what is so near. The others end at 512, 1024 ... L. A
     distance of 0 marks a token that is no answer, and is in no range."""
@@ -85,7 +85,7 @@ class Scores(NamedTuple):
     """The figures of each model, by its name."""
 
     cells: dict[str, dict]  # of the table
-    losses: dict[str, Tensor]  # nats of each token at the last length, (N, L - 1)
+    losses: dict[str, Tensor]  # nats of each token at the last length, (P, L - 1)
     hits: dict[str, Tensor]  # of texts with facts: whether each token was the first guess
 
 
@@ -93,7 +93,7 @@ def score_all(
     models: dict[str, AdaptedLlama], documents: dict[int, Tensor], told: Tensor | None,
     machine: Machine, micro_batch: int,
 ) -> Scores:
-    """Score `documents`, by their length, and, if there are any, texts with facts (N, L).
+    """Score `documents`, by their length, and, if there are any, texts with facts (P, L).
     Print a line for each model."""
     print(f"cache bytes are those after {[*documents][-1] - 1:,} tokens")
     title = "perplexity, by tokens of a piece"
@@ -116,7 +116,7 @@ def score_all(
 
 
 def standard_error(values: Tensor) -> float:
-    """The standard error of the mean of values (N,). It is NaN if there is only one."""
+    """The standard error of the mean of values (P,). It is NaN if there is only one."""
     return values.std().item() / len(values) ** 0.5 if len(values) > 1 else math.nan
 
 
@@ -187,7 +187,7 @@ def main() -> None:
     model, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     models = models_to_score(flags, model, with_baselines=flags.recall)
     parts = parts_to_score(flags)
-    documents = documents_to_score(flags, parts, tokenizer, usual=(2048, 4096, 8192))
+    documents = documents_to_score(flags, parts, tokenizer, default=(2048, 4096, 8192))
     L, last = [*documents.items()][-1]
     told = told_ago = None
     if flags.recall:

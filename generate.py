@@ -134,8 +134,8 @@ def parse() -> argparse.Namespace:
     asked = [f"--adapter {flags.adapter}"] if flags.adapter else []
     asked += flags.method
     if len(asked) > (3 if flags.page else 1):
-        most = "one at a time, or up to three with --show-memory page.html"
-        parser.error(f"{', '.join(asked)}: {most}")
+        limit = "one at a time, or up to three with --show-memory page.html"
+        parser.error(f"{', '.join(asked)}: {limit}")
     return flags
 
 
@@ -152,17 +152,17 @@ def chosen_models(
     """The adapter and the methods that the flags name, on one base, for a text of so many tokens.
     Beside an adapter the methods have its M and T. Raises UserError if slots are to be shown or
     saved and there are none."""
-    run, most = run_of(flags), flags.max_new_tokens
+    run, new = run_of(flags), flags.max_new_tokens
     sizes = {name: flags.sizes[name] for name in ("mem", "segment", "budgets")}
     models = {}
     if run:
         make = partial(load_adapter, run, model, **sizes)
-        adapted = made_for(make, flags.positions, tokens, most)
+        adapted = made_for(make, flags.positions, tokens, new)
         models[f"{adapted.settings.method}, adapter {run.resolve().name}"] = adapted
     mem, segment = method_sizes(flags, [*models.values()])
     for method in flags.method:
         make = partial(untrained, model, method, mem, segment, flags.budgets)
-        models[method] = made_for(make, flags.positions, tokens, most)
+        models[method] = made_for(make, flags.positions, tokens, new)
     needs_slots = flags.show_memory or flags.save_memory
     if not models:
         refuse_sizes(flags)
@@ -242,8 +242,8 @@ def continue_text(
     """Read the text into the memory, and continue it; or save the memory, or print what slots
     hold."""
     adapted, cache = reader.adapted, reader.memory
-    most = 0 if flags.save_memory else flags.max_new_tokens
-    warn_if_too_long(adapted, cache.seen + len(ids) + most)
+    new_tokens = 0 if flags.save_memory else flags.max_new_tokens
+    warn_if_too_long(adapted, cache.seen + len(ids) + new_tokens)
 
     begun = time.perf_counter()
     logits = read_ids(adapted, ids, cache)
@@ -254,8 +254,8 @@ def continue_text(
     if flags.layer_and_head:
         print(*describe_slots(cache, *flags.layer_and_head, ids, tokenizer), sep="\n")
     begun, written = time.perf_counter(), 0
-    if most:
-        new = decode(adapted.model, tokenizer, logits, cache, most, flags.temperature)
+    if new_tokens:
+        new = decode(adapted.model, tokenizer, logits, cache, new_tokens, flags.temperature)
         for written, piece in enumerate(as_text(new, tokenizer, ids), start=1):
             print(piece, end="", flush=True)
         print(flush=True)

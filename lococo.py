@@ -290,8 +290,8 @@ class Memory(KVCache):
         token, and this memory at every `segment` tokens.
         """
         super().make_room(B, T)
-        most = self.settings.segment
-        assert T <= most, f"{T} tokens at once, but at most {most}: use generate.prefill"
+        segment = self.settings.segment
+        assert T <= segment, f"{T} tokens at once, but at most {segment}: use generate.prefill"
         for layer, keys in enumerate(self.keys):
             if keys.size + T > self.capacity[layer]:  # M + `segment`
                 self.compress(layer)

@@ -19,8 +19,8 @@ Letters:
     G  key/value heads
     D  channels of a head
     L  tokens of a whole text; the paper's tables swap L and T
-    N  in a compressor: the B * G heads of all texts, which it treats as one batch;
-       elsewhere: documents that are scored
+    N  the B * G heads of all texts, which a compressor treats as one batch
+    P  pieces of text that are scored
 """
 
 import copy

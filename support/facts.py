@@ -135,8 +135,8 @@ def note_no_facts(ids: np.ndarray, L: int, tokenizer: Tokenizer, form: str = "li
 def tell_all(
     documents: Tensor, part: str, tokenizer: Tokenizer, form: str = "line"
 ) -> tuple[Tensor, Tensor]:
-    """8 facts in each of documents (N, L): the texts (N, L), and how long ago the word
-    of each was last told, (N, L - 1)."""
+    """8 facts in each of documents (P, L): the texts (P, L), and how long ago the word
+    of each was last told, (P, L - 1)."""
     rows = [tell(row, 8, part, 0, i, tokenizer, form) for i, row in enumerate(documents)]
     tokens = torch.stack([text for text, _ in rows])
     ago = torch.stack([distances for _, distances in rows])

@@ -14,10 +14,10 @@ from torch import Tensor
 from support.files import UserError
 
 
-def number_of(variable: str, usual: int) -> int:
-    """The number that torchrun has put into a variable, or else `usual`."""
+def number_of(variable: str, default: int) -> int:
+    """The number that torchrun has put into a variable, or else `default`."""
     text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else usual
+    return int(text) if text.isdecimal() else default
 
 
 RANK = number_of("RANK", 0)  # of this process; 0 alone prints, scores and writes
@@ -101,11 +101,11 @@ def noted_signals() -> Iterator[list[int]]:
                 sentence = "this step is finished first; a second signal ends at once"
                 os.write(2, f"\n{sentence}\n".encode())
 
-    usual = {number: signal.signal(number, note) for number in numbers}
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield noted
     finally:
-        for number, handler in usual.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 

@@ -267,8 +267,8 @@ def copies(ids: np.ndarray, trained: set[int], bos: int, L: int) -> set[int]:
     return trained.intersection(of_beginning(document, L) for document in long)
 
 
-def note_of_copies(both: set[int]) -> str:
-    return f"note: not scored, as the same text trains: {counted(len(both), 'text')}"
+def note_of_copies(copied: set[int]) -> str:
+    return f"note: not scored, as the same text trains: {counted(len(copied), 'text')}"
 
 
 def pieces(
@@ -294,7 +294,7 @@ class Texts(NamedTuple):
     ids: np.ndarray  # tokens to train on
     trained: set[int]  # the fingerprints of these texts
     parts: list[str]  # the parts of its texts that they come from
-    documents: Tensor  # to score, (N, L)
+    documents: Tensor  # to score, (P, L)
     summary: str  # for the user
 
     @property
@@ -315,20 +315,20 @@ def read_texts(
         ids, scored, parts = split_by_name(data, tokenizer)
     most = max(1, score_tokens // L) if score_tokens else 0
     trained = fingerprints(ids, tokenizer.bos)
-    both = copies(scored, trained, tokenizer.bos, L)
-    documents = pieces(scored, tokenizer.bos, L, most, without=both)
+    copied = copies(scored, trained, tokenizer.bos, L)
+    documents = pieces(scored, tokenizer.bos, L, most, without=copied)
     summary = f"text: {size_of(ids, tokenizer)} to train on, "
     summary += f"{size_of(scored, tokenizer)} held out; {len(documents)} to score"
     if most and not len(documents):
         reason = f"no held-out document has --seq {L} tokens"
-        if both:
+        if copied:
             reason += " but those of which the same text trains"
         if held_out:
             remedy = "give longer ones, a smaller --seq, or --score-tokens 0"
             raise UserError(f"--held-out {' '.join(held_out)}: {reason}; {remedy}")
         summary += f", as {reason}; name others by --held-out"
-    if both:
-        summary += f"\n{note_of_copies(both)}"
+    if copied:
+        summary += f"\n{note_of_copies(copied)}"
     return Texts(ids, trained, parts, documents, summary)
 
 

@@ -241,12 +241,12 @@ EMBEDDINGS, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 def has_own_output(parts: Iterable[dict[str, Tensor]]) -> bool:
     """Whether Hugging Face's files have an output matrix with other numbers than those of the
     embeddings, such as that of a fine-tuned model, whatever the configuration says."""
-    both = {}
+    found = {}
     for part in parts:
-        both |= {name: part[name] for name in (EMBEDDINGS, OUTPUT) if name in part}
-    if len(both) < 2 or any(tensor.dtype not in READ for tensor in both.values()):
-        return len(both) == 2  # then `checked` names the type of its numbers
-    return not torch.equal(both[EMBEDDINGS], both[OUTPUT])
+        found |= {name: part[name] for name in (EMBEDDINGS, OUTPUT) if name in part}
+    if len(found) < 2 or any(tensor.dtype not in READ for tensor in found.values()):
+        return len(found) == 2  # then `checked` names the type of its numbers
+    return not torch.equal(found[EMBEDDINGS], found[OUTPUT])
 
 
 def hugging_face_weights(

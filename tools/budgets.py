@@ -73,8 +73,8 @@ class GatedMemory(Memory):
 def measure_needs(
     model: Llama, settings: Settings, documents: Tensor, mask: Tensor
 ) -> np.ndarray:
-    """The need of each head, in nats per token that counts, (layers, G). `documents` (N, L)
-    are read, and `mask` (N, L - 1) says which tokens count. A gate counts for what its
+    """The need of each head, in nats per token that counts, (layers, G). `documents` (P, L)
+    are read, and `mask` (P, L - 1) says which tokens count. A gate counts for what its
     own segment reads, and not for later ones."""
     shape = (model.config.n_layers, model.config.n_kv_heads)
     gates = torch.full(shape, 0.5, device=model.norm.weight.device, requires_grad=True)
@@ -151,7 +151,7 @@ def settings_of(options: Options, model: Llama) -> Settings:
 def what_is_scored(
     options: Options, settings: Settings, tokenizer: Tokenizer
 ) -> tuple[Tensor, Tensor]:
-    """Tokens (N, L), and which of them count, (N, L - 1). Raises UserError if none do."""
+    """Tokens (P, L), and which of them count, (P, L - 1). Raises UserError if none do."""
     ids = np.concatenate([*token_streams(options.data, tokenizer).values()])
     documents = pieces(ids, tokenizer.bos, options.length, options.documents)
     if not len(documents):

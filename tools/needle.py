@@ -124,8 +124,8 @@ def main() -> None:
     machine = prepare(flags.device, flags.dtype)
     model, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     models = models_to_score(flags, model, with_baselines=True)
-    parts, usual = parts_to_score(flags), (1024, 2048, 4096, 8192)
-    documents = documents_to_score(flags, parts, tokenizer, usual)
+    parts, lengths = parts_to_score(flags), (1024, 2048, 4096, 8192)
+    documents = documents_to_score(flags, parts, tokenizer, lengths)
     note_limits(models, [*documents])
     about = {"texts": {str(L): len(rows) for L, rows in documents.items()}}
     of_texts = {str(L): rows for L, rows in documents.items()}

@@ -126,10 +126,10 @@ class BudgetMemory(SelectingMemory):
     def merged_slots(config: LlamaConfig, settings: Settings) -> list[int]:
         """Those of each layer's largest head."""
         check_budgets(budgets_of(settings), config)
-        most = [0] * config.n_layers
+        largest = [0] * config.n_layers
         for part in parts_of(config, settings):
-            most[part.layer] = max(most[part.layer], part.settings.merged)
-        return most
+            largest[part.layer] = max(largest[part.layer], part.settings.merged)
+        return largest
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Memory.attend for each part n of the layer, as if it were a layer with fewer heads."""

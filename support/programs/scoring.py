@@ -149,10 +149,10 @@ def trained_texts(flags: argparse.Namespace) -> set[int]:
 
 
 def documents_to_score(
-    flags: argparse.Namespace, parts: list[str], tokenizer: Tokenizer, usual: tuple[int, ...]
+    flags: argparse.Namespace, parts: list[str], tokenizer: Tokenizer, default: tuple[int, ...]
 ) -> dict[int, Tensor]:
-    """By length L pieces of the texts of these parts, (N, L), spread evenly over them. If
-    --lengths does not name any, they have the `usual` lengths, as far as the texts are so
+    """By length L pieces of the texts of these parts, (P, L), spread evenly over them. If
+    --lengths does not name any, they have the `default` lengths, as far as the texts are so
     long. Raises UserError if there are none of a length that was asked for, or none at
     all."""
     streams = token_streams(flags.data, tokenizer)
@@ -163,19 +163,19 @@ def documents_to_score(
     if parts == ["held-out"]:
         trained |= fingerprints(streams["training"], tokenizer.bos)
     documents = {}
-    lengths = flags.lengths or usual
+    lengths = flags.lengths or default
     for L in lengths:
-        both = copies(ids, trained, tokenizer.bos, L)
-        found = pieces(ids, tokenizer.bos, L, flags.documents, without=both)
+        copied = copies(ids, trained, tokenizer.bos, L)
+        found = pieces(ids, tokenizer.bos, L, flags.documents, without=copied)
         if len(found):
             documents[L] = found
         elif flags.lengths or L == lengths[0]:
             why = how_long(ids, parts, tokenizer.bos)
-            if both:
+            if copied:
                 why = "all texts of this length also train; name other --data or another --part"
             raise UserError(f"--lengths {L}: {why}")
-        if both:
-            print(note_of_copies(both), file=sys.stderr)
+        if copied:
+            print(note_of_copies(copied), file=sys.stderr)
     listed = ", ".join(f"{len(rows)} of {L} tokens" for L, rows in documents.items())
     of = "all parts" if len(parts) == len(PARTS) else parts[0]
     whose = "" if flags.data else "Python's standard library, "

@@ -114,8 +114,8 @@ def made_for(
         return adapted
     if position_divisor(config, replace(s, positions="slots")) != position_divisor(config, s):
         return adapted
-    both = f"{tokens:,} tokens and {new:,} that may follow"
-    passed = f"{both} pass the base's context of {reach:,}"
+    read = f"{tokens:,} tokens and {new:,} that may follow"
+    passed = f"{read} pass the base's context of {reach:,}"
     print(f"note: {s.method}: {passed}; keys are numbered by slot", file=sys.stderr)
     return make(positions="slots")
 
