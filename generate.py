@@ -22,7 +22,6 @@ import argparse
 import re
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Iterator
 
@@ -38,7 +37,7 @@ from support.files import UserError, refuse_not_finite
 from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
 from support.programs.saved_memory import Reader, load_memory, save_memory
-from support.programs.settings import made_for, method_sizes, refuse_sizes, untrained
+from support.programs.settings import method_sizes, refuse_sizes, untrained
 from support.programs.settings import warn_if_too_long
 from support.programs.show_memory import page_record, what_to_show
 from support.programs.tracing import SUGGESTED, check_slots, describe_slots
@@ -146,23 +145,17 @@ def run_of(flags: argparse.Namespace) -> Path | None:
     return flags.adapter
 
 
-def chosen_models(
-    flags: argparse.Namespace, model: Llama, tokens: int
-) -> dict[str, AdaptedLlama]:
-    """The adapter and the methods that the flags name, on one base, for a text of so many tokens.
-    Beside an adapter the methods have its M and T. Raises UserError if slots are to be shown or
-    saved and there are none."""
-    run, new = run_of(flags), flags.max_new_tokens
-    sizes = {name: flags.sizes[name] for name in ("mem", "segment", "budgets")}
-    models = {}
+def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedLlama]:
+    """The adapter and the methods that the flags name, on one base. Beside an adapter the
+    methods have its M and T. Raises UserError if slots are to be shown or saved and there
+    are none."""
+    run, models = run_of(flags), {}
     if run:
-        make = partial(load_adapter, run, model, **sizes)
-        adapted = made_for(make, flags.positions, tokens, new)
+        adapted = load_adapter(run, model, **flags.sizes)
         models[f"{adapted.settings.method}, adapter {run.resolve().name}"] = adapted
     mem, segment = method_sizes(flags, [*models.values()])
     for method in flags.method:
-        make = partial(untrained, model, method, mem, segment, flags.budgets)
-        models[method] = made_for(make, flags.positions, tokens, new)
+        models[method] = untrained(model, method, mem, segment, flags.budgets)
     needs_slots = flags.show_memory or flags.save_memory
     if not models:
         refuse_sizes(flags)
@@ -276,7 +269,7 @@ def main() -> None:
         given = flags.sizes | {"method": flags.method[0] if flags.method else None}
         reader = load_memory(flags.load_memory, base, flags.adapter, **given)
     else:
-        models = chosen_models(flags, base, len(ids))
+        models = chosen_models(flags, base)
         first = next(iter(models.values()))
         if flags.layer_and_head:
             reader = Reader(first, memory_of_layer(first, *flags.layer_and_head))

@@ -249,6 +249,8 @@ class Memory(KVCache):
     are older.
     """
 
+    counters = ("seen",)  # numbers that a file needs beside what `stored` returns
+
     def __init__(
         self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList
     ):
@@ -405,6 +407,15 @@ class Memory(KVCache):
         self.values[layer] = Entries(v)
         self.received[layer] = received
 
+    def stored(self, layer: int) -> dict[str, Tensor]:
+        """What a file needs of a layer, so that `restore` makes it again."""
+        held = {"keys": self.to_compress[layer].held, "values": self.values[layer].held}
+        received = self.received[layer]
+        return held if received is None else held | {"received": received}
+
+    def restore(self, layer: int, stored: dict[str, Tensor]) -> None:
+        self.hold(layer, stored["keys"], stored["values"], stored.get("received"))
+
     def choose(self, s: Settings, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
         """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S).
 
@@ -461,11 +472,13 @@ def segment_losses(
 def position_divisor(config: LlamaConfig, settings: Settings) -> float:
     """The number by which positions are divided, so that those of a text of L tokens
     (the settings' `length`) lie inside the pretrained context. Positions of a longer text
-    may pass the context.
+    may pass the context. A base that stays frozen cannot learn other positions than its own.
 
     "text" (the paper): a token's position in the text, which reaches L. "slots": its place
     in the cache, which never exceeds M + T of the largest head.
     """
+    if not settings.lora_rank:
+        return config.rope_scale
     highest = settings.length
     if settings.positions == "slots" and settings.mem:
         highest = min(settings.largest + settings.segment, settings.length)

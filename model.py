@@ -84,8 +84,8 @@ def widened(t: Tensor) -> Tensor:
 
 
 def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Positions (T,) -> cosine and sine of position * theta^(-2i/d) for channel pair i,
-    each (T, D/2).
+    """Positions (..., T) -> cosine and sine of position * theta^(-2i/d) for channel pair i,
+    each (..., T, D/2).
 
     d = turned * D channels rotate, which is usually all D. Pairs from d/2 on have angle 0.
     Angles are in float32, as bfloat16 cannot tell position 256 from 257.
@@ -95,13 +95,13 @@ def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
     frequency = (twice_i < d) * config.rope_theta ** (-twice_i / d)
     if config.llama3_rope:
         frequency = config.llama3_rope.slowed(frequency)
-    angle = positions[:, None] * frequency
+    angle = positions[..., None] * frequency
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn channel pair (i, i + D/2) of x (B, heads, T, D) by its position's angle; cos and
-    sin are (T, D/2)."""
+    sin are (T, D/2), or (B, heads, T, D/2)."""
     a, b = widened(x).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 

@@ -72,7 +72,6 @@ class TrainConfig:
     method: str = "lococo+h2o"  # "Ours" in the paper's table 2
     mem: int = 512  # slots M; section 4.1
     segment: int | None = 512  # tokens that enter together, the paper's chunk; None: M
-    positions: str | None = None  # None: those of the method's row
     budgets: list[list[int]] | None = None  # slots of heads, by layer
 
     # Text
@@ -133,8 +132,7 @@ def completed(config: TrainConfig) -> TrainConfig:
 
 def settings_of(config: TrainConfig) -> Settings:
     """The memory of a configuration. Raises UserError if its slots do not fit."""
-    c = config
-    changes = dict(positions=c.positions, budgets=c.budgets, lora_rank=c.lora_rank)
+    c, changes = config, dict(budgets=config.budgets, lora_rank=config.lora_rank)
     return make_settings(c.method, c.mem, c.segment, c.seq, **changes)
 
 

@@ -16,8 +16,7 @@ from support.tokenizer import Tokenizer
 HERE = Path(__file__).resolve().parent.parent  # the project's folder
 TINY = HERE / "tiny"  # the embedded model and its adapter
 HUGE = 2**31 - 1  # the largest number that a flag takes
-POSITIONS = ("text", "slots")  # see lococo.position_divisor
-SIZES = ("mem", "segment", "budgets", "positions")  # what a trained adapter can change
+SIZES = ("mem", "segment", "budgets")  # what a trained adapter can change
 
 
 def at_least(least: float, kind: type = int, most: float = HUGE) -> Callable[[str], float]:
@@ -166,16 +165,13 @@ class Parser(PlainParser):
             help=f"slots, from 4 on (default: {mem})")
         add("--segment", type=at_least(1), metavar="T",
             help=f"tokens that enter together (default: {segment})")
-        add("--positions", choices=POSITIONS,
-            help="of keys. text: in the text, divided if L exceeds the base's context; "
-                 "slots: in the cache (default: the method's)")
         add("--budgets", type=budgets_file, metavar="FILE",
             help="slots of each head, from tools/budgets.py, scaled to M on average; or the "
                  "word equal, for M each (default: the adapter's, or equal)")
 
     def parse_methods(self) -> argparse.Namespace:
         """Parse the command line of a program that has a list of --method. `sizes` has the flags
-        that change the sizes or positions of a memory."""
+        that change the sizes of a memory."""
         flags = self.parse_args()
         flags.method = list(dict.fromkeys(flags.method))
         flags.sizes = {name: vars(flags)[name] for name in SIZES}

@@ -160,15 +160,15 @@ def turned(k, positions, adapted):
     half = k.shape[-1] // 2
     frequency = c.rope_theta ** (-torch.arange(half) / half)
     reached = s.largest + s.segment if s.positions == "slots" else s.length
-    scale = reached / c.context
-    angle = torch.tensor(positions).double()[:, None] / scale * frequency
+    scale = reached / c.context if s.lora_rank else c.rope_scale
+    angle = torch.as_tensor(positions).double()[:, None] / scale * frequency
     pairs = torch.complex(k[..., :half], k[..., half:]) * torch.exp(1j * angle)
     return torch.cat((pairs.real, pairs.imag), dim=-1)
 
 
-def slow_compress(k, v, scores, from_slot, compressors, s):
-    """k, v (S, D), scores (S,) and which entries have had a slot that is not a recent one -> those
-    of the M slots."""
+def slow_compress(k, v, scores, places, from_slot, compressors, s):
+    """k, v (S, D), scores and places (S,), and which entries have had a slot that is not a recent
+    one -> those of the M slots."""
     S = len(k)
     by_score = sorted(range(s.sinks, S - s.recent), key=lambda i: -scores[i])
     kept = [*range(s.sinks), *sorted(by_score[: s.heavy])]
@@ -182,7 +182,7 @@ def slow_compress(k, v, scores, from_slot, compressors, s):
     for n in range(1, s.recent + 1):
         W[s.mem - n, S - n] = 1
     from_slot = torch.arange(s.mem) < s.mem - s.recent
-    return W @ k, W @ v, W @ scores, from_slot
+    return W @ k, W @ v, W @ scores, W @ places, from_slot
 
 
 def slow_memory(adapted, s, segments):
@@ -191,16 +191,23 @@ def slow_memory(adapted, s, segments):
     have read. The head is of the last layer, and `s` are its settings."""
     D, outputs = adapted.model.config.head_dim, []
     k, v, scores = torch.zeros(0, D).double(), torch.zeros(0, D).double(), torch.zeros(0).double()
-    from_slot, seen = torch.zeros(0).bool(), 0
+    from_slot, seen, places = torch.zeros(0).bool(), 0, torch.zeros(0).double()
+    reach, ceiling = adapted.model.config.context, adapted.model.config.context - s.segment
+    lowest = 0
     for q, k_new, v_new in segments:
         T, q, k_new = len(k_new), q.double(), k_new.double()
         if len(k) + T > s.mem + s.segment:
-            k, v, scores, from_slot = slow_compress(
-                k, v, scores, from_slot, adapted.compressors, s
+            k, v, scores, places, from_slot = slow_compress(
+                k, v, scores, places, from_slot, adapted.compressors, s
             )
         if s.positions == "text":
+            if seen and seen + T - lowest > reach:  # the last new token would be too far away
+                lowest = seen - ceiling
+                k = turned(k, places.clamp(min=lowest) - places, adapted)
+                places = places.clamp(min=lowest)
             q, k_new = (turned(x, range(seen, seen + T), adapted) for x in (q, k_new))
         k, v = torch.cat((k, k_new)), torch.cat((v, v_new.double()))
+        places = torch.cat((places, torch.arange(seen, seen + T)))
         read = k
         if s.positions == "slots":
             read = turned(k, range(len(k)), adapted)

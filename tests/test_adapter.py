@@ -87,7 +87,7 @@ def test_what_positions_were_divided_by_stays(model, tmp_path):
     base = copy.deepcopy(model)
     long = settings("selection", 8, 8, 128, lora_rank=2)  # twice the context
     write_adapter(tmp_path, AdaptedLlama(model, long), ["training"], set())
-    with pytest.raises(UserError, match="divided by 2 in training, and would .* by 1 now; leave out"):
+    with pytest.raises(UserError, match="divided by 2 in training, and would .* by 1 now; take"):
         load_adapter(tmp_path, base, positions="slots")
 
 

@@ -154,12 +154,15 @@ VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("positions", ["slots", "text"])
+@pytest.mark.parametrize("positions, context", [("slots", 7), ("text", 64), ("text", 8)])
 @pytest.mark.parametrize("method, changes", VARIANTS)
-def test_every_method_equals_a_slow_memory(config, in_float64, method, changes, positions):
+def test_every_method_equals_a_slow_memory(
+    config, in_float64, method, changes, positions, context
+):
     """The second layer, with segments of uneven sizes and grouped queries. With budgets each
-    of the two key/value heads is a part, and they are compressed at different times."""
-    model = Llama(replace(config, context=7))
+    of the two key/value heads is a part, and they are compressed at different times. In a context
+    of 8 tokens old entries are moved up."""
+    model = Llama(replace(config, context=context))
     adapted = AdaptedLlama(model, settings(method, positions=positions, **changes)).eval()
     for p in adapted.compressors.parameters():
         p.data += 0.3 * torch.randn(p.shape)
@@ -321,7 +324,7 @@ def test_budgets_that_do_not_suit_are_refused(model, slots, words, changes):
 
 
 @pytest.mark.parametrize("rope_scale, changes, factor", [  # the pretrained context is 64
-    (1.0, dict(length=256), 4.0), (1.0, dict(length=32), 1.0),  # never below 1
+    (1.0, dict(length=256), 4.0), (1.0, dict(length=256, lora_rank=0), 1.0), (1.0, dict(length=32), 1.0),  # never below 1
     (1.0, dict(length=2048, mem=122, positions="slots"), 2.0),  # slots end at M + T = 128
     (1.0, dict(length=64, mem=122, positions="slots"), 1.0),  # but L is not above 64
     # The largest head counts.
@@ -329,7 +332,7 @@ def test_budgets_that_do_not_suit_are_refused(model, slots, words, changes):
     (3.0, dict(length=256), 4.0), (3.0, dict(length=128), 3.0)])
 def test_positions_are_divided_to_fit_into_the_context(config, rope_scale, changes, factor):
     model = Llama(replace(config, rope_scale=rope_scale))
-    adapted = AdaptedLlama(model, settings(**changes))
+    adapted = AdaptedLlama(model, settings(**{"lora_rank": 2} | changes))
     assert position_divisor(model.config, adapted.settings) == adapted.cache().rope_scale == factor
 
 

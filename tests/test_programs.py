@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -29,7 +30,7 @@ from support.text import pieces, token_streams
 
 SMALL = "--method h2o --mem 16"
 H2O = Settings("h2o", 16, 1024, heavy=8, recent=8, lora_rank=0)
-H2O_ROW = "base, h2o M=16 positions=slots"
+H2O_ROW = "base, h2o M=16"
 ENTRY = 2 * 4 * 2 * 64 * 4  # bytes of a key and a value in 4 layers of 2 heads of 64 floats
 
 
@@ -140,13 +141,14 @@ def test_the_usual_lengths_that_no_text_has_are_left_out(run):
 @pytest.mark.parametrize("method, mem, tokens, remedy", [
     ("streaming", 128, 9999, ""),  # positions end at M + T = 256
     ("streaming", 1024, 9999, "take a smaller --mem or --segment"),  # M + T = 2048
-    ("full", 16, 1025, "--method h2o --mem 512 --positions slots keeps them small"),
+    ("full", 16, 1025, "--method h2o --mem 512 reads texts of any length"),
+    ("h2o", 128, 9999, ""), ("h2o", 1025, 9999, "take a smaller --mem or --segment"),
 ])
-def test_a_warning_if_positions_pass_the_context(capsys, method, mem, tokens, remedy):
+def test_a_warning_if_distances_pass_the_context(capsys, method, mem, tokens, remedy):
     warn_if_too_long(untrained(load_llama(TINY), method, mem, mem), tokens)
     err = capsys.readouterr().err
-    assert err.startswith(f"warning: {method}: positions may reach ") == bool(remedy)
-    assert err.endswith(f"and the base reads up to 1,024; {remedy}\n" if remedy else "")
+    assert err.startswith(f"warning: {method}: it reads at distances of ") == bool(remedy)
+    assert err.endswith(f"and the base knows up to 1,024; {remedy}\n" if remedy else "")
 
 
 # --- generate.py ------------------------------------------------------------------------
@@ -188,10 +190,12 @@ def test_all_that_is_written_is_in_the_cache(model):
 def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, dtype):
     """In the middle of a segment, with the settings and the adapter of the file. Another dtype is
     refused."""
+    model.config = replace(model.config, context=16)
     model.to(dtype)
     adapted = AdaptedLlama(model, settings(method, positions=positions)).eval()
     tokens, whole = torch.randint(0, 64, (1, 60)), adapted.cache()
     prefill(model, tokens[:, :27], whole, 6)
+    assert method == "selection" or whole.lowest > 0  # entries have been moved up
     write_adapter(tmp_path, adapted, [], set())
     save_memory(tmp_path / "memory", Reader(adapted, whole, tmp_path, ("a book",)))
     loaded, memory, run, texts = load_memory(tmp_path / "memory", model)
@@ -215,26 +219,7 @@ def test_a_memory_is_saved_and_asked_again(run, tokenizer):
     code, out, err = run(generate, ask)
     assert code == 0 and expected.endswith(question + out), err
     assert re.match(r"memory of book, read [-\d]+ [:\d]+: 96 tokens in [\d,]+ bytes\n", err)
-    assert run(generate, f"{ask} {SMALL} --segment 16 --positions text")[:2] == (0, out)
-
-
-def test_a_text_beyond_the_context_is_read_by_slot(run):
-    """If nothing else is asked for. A question after it goes on so. What --show-memory does not
-    write does not count."""
-    ask = "--method h2o --mem 128 --temperature 0 --max-new-tokens 3 --prompt"
-    Path("book").write_text(Path("text/0.py").read_text() * 6)
-    note = "that may follow pass the base's context of 1,024; keys are numbered by slot"
-    code, out, err = run(generate, f"{ask} book")
-    assert code == 0 and note in err and "warning" not in err
-    assert out == run(generate, f"{ask} book --positions slots")[1]
-    assert "with --positions slots" in run(generate, f"{ask} book --positions text")[2]
-    assert run(generate, f"{ask} book --save-memory read")[0] == 0
-    Path("question").write_text("return x")
-    assert run(generate, "--prompt question --load-memory read")[0] == 0
-    many = f"{ask} text/0.py --max-new-tokens 1024"
-    assert note in run(generate, f"{many} --save-memory other")[2]
-    code, _, err = run(generate, f"{many} --show-memory 0 0")
-    assert code == 0 and note not in err
+    assert run(generate, f"{ask} {SMALL} --segment 16")[:2] == (0, out)
 
 
 def test_a_prompt_with_special_tokens(run):

@@ -80,7 +80,7 @@ def test_an_oracle_keeps_what_the_next_segment_reads(in_float64, model):
 
 def test_a_window_finds_what_it_holds_and_ours_finds_all(run):
     """Of the embedded model and its adapter, with 128 slots and a text of 700 tokens."""
-    words = f"{TINY} --method streaming --mem 128 --positions slots --lengths 700 --documents 2"
+    words = f"{TINY} --method streaming --mem 128 --lengths 700 --documents 2"
     text = f"--data {argparse.__file__} --part all"
     code, out, err = run(needle, f"{words} {text} --json found.json")
     found = json.loads(Path("found.json").read_text())["found"]

@@ -20,7 +20,6 @@ from model import load_llama
 from support.programs.adapter import load_adapter
 from support.command_line import TINY
 from support.programs.settings import untrained
-from support.programs.train_report import print_start
 from support.text import part_of, pieces, token_streams
 
 LINE = "--data text --mem 16 --segment 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 --out run"
@@ -46,8 +45,8 @@ def test_methods_train_and_are_read_back(run, tokenizer, words):
     assert found == dict.fromkeys(found, "rank" not in words) | {"compr": True}
     streams = token_streams([Path("text")], tokenizer)
     rows = pieces(streams["held-out"], tokenizer.bos, 96, 1)
-    h2o = untrained(load_llama(TINY), "h2o", 16, 16, positions="slots")
-    models = {"base, h2o M=16 positions=slots": h2o}
+    h2o = untrained(load_llama(TINY), "h2o", 16, 16)
+    models = {"base, h2o M=16": h2o}
     models[f"{method}, after training"] = load_adapter(Path("run"), load_llama(TINY))
     for name, adapted in models.items():
         expected = math.exp(nats_by_hand(adapted, rows).mean())
@@ -135,17 +134,6 @@ def test_what_the_user_says_wins_over_a_recipe():
     assert parsed("--mem 64").segment == 64
     given = asdict(parsed("--segment 7 --lr 0.5 --conv-lr 0.1 --method lococo")).items()
     assert given >= dict(segment=7, lr=0.5, conv_lr=0.1, method="lococo").items()
-
-
-@pytest.mark.parametrize("words, divided", [
-    ("--seq 2048", True), ("--seq 1024", False), ("--seq 2048 --positions slots", False),
-    ("--seq 2048 --lora-rank 8", False)])  # then the base learns them
-def test_a_frozen_base_that_has_not_learnt_its_positions(capsys, words, divided):
-    """The context of tiny/ is 1,024 tokens."""
-    config = parsed(f"--recipe inference --out run {words}")
-    texts = Mock(summary="", ids=[0])
-    print_start(config, train.settings_of(config), load_llama(TINY).config, Mock(), texts)
-    assert ("note: positions are divided by 2" in capsys.readouterr().out) == divided
 
 
 def test_recompute_gives_the_same_losses_and_gradients_from_less_memory(run, monkeypatch):

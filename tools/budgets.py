@@ -129,8 +129,7 @@ def settings_of(options: Options, model: Llama) -> Settings:
     mem, segment, L = options.mem, options.segment or options.mem, options.length
     # Positions are divided as in use.
     length = int(model.config.context * model.config.rope_scale)
-    changes = dict(positions=options.positions, lora_rank=0)
-    s = make_settings(options.method, mem, segment, length, **changes)
+    s = make_settings(options.method, mem, segment, length, lora_rank=0)
     if s.merged or s.mem == s.sinks:
         remedy = "take one with heavy or recent slots, which merges nothing"
         raise UserError(f"--method {options.method}: {remedy}")

@@ -184,7 +184,7 @@ def draw_memory(file: Path) -> None:
         remedy = "Debian's package has this name"
         raise UserError(f"{file}: chromium is not installed; {remedy}")
     words = ["--prompt", str(HERE / "assets" / "prompt.txt"), "--adapter", str(TINY)]
-    words += ["--method", "streaming", "h2o", "--positions", "slots"]
+    words += ["--method", "streaming", "h2o"]
     flags = ["--headless", "--disable-gpu", "--hide-scrollbars"]
     flags += ["--window-size=1050,1330"]
     flags += ["--virtual-time-budget=2000"]  # milliseconds that the page is given

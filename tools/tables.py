@@ -84,13 +84,15 @@ PAPER = "--conv-lr 5e-2"
 ROWS = {
     "full": Row("full attention", "--method full"),
     "window": Row("window: 4 first, M - 4 last", "--method streaming"),
-    "h2o": Row("H2O by slot: M/2 heavy, M/2 last", "--method h2o --positions slots"),
-    "h2o text": Row("H2O: M/2 heavy, M/2 last", "--method h2o --positions text"),
+    "h2o": Row("H2O by slot: M/2 heavy, M/2 last", "--method h2o-slots"),
+    "h2o text": Row("H2O: M/2 heavy, M/2 last", "--method h2o"),
     "official h2o": Row("H2O in LoCoCo's code: M heavy, by the last segment",
                         "--method h2o-code"),
     "lococo": Row("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
     "lococo+h2o": Row("the paper's `lococo+h2o`: M/2 heavy, M/2 merged",
                       f"--method lococo+h2o {PAPER}"),
+    "lococo+h2o by slot": Row("the paper's `lococo+h2o`: M/2 heavy, M/2 merged",
+                              f"--method lococo+h2o-slots {PAPER}"),
     "official code": Row("LoCoCo's code: M/2 heavy, M/2 merged",
                          f"--method lococo-code {PAPER}"),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
@@ -162,7 +164,7 @@ EXTENDED = (
     "full as it is", "window as it is", "h2o as it is", "h2o heads as it is", "stored by slot",
     "full tuned", "window", "h2o", "official code", "ours heads",
 )
-FACTS = ("window", "h2o", "lococo+h2o", "ours")
+FACTS = ("window", "h2o", "lococo+h2o by slot", "ours")
 TABLES = {
     "frozen": FROZEN,
     "frozen, paper": replace(FROZEN, rows=PAPERS),
@@ -178,7 +180,7 @@ TABLES = {
         LONG, rows=EXTENDED, seq=32768, trains_on=16384, documents=4, steps=6,
         flags="--recipe inference --lora-rank 8 --lr 3e-4 --positions slots",
     ),
-    "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded --positions slots",
+    "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded",
                    steps=400, documents=64),
 }
 

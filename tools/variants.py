@@ -1,4 +1,4 @@
-"""Ablations: ours with one of its parts made otherwise.
+"""Ablations: ours with one of its parts made otherwise, and methods with positions by slot.
 
 tools/tables.py imports this module, which adds the names to COMPRESSORS and METHODS. To use one
 in another program, write `import tools.variants` there.
@@ -57,11 +57,18 @@ def changed(**changes) -> Callable[[int], dict]:
     return lambda M: METHODS["selection"](M) | changes
 
 
+def by_slot(method: str) -> Callable[[int], dict]:
+    """This row, with positions in the cache as StreamingLLM has them."""
+    return lambda M: METHODS[method](M) | {"positions": "slots"}
+
+
 COMPRESSORS |= {
     "at-once": AtOnce, "unattended": Unattended, "one-filter": OneFilter, "top-k": TopK,
 }
 for name in ("at-once", "unattended", "one-filter", "top-k"):
     METHODS[f"selection-{name}"] = changed(compressor=name)
+for name in ("h2o", "lococo+h2o"):
+    METHODS[f"{name}-slots"] = by_slot(name)
 METHODS["selection-paper"] = changed(compressor="paper", kernel=21)
 METHODS["selection-3-taps"] = changed(kernel=3)
 METHODS["selection-no-forgetting"] = changed(forget=1.0)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lococo import KINDS, MEMORIES, Settings
 from model import LlamaConfig
+from support.ours.ceiling import CeilingMemory
 from support.ours.selection import SelectingMemory
 from support.files import UserError
 
@@ -37,7 +38,7 @@ class HeadSettings(Settings):
 
     @property
     def largest(self) -> int:
-        return max(sum(self.budgets, []))
+        return max(sum(self.budgets, []), default=self.mem)
 
 
 def budgets_of(settings: Settings) -> list[list[int]]:
@@ -48,7 +49,7 @@ def budgets_of(settings: Settings) -> list[list[int]]:
 def with_budgets(settings: Settings, budgets: list[list[int]]) -> Settings:
     """The same memory with these budgets, or with M slots in each head if there are none."""
     common = {f.name: getattr(settings, f.name) for f in fields(Settings)}
-    return HeadSettings(**common, budgets=budgets) if budgets else Settings(**common)
+    return HeadSettings(**common, budgets=budgets)
 
 
 def scaled(budgets: list[list[int]], mem: int) -> list[list[int]]:
@@ -109,10 +110,10 @@ def parts_of(config: LlamaConfig, settings: Settings) -> list[Part]:
     return parts
 
 
-class BudgetMemory(SelectingMemory):
+class BudgetMemory(SelectingMemory, CeilingMemory):
     """A memory whose lists have one item for each part of a layer (see `Part`). Where a method
-    of Memory has a `layer`, it is the index n of a part here, except in `attend`. It is a
-    SelectingMemory, so that it serves every compressor."""
+    of Memory has a `layer`, it is the index n of a part here, except in `attend`. It has all that
+    is ours, so that it serves every method."""
 
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         super().__init__(config, settings, compressors)

@@ -116,7 +116,7 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     if divisors[0] != divisors[1]:
         divided = f"positions were divided by {divisors[0]:.3g} in training"
         now = f"and would be divided by {divisors[1]:.3g} now"
-        remedy = "leave out --positions, or take smaller sizes"
+        remedy = "take smaller sizes"
         raise UserError(f"{run}: {divided}, {now}; {remedy}")
     adapted = AdaptedLlama(model, changed).eval()
     trained = adapted.trained()

@@ -11,7 +11,6 @@ from support.ours.budgets import budgets_of, scaled
 from support.programs.adapter import identity, load_adapter, settings_of
 from support.files import UserError, checksum, read_file, write_file
 
-WHAT = ("keys", "values", "received")  # the tensors of a layer
 REMEDIES = {  # of what differs
     "base": "model; name its --model",
     "dtype": "--dtype; give the same",
@@ -40,12 +39,13 @@ def save_memory(file: Path | str, reader: Reader) -> None:
     needed to go on. A file of this name is replaced. Raises UserError."""
     adapted, memory, run, texts = reader
     memory.check_whole()
-    tensors = {}
+    tensors, names = {}, list(memory.stored(0))
     for n in range(len(memory.keys)):
-        held = memory.to_compress[n].held, memory.values[n].held, memory.received[n]
-        tensors |= {f"{what} {n}": t for what, t in zip(WHAT, held) if t is not None}
-    about = dict(seen=memory.seen, owner=owner(adapted), run=str(run.resolve()) if run else "")
-    about |= {"texts": texts, "date": datetime.now().isoformat(" ", "minutes")}
+        tensors |= {f"{what} {n}": t for what, t in memory.stored(n).items()}
+    about = dict(owner=owner(adapted), run=str(run.resolve()) if run else "", texts=texts)
+    about["date"] = datetime.now().isoformat(" ", "minutes")
+    about["names"] = names  # of the tensors of each layer
+    about["counters"] = {name: getattr(memory, name) for name in memory.counters}
     write_file(Path(file), tensors, **about)
 
 
@@ -54,7 +54,7 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
     `given` are settings that the user named, which must be those of the memory. A line on standard
     error says what was read. Raises UserError."""
     tensors, about = read_file(Path(file))
-    if not about.keys() >= {"seen", "owner", "run", "texts", "date"}:
+    if not about.keys() >= {"counters", "owner", "run", "texts", "date"}:
         other = "this is no memory, or one of an older version"
         raise UserError(f"--load-memory {file}: {other}; make it anew by --save-memory")
     saved = about["owner"]
@@ -76,9 +76,10 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
     memory = adapted.cache()
     device = adapted.model.norm.weight.device
     for n in range(len(memory.keys)):
-        held = [tensors.get(f"{what} {n}") for what in WHAT]
-        memory.hold(n, *(t if t is None else t.to(device) for t in held))
-    memory.seen = about["seen"]
+        own = {what: tensors[f"{what} {n}"].to(device) for what in about["names"]}
+        memory.restore(n, own)
+    for name, value in about["counters"].items():
+        setattr(memory, name, value)
     listed = ", ".join(about["texts"])
     held = f"{memory.seen:,} tokens in {memory.nbytes:,} bytes"
     print(f"memory of {listed}, read {about['date']}: {held}", file=sys.stderr)

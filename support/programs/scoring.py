@@ -68,26 +68,19 @@ def parse_models(parser: Parser) -> argparse.Namespace:
 
 
 def name_of(s: Settings) -> str:
-    """A method without training, as a table names it: with other positions than those of its row
-    of METHODS, if it has them."""
+    """A method without training, as a table names it."""
     name = f"base, {s.method}"
     if not s.mem:
         return name
     name += f" M={s.mem}"
     if s.segment != s.mem:
         name += f" T={s.segment}"
-    if s.positions != METHODS[s.method](s.mem).get("positions", "text"):
-        name += f" positions={s.positions}"
     return name + " budgets" if budgets_of(s) else name
 
 
 def baselines(model: Llama, mem: int, segment: int) -> list[AdaptedLlama]:
-    """A window and H2O of M slots, at least 4, on their base. Their positions are those of
-    the slots, because positions in a long text would pass the base's context."""
-    return [
-        untrained(model, method, max(4, mem), segment, positions="slots")
-        for method in ("streaming", "h2o")
-    ]
+    """A window and H2O of M slots, at least 4, on their base."""
+    return [untrained(model, method, max(4, mem), segment) for method in ("streaming", "h2o")]
 
 
 def models_to_score(
@@ -102,7 +95,7 @@ def models_to_score(
     models = [untrained(model, "full", 512, segment=512)]
     mem, segment = method_sizes(flags, [*runs.values()])
     for method in flags.method:
-        models.append(untrained(model, method, mem, segment, flags.budgets, flags.positions))
+        models.append(untrained(model, method, mem, segment, flags.budgets))
     if not any(adapted.settings.mem for adapted in [*runs.values(), *models]):
         refuse_sizes(flags)
     if with_baselines and not flags.method:
@@ -113,7 +106,7 @@ def models_to_score(
 
 
 def note_limits(models: dict[str, AdaptedLlama], lengths: list[int]) -> None:
-    """Say where positions are too large, and where nothing is compressed."""
+    """Say where distances are too large, and where nothing is compressed."""
     for name, adapted in models.items():
         s = adapted.settings
         warn_if_too_long(adapted, max(lengths))

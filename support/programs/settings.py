@@ -3,7 +3,6 @@
 import argparse
 import sys
 from dataclasses import replace
-from typing import Callable
 
 from lococo import AdaptedLlama, Settings, position_divisor, settings_for
 from model import Llama
@@ -19,9 +18,10 @@ def make_settings(
 ) -> Settings:
     """As lococo.settings_for. Budgets are scaled to M slots on average. Raises UserError."""
     settings = settings_for(method, mem, segment, length, **changes)
-    if budgets:
-        settings = with_budgets(settings, scaled(budgets, settings.mem))
-        check_sizes(settings)
+    if not budgets:
+        return with_budgets(settings, [])
+    settings = with_budgets(settings, scaled(budgets, settings.mem))
+    check_sizes(settings)
     return settings
 
 
@@ -96,46 +96,24 @@ def refuse_sizes(flags: argparse.Namespace) -> None:
 
 
 def reach_of(adapted: AdaptedLlama) -> int:
-    """The largest position that a base reads: its context times what positions are divided
-    by."""
+    """The largest distance that a base reads, in tokens: its context times what positions are
+    divided by."""
     config = adapted.model.config
     return round(config.context * position_divisor(config, adapted.settings))
 
 
-def made_for(
-    make: Callable, positions: str | None, tokens: int, new: int
-) -> AdaptedLlama:
-    """make(positions=...) for so many tokens of a text, and new ones behind it. If the user has
-    not chosen any positions (None), and these tokens pass the base's context, it is made by slot.
-    A base that was tuned to divided positions stays as it is."""
-    adapted = make(positions=positions)
-    s, config, reach = adapted.settings, adapted.model.config, reach_of(adapted)
-    if positions or not s.mem or s.positions == "slots" or tokens + new <= reach:
-        return adapted
-    if position_divisor(config, replace(s, positions="slots")) != position_divisor(config, s):
-        return adapted
-    read = f"{tokens:,} tokens and {new:,} that may follow"
-    passed = f"{read} pass the base's context of {reach:,}"
-    print(f"note: {s.method}: {passed}; keys are numbered by slot", file=sys.stderr)
-    return make(positions="slots")
-
-
 def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
-    """Print a warning if positions pass those that the base reads. Positions in the text end
-    at `tokens`, those in the cache at M + T of the largest head."""
-    settings, reach = adapted.settings, reach_of(adapted)
-    by_slot = settings.positions == "slots" and settings.mem
-    largest = settings.largest + settings.segment
-    positions = min(tokens, largest) if by_slot else tokens
-    if positions <= reach:
-        return
-    if by_slot:
+    """Print a warning if a text of so many tokens has distances that the base does not read. Those
+    of a memory end at a ceiling (support/ours/ceiling.py), or by slot at M + T of the largest
+    head; those of a full cache do not end."""
+    s, reach = adapted.settings, reach_of(adapted)
+    largest, remedy = tokens, "--method h2o --mem 512 reads texts of any length"
+    if s.mem:
+        largest = s.largest + s.segment if s.positions == "slots" else s.segment
         remedy = "take a smaller --mem or --segment"
-    elif settings.lora_rank:
-        remedy = "train with a larger --seq, or with --positions slots"
-    elif settings.mem:
-        remedy = "read the text with --positions slots, which keeps them small"
-    else:
-        remedy = "--method h2o --mem 512 --positions slots keeps them small"
-    reached = f"positions may reach {positions:,}, and the base reads up to {reach:,}"
-    print(f"warning: {settings.method}: {reached}; {remedy}", file=sys.stderr)
+    elif s.lora_rank:
+        remedy = "train with a larger --seq"
+    if min(tokens, largest) > reach:
+        reached = f"it reads at distances of {min(tokens, largest):,} tokens"
+        known = f"and the base knows up to {reach:,}"
+        print(f"warning: {s.method}: {reached}, {known}; {remedy}", file=sys.stderr)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lococo import Settings, position_divisor
+from lococo import Settings
 from model import LlamaConfig
 from support.ours.budgets import budgets_of
 from support.command_line import TINY, Machine, counted
@@ -26,10 +26,6 @@ def print_start(
     if budgets_of(settings):
         numbers = sum(settings.budgets, [])
         print(f"budgets: heads have {min(numbers):,} to {max(numbers):,} slots")
-    divisor, reach = position_divisor(base, settings), int(base.context * base.rope_scale)
-    if divisor > base.rope_scale and not settings.lora_rank:
-        print(f"note: positions are divided by {divisor:.3g}, which a frozen base has not learnt; "
-              f"--seq {reach} or --positions slots avoids it")
     print(texts.summary)
     if not config.data and Path(config.model) != TINY:
         print("no --data: it trains on Python's standard library; "
