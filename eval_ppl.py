@@ -61,14 +61,14 @@ def perplexity(nats: Tensor) -> float:
     return nats.double().mean().exp().item()
 
 
-def ranges(what: str, numbers: Tensor, reach: int) -> dict[str, Tensor]:
+def ranges(what: str, numbers: Tensor, near: int) -> dict[str, Tensor]:
     """A mask (P, L - 1) for each range of `numbers` (P, L - 1), which are positions or
     distances of tokens. Range "a-b" has those above a, up to b. The first one ends at
-    `reach`, M + T: a window can hold what is so near. The others end at 512, 1024 ... L. A
+    `near`, M + T: a window can hold what is so near. The others end at 512, 1024 ... L. A
     distance of 0 marks a token that is no answer, and is in no range."""
     L = numbers.shape[1] + 1
-    doubled = {2**e for e in range(9, L.bit_length()) if reach < 2**e < L}
-    edges = sorted({0, min(reach, L), L} | doubled)
+    doubled = {2**e for e in range(9, L.bit_length()) if near < 2**e < L}
+    edges = sorted({0, min(near, L), L} | doubled)
     masks = {}
     for above, to in zip(edges, edges[1:]):
         masks[f"{what}{above}-{to}"] = (above < numbers) & (numbers <= to)
@@ -205,19 +205,19 @@ def main() -> None:
     numbers = {L: len(rows) for L, rows in documents.items()}
     figures = {"parts": parts, "documents": numbers, "methods": scores.cells}
     memories = [adapted.settings for adapted in models.values() if adapted.settings.mem]
-    reach = max((settings.capacity for settings in memories), default=0)
+    near = max((settings.capacity for settings in memories), default=0)
     # Others are compared with the first RUN that has slots, or else the first --method.
     in_order = [*map(os.path.relpath, flags.runs), *models]
     first = next((name for name in in_order if models[name].settings.mem), None)
     figures["nats per token"] = print_differences(scores.losses, first)
     if flags.by_position:
         position = torch.arange(1, L).expand(len(last), -1)
-        masks = ranges("position ", position, reach)
+        masks = ranges("position ", position, near)
         rows = print_means(f"nats in {L} tokens", "tokens", masks, scores.losses)
         figures["nats by position"] = rows
     if flags.recall:
         words = len(fact_tokens(tokenizer, flags.fact_form).words)
-        masks = ranges("told ago ", told_ago, reach)
+        masks = ranges("told ago ", told_ago, near)
         title = f"recalled; by chance 1 in {words}"
         figures["recall"] = print_means(title, "answers", masks, scores.hits)
     if flags.json:

@@ -80,6 +80,7 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
             return
         # It enters the cache before it is handed on, so that the cache has all that was written.
         logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
+        refuse_not_finite(logits)
         yield token
 
 
@@ -158,17 +159,16 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
         models[method] = untrained(model, method, mem, segment, flags.budgets)
     needs_slots = flags.show_memory or flags.save_memory
     if not models:
-        refuse_sizes(flags)
         models["full"] = untrained(model, "full", 512, 512)
-        if not needs_slots:
-            memory = "its memory is the full cache, which keeps every token"
-            others = f"for 512 slots: {SUGGESTED}"
-            print(f"this base has no adapter: {memory}; {others}", file=sys.stderr)
     if needs_slots:
         for adapted in models.values():
             check_slots(adapted.settings)
     if not any(adapted.settings.mem for adapted in models.values()):
         refuse_sizes(flags)
+    if not needs_slots and not run and not flags.method:
+        memory = "its memory is the full cache, which keeps every token"
+        others = f"for 512 slots: {SUGGESTED}"
+        print(f"this base has no adapter: {memory}; {others}", file=sys.stderr)
     return models
 
 

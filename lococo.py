@@ -1,7 +1,9 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a convolution.
 
-This file is the paper (arXiv 2406.05317) and what it compares with. Letters are those of
-model.py, and there is one more:
+This file is the paper (arXiv 2406.05317) and what it compares with. An entry is the key and the
+value of a token in one head of a layer. Letters are those of model.py: B texts, T new tokens, S
+entries, M slots, H query heads, G key/value heads, D channels of a head, L tokens of a text, N = B * G
+heads of all texts. There is one more:
 
     R  entries of a head that a compression does not keep as they are: it puts them into
        merged slots, or drops them
@@ -12,14 +14,14 @@ Equation numbers are the paper's: (1) is `attention_weights` and `Memory.read`, 
 
 Two matrices say how much of each entry goes into each slot:
 
-    logits  the paper's W of (6), as the convolution gives it
-    w       the paper's w of (7): each row sums to 1
+    W  of (6), as the convolution gives it
+    w  of (7): each row sums to 1
 
 A place is an index in the cache. A position is what RoPE rotates by: with positions "text" it
 is the token's index in the text, and with positions "slots" its place.
 
 A method of your own is a row of METHODS, a compressor one of COMPRESSORS, a memory one of
-MEMORIES. They stand in a file of their own, which adds them to these dictionaries.
+MEMORIES. Put it into a new file, which adds it to these dictionaries.
 """
 
 from dataclasses import dataclass
@@ -46,7 +48,7 @@ METHODS = {
     # attention is that of support/programs/longlora.py.
     "full": lambda M: {},
     "longlora": lambda M: {},
-    # StreamingLLM with M slots. LoCoCo's table gives it 8 entries, and does not say which.
+    # StreamingLLM, here with M slots. The paper's table gives it 8, and does not say which.
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
     # The paper does not say how H2O divides its slots; H2O's authors do it so.
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
@@ -64,7 +66,7 @@ class Settings:
 
     method: str
     segment: int  # the most tokens that enter together
-    # L that it is trained for, in tokens; without training, the most that the base can read
+    # L that an adapter is trained for, in tokens; without training, the most that the base reads
     length: int
     # How many slots there are of each of KINDS. Without merged slots the rest is dropped.
     sinks: int = 0
@@ -93,18 +95,18 @@ class Settings:
 
     @property
     def largest(self) -> int:
-        """The slots of the head that has most: M, if all have equally many."""
+        """The slots of the head that has most. Here all have M."""
         return self.mem
 
     @property
     def capacity(self) -> int:
-        """M + T, the most entries that a head with slots holds."""
+        """M + `segment`, the most entries that a head with slots holds."""
         return self.mem + self.segment
 
     @property
-    def memory(self) -> str:
+    def memory_name(self) -> str:
         """The one of MEMORIES that holds the slots."""
-        return COMPRESSORS[self.compressor].memory
+        return COMPRESSORS[self.compressor].memory_name
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
@@ -118,7 +120,7 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     counts = {kind: getattr(settings, kind) for kind in KINDS}
     # A row without slots keeps all entries. A row with merged slots needs at least one.
     fit = 0 < settings.mem <= mem and min(counts.values()) >= 0
-    if row and not fit or "merged" in row and settings.merged == 0:
+    if (row and not fit) or ("merged" in row and settings.merged == 0):
         listed = ", ".join(f"{count} {kind}" for kind, count in counts.items())
         raise UserError(f"method {method}, mem {mem}: {listed} slots do not fit; change mem")
     return settings
@@ -133,20 +135,20 @@ class Compressor(nn.Module):
 
     One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. It is made
     with the arguments below, once for each layer. All its parameters train at the rate of the
-    convolutions. The paper's does the same in training and in use.
+    convolutions. The paper's does not regard `train()` and `eval()`.
     """
 
-    memory = "paper"  # the one of MEMORIES that it works in
+    memory_name = "paper"  # the one of MEMORIES that it works in
     reads_received = False  # True: the memory counts attention, also without heavy slots
-    recompute = False  # True: the backward pass computes w again
+    recompute = False  # True: the backward pass merges again, to keep less in between
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
         super().__init__()
         self.slots = slots
         # g of (6)
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
-        # Their scale cancels in (7). A step of AdamW does not grow with it, so that with a
-        # larger start w changes more slowly.
+        # The scale of g cancels in (7). A step of AdamW does not grow with it, so that with a
+        # larger `start` w changes more slowly.
         nn.init.normal_(self.conv.weight, std=start)
 
     def weights(self, entries: Tensor, received: Tensor | None) -> Tensor:
@@ -156,10 +158,10 @@ class Compressor(nn.Module):
         The paper's compressor reads `entries` alone. `received` (N, R) is the attention that each
         entry has received, or None if the memory does not count it (see `reads_received`).
         """
-        logits = self.conv(entries)  # (6)
+        W = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official
         # code, it follows the convolution. A row of zeros becomes a plain mean.
-        w = logits.relu() + 1e-9
+        w = W.relu() + 1e-9
         return w / w.sum(dim=-1, keepdim=True)  # (7)
 
 
@@ -167,21 +169,21 @@ COMPRESSORS = {"paper": Compressor}
 
 
 def merge(
-    weights: Callable, k: Tensor, v: Tensor, received: Tensor | None
+    compute_w: Callable, k: Tensor, v: Tensor, received: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Equations (4) to (7): k and v (B, G, R, D), and the attention `received` (B, G, R) -> K'
-    and V' (B, G, slots, D), and w (B, G, slots, R), which is what `weights` of a compressor
-    returns.
+    """Equations (4) and (5), after (6) and (7): k and v (B, G, R, D), and the attention `received`
+    (B, G, R) -> K' and V' (B, G, slots, D), and w (B, G, slots, R). `compute_w` is
+    `Compressor.weights`, or does the same.
 
-    All is computed in float32, as bfloat16 is too coarse for logits, and K' and V' are
-    rounded to the dtype of k and v. With positions of the text a mixed key has no single
+    All is computed in float32, as bfloat16 is too coarse for W, and K' and V' are rounded to
+    the dtype of k and v. With positions of the text a mixed key has no single
     position; the paper does not discuss this.
     """
     with torch.autocast(k.device.type, enabled=False):
         k_wide, v_wide = widened(k), widened(v)
         entries = torch.cat((k_wide, v_wide), dim=-1).flatten(0, 1).mT  # (N, 2D, R)
         received = None if received is None else received.flatten(0, 1)
-        w = weights(entries, received).unflatten(0, k.shape[:2])
+        w = compute_w(entries, received).unflatten(0, k.shape[:2])
         return (w @ k_wide).type_as(k), (w @ v_wide).type_as(v), w  # (4), (5)
 
 
@@ -201,22 +203,23 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     attention_logits = widened(q @ k.mT)
     if T > 1:  # a single token sees all entries
         # All queries see the older entries, so that the last T columns alone need the mask.
-        # It is added in place. It is a constant, and autograd need not know of it.
+        # `last` is a view: this writes into attention_logits. The mask is a constant, of which
+        # autograd need not know.
         last = attention_logits.detach().unflatten(2, (group, T))[..., S - T :]
         last += causal_mask(T, T, last)
     return attention_logits.softmax(dim=-1)
 
 
-# --- Memory (algorithm 2) ---------------------------------------------------------------
+# --- Memory (the body of the loop of algorithm 2) ---------------------------------------------------------------
 
 
-def in_order(entries: Tensor, order: Tensor) -> Tensor:
-    """Entries (B, G, S, D), or what they received (B, G, S), in the order (B, G, S) of each head;
-    faster than `gather`."""
+def in_order(held: Tensor, order: Tensor) -> Tensor:
+    """Keys or values (B, G, S, D), or what entries received (B, G, S), in the order (B, G, S) of
+    each head; faster than `gather`."""
     B, G = order.shape[:2]
     text = torch.arange(B, device=order.device)[:, None, None]
     head = torch.arange(G, device=order.device)[:, None]
-    return entries[text, head, order]
+    return held[text, head, order]
 
 
 def check_choice(chosen: Tensor, s: Settings) -> None:
@@ -249,7 +252,7 @@ class Memory(KVCache):
     are older.
     """
 
-    counters = ("seen",)  # numbers that a file needs beside what `stored` returns
+    counters = ("seen",)  # numbers that a saved memory needs beside what `stored` returns
 
     def __init__(
         self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList
@@ -265,7 +268,7 @@ class Memory(KVCache):
 
     def empty(self, slots: list[Settings]) -> None:
         """Hold nothing. `slots` says how many slots of each kind each layer has."""
-        self.slots = slots
+        self.of_layer = slots
         self.capacity = [s.capacity for s in slots]
         self.keys = [Entries() for _ in slots]
         self.values = [Entries() for _ in slots]
@@ -287,8 +290,8 @@ class Memory(KVCache):
         """Compress the layers into which T new tokens would not fit.
 
         Algorithm 2 compresses right after a segment. Here this is done just before the next
-        tokens that would not fit, so that their loss trains the compressor. With whole
-        segments the slots are those of the paper. In decoding the paper compresses at every
+        tokens that would not fit: then the compression is in the graph of their loss, which
+        trains the compressor. With whole segments the slots are those of the paper. In decoding the paper compresses at every
         token, and this memory at every `segment` tokens.
         """
         super().make_room(B, T)
@@ -332,8 +335,8 @@ class Memory(KVCache):
             factor = self.settings.forget ** (T / self.settings.segment)
             received[:, :, :-T] += factor * self.received[layer]  # the older entries
         self.received[layer] = received
-        read = attention.type_as(q) @ v  # (B, G, H/G * T, D)
-        return read.unflatten(2, (group, T)).flatten(1, 2)
+        output = attention.type_as(q) @ v  # (B, G, H/G * T, D)
+        return output.unflatten(2, (group, T)).flatten(1, 2)
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         """The operator C of (3), steps 4 and 5 of algorithm 2: S entries become M slots, in one
@@ -348,7 +351,7 @@ class Memory(KVCache):
         multiplies. Returns the order (B, G, S) and w (B, G, merged, R), which say what is in
         a slot.
         """
-        s = self.slots[layer]
+        s = self.of_layer[layer]
         k, v = self.to_compress[layer].held, self.values[layer].held
         received = self.received[layer]
         chosen = self.choose(s, k, v, received)
@@ -358,7 +361,7 @@ class Memory(KVCache):
         # among the chosen entries, and among the others.
         order = (~chosen).byte().argsort(dim=2, stable=True)
         sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
-        _, places, _ = order.split(sizes, dim=2)  # of the rest
+        _, places, _ = order.split(sizes, dim=2)  # of the rest, for memories of your own
         k_pinned, k_rest, k_recent = in_order(k, order).split(sizes, dim=2)
         v_pinned, v_rest, v_recent = in_order(v, order).split(sizes, dim=2)
         received_rest = None
@@ -383,14 +386,14 @@ class Memory(KVCache):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """K', V' and w of the layer's compressor, for entries that stood at these places of the
         cache, (B, G, R). If there are no merged slots, the entries are dropped."""
-        if not self.slots[layer].merged:
+        if not self.of_layer[layer].merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
-        args = (self.weights_of(layer, places), k, v, received)
+        args = (self.w_function(layer, places), k, v, received)
         if self.compressors[layer].recompute:
             return checkpoint(merge, *args, use_reentrant=False)
         return merge(*args)
 
-    def weights_of(self, layer: int, places: Tensor) -> Callable:
+    def w_function(self, layer: int, places: Tensor) -> Callable:
         """What computes w of entries and the attention that they received. A subclass may also
         tell the compressor where in the cache they stood."""
         return self.compressors[layer].weights
@@ -401,14 +404,14 @@ class Memory(KVCache):
         places."""
         if self.by_slot:
             self.unrotated[layer] = Entries(k)
-            places = torch.arange(k.shape[2], device=k.device)
-            k = rotate(k, *self.rotation(places))
+            new_places = torch.arange(k.shape[2], device=k.device)
+            k = rotate(k, *self.rotation(new_places))
         self.keys[layer] = Entries(k)
         self.values[layer] = Entries(v)
         self.received[layer] = received
 
     def stored(self, layer: int) -> dict[str, Tensor]:
-        """What a file needs of a layer, so that `restore` makes it again."""
+        """What a saved memory needs of a layer, so that `restore` makes it again."""
         held = {"keys": self.to_compress[layer].held, "values": self.values[layer].held}
         received = self.received[layer]
         return held if received is None else held | {"received": received}
@@ -443,7 +446,7 @@ class Memory(KVCache):
             keys.detach()
 
 
-# The class of a memory is that which its compressor names (`Compressor.memory`).
+# The class of a memory is that which its compressor names (`Compressor.memory_name`).
 MEMORIES = {"paper": Memory}
 
 # --- Segment loop (algorithm 2) ---------------------------------------------------------
@@ -461,7 +464,7 @@ def segment_losses(
     inputs = tokens[:, :-1].split(segment, dim=1)
     targets = tokens[:, 1:].split(segment, dim=1)
     for x, y in zip(inputs, targets):
-        logits = model(x, cache)  # the cache compresses first, if x does not fit
+        logits = model(x, cache)  # its first call is Memory.make_room, which may compress
         nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
         yield nats.view_as(y), logits
 
@@ -477,13 +480,18 @@ def position_divisor(config: LlamaConfig, settings: Settings) -> float:
     "text" (the paper): a token's position in the text, which reaches L. "slots": its place
     in the cache, which never exceeds M + T of the largest head.
     """
-    if not settings.lora_rank:
+    if not settings.lora_rank:  # the base stays frozen
         return config.rope_scale
     highest = settings.length
     if settings.positions == "slots" and settings.mem:
         highest = min(settings.largest + settings.segment, settings.length)
     # The checkpoint may divide positions itself; they are never divided by less.
     return max(config.rope_scale, highest / config.context)
+
+
+def reach(config: LlamaConfig, settings: Settings) -> int:
+    """The largest distance between two tokens that a base reads, in tokens."""
+    return round(config.context * position_divisor(config, settings))
 
 
 # --- LoRA (arXiv 2106.09685) ------------------------------------------------------------
@@ -557,13 +565,13 @@ class AdaptedLlama(nn.Module):
         with torch.device("meta"):  # shapes without numbers
             self.model = Llama(config)
         self.model.load_state_dict(model.state_dict(), assign=True)  # nothing is copied
-        self.model.sample = model.sample
+        self.model.sample = model.sample  # by which an adapter's file knows its base
         self.model.requires_grad_(False)
-        merged = MEMORIES[settings.memory].merged_slots(config, settings)
-        compressor = COMPRESSORS[settings.compressor]
+        merged = MEMORIES[settings.memory_name].merged_slots(config, settings)
+        compressor_class = COMPRESSORS[settings.compressor]
         with torch.device("cpu"):  # so that training on a GPU starts from the same numbers
             compressors = [
-                compressor(config.head_dim, slots, settings.kernel, settings.start)
+                compressor_class(config.head_dim, slots, settings.kernel, settings.start)
                 for slots in (merged if settings.merged else [])
             ]
         like = widened(model.norm.weight[:0])
@@ -589,16 +597,16 @@ class AdaptedLlama(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def recompute_in_backward(self) -> None:
-        """Train with less memory and more time: the backward pass runs the layers, apart
+        """Train with less of the machine's memory and more time: the backward pass runs the layers, apart
         from attention, and the compressors again."""
         for module in (*self.model.layers, *self.compressors):
             module.recompute = True
 
-    def cache(self, memory: Callable | None = None) -> KVCache:
+    def cache(self, memory_class: Callable | None = None) -> KVCache:
         """An empty cache for one batch of sequences. If there are slots, its class is that of
-        the settings, or another `memory`."""
+        the settings, or another one."""
         config = self.model.config
         if self.settings.mem:
-            memory = memory or MEMORIES[self.settings.memory]
-            return memory(config, self.settings, self.compressors)
+            memory_class = memory_class or MEMORIES[self.settings.memory_name]
+            return memory_class(config, self.settings, self.compressors)
         return KVCache(config, position_divisor(config, self.settings))

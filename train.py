@@ -38,8 +38,8 @@ from support.processes import noted_signals, start_alike, start_process
 from support.programs.adapter import identity, write_adapter
 from support.programs.answers import add_answers
 from support.programs.longlora import training_cache
-from support.programs.run_folder import State, folder_of, open_log, read_state, restore
-from support.programs.run_folder import write_state
+from support.programs.run_folder import State, new_folder, open_log, read_state
+from support.programs.run_folder import refuse_used, restore, write_state
 from support.programs.scoring import baselines, name_of
 from support.programs.settings import make_settings
 from support.programs.train_flags import check_use, flags_given, make_parser
@@ -168,8 +168,8 @@ def gradients(
     adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
     step: int, done: Callable[[int], None] = lambda tokens: None,
 ) -> float:
-    """Leave the gradient of a step's loss in p.grad, which has none before; return the loss in
-    nats per token.
+    """Put the gradient of a step's loss into p.grad, which must be None before; return the loss
+    in nats per token.
 
     draw(i) is sequence i, as `Setup.draw` returns it. The processes share the sequences
     of a step: this one is number RANK of WORLD (support/processes.py). done(n) is called
@@ -321,8 +321,8 @@ def score(setup: Setup, adapted: AdaptedLlama) -> dict[str, float]:
         told, ago = tell_all(documents, "held-out", setup.tokenizer)
         _, hits, _ = token_losses(adapted, told, setup.machine, config.micro_batch)
         # Full attention has the ranges of the others.
-        reach = (adapted.settings.mem or config.mem) + config.segment
-        for distance, mask in ranges("recall ", ago, reach).items():
+        near = (adapted.settings.mem or config.mem) + config.segment
+        for distance, mask in ranges("recall ", ago, near).items():
             row[distance] = hits[mask].double().mean().item()
     return row
 
@@ -330,7 +330,8 @@ def score(setup: Setup, adapted: AdaptedLlama) -> dict[str, float]:
 def set_up(config: TrainConfig) -> tuple[Setup, Llama]:
     """Read the base and the texts. Raises UserError if nothing can be trained on them."""
     machine = prepare(config.device, config.dtype, config.seed)
-    dtype = str(machine.dtype).removeprefix("torch.")  # also if it goes on elsewhere
+    # Stored, so that a run which goes on on another device keeps its dtype.
+    dtype = str(machine.dtype).removeprefix("torch.")
     model, tokenizer = load_base(Path(config.model), machine.dtype, machine.device)
     texts = read_texts(config.data, config.held_out, config.seq, config.score_tokens, tokenizer)
     setup = Setup(replace(config, dtype=dtype), machine, tokenizer, texts)
@@ -345,10 +346,12 @@ def run(config: TrainConfig, state: State | None) -> int:
     goes into the folder of the run. Returns the exit code."""
     settings = settings_of(config)
     check_use(settings)
+    if not state:
+        refuse_used(config.out)
+    setup, model = set_up(config)
     default = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
-    out = folder_of(config.out, default, resumed=state is not None)
-    setup, model = set_up(replace(config, out=str(out)))
-    config = setup.config
+    out = Path(config.out) if state else new_folder(config.out, default)
+    config = replace(setup.config, out=str(out))
     if WORLD > 1 and RANK == 0:
         join()  # the others wait in start_process
     print_start(config, settings, model.config, setup.machine, setup.texts)
@@ -378,6 +381,7 @@ def run(config: TrainConfig, state: State | None) -> int:
     if RANK == 0:
         write_adapter(out, adapted, setup.texts.parts, setup.texts.trained)
         scores[f"{config.method}, after training"] = score(setup, adapted)
+        save(config.steps)
         print_scores(scores, len(setup.texts.documents))
         print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
     return 0

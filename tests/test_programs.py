@@ -115,7 +115,7 @@ def test_recall(run, tokenizer):
 def test_ranges_of_distances():
     """The last number of a range is in it. 0 is in none."""
     numbers = torch.arange(600)[None]
-    first, second, third = eval_ppl.ranges("what ", numbers, reach=100).items()
+    first, second, third = eval_ppl.ranges("what ", numbers, near=100).items()
     assert [first[0], second[0], third[0]] == ["what 0-100", "what 100-512", "what 512-601"]
     assert numbers[first[1]].tolist() == list(range(1, 101))
     assert numbers[third[1]].tolist() == list(range(513, 600))
@@ -142,12 +142,12 @@ def test_the_usual_lengths_that_no_text_has_are_left_out(run):
     ("streaming", 128, 9999, ""),  # positions end at M + T = 256
     ("streaming", 1024, 9999, "take a smaller --mem or --segment"),  # M + T = 2048
     ("full", 16, 1025, "--method h2o --mem 512 reads texts of any length"),
-    ("h2o", 128, 9999, ""), ("h2o", 1025, 9999, "take a smaller --mem or --segment"),
+    ("h2o", 512, 9999, ""), ("h2o", 513, 9999, "take a smaller --segment"),
 ])
 def test_a_warning_if_distances_pass_the_context(capsys, method, mem, tokens, remedy):
     warn_if_too_long(untrained(load_llama(TINY), method, mem, mem), tokens)
     err = capsys.readouterr().err
-    assert err.startswith(f"warning: {method}: it reads at distances of ") == bool(remedy)
+    assert err.startswith(f"warning: {method}: it needs distances of ") == bool(remedy)
     assert err.endswith(f"and the base knows up to 1,024; {remedy}\n" if remedy else "")
 
 

@@ -21,7 +21,7 @@ from model import KVCache
 from support.command_line import HERE, Machine
 from support.files import UserError, read_file
 from support.programs.longlora import ShiftedGroups
-from support.programs.run_folder import folder_of
+from support.programs.run_folder import new_folder, refuse_used
 from support.programs.settings import make_settings
 
 SMALL = "--data text --recipe embedded --mem 16 --seq 64 --batch 3 --micro-batch 1 --steps 3"
@@ -131,12 +131,13 @@ def test_rates_fall_and_gradients_are_clipped(model, monkeypatch):
 def test_a_folder_has_one_run(own_folders):
     """Each run without --out gets one of its own. A folder with files is only for --resume."""
     for name in ("usual", "usual-2"):
-        assert folder_of("", Path("runs/usual"), resumed=False) == Path("runs", name)
-    folder_of("run", Path("other"), resumed=False)
+        assert new_folder("", Path("runs/usual")) == Path("runs", name)
+    for _ in range(2):  # the second time as after Ctrl-C
+        refuse_used("run")
+        assert new_folder("run", Path("other")) == Path("run")
     STATE.touch()
     with pytest.raises(UserError, match="^--out run: it has files already; name a new folder"):
-        folder_of("run", Path("other"), resumed=False)
-    assert folder_of("run", Path("other"), resumed=True) == Path("run")
+        refuse_used("run")
 
 
 UNDISTURBED = {}  # the files of a run that nothing disturbs, by name

@@ -6,8 +6,8 @@ tools/budgets.py measures which heads need more. On SmolLM2 with 512 slots on av
 tokens budgets lower the loss of H2O that forgets from 3.0636 to 3.0188 nats per token, without
 training. Full attention has 3.0005 (docs/results.md).
 
-It departs from the paper in that heads of a layer are compressed at different times. The flag
---budgets of the programs, or `with_budgets`, switches it on for any method.
+It departs from the paper in that heads of a layer are compressed at different times. The programs
+hold every method in its memory, in which all heads have M slots if there are no budgets.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -33,8 +33,10 @@ class HeadSettings(Settings):
     budgets: list[list[int]] = field(default_factory=list)
 
     @property
-    def memory(self) -> str:
-        return "budgets"
+    def memory_name(self) -> str:
+        """Somebody's own memory stays, unless there are budgets."""
+        own = super().memory_name
+        return "budgets" if self.budgets or own in ("paper", "selection") else own
 
     @property
     def largest(self) -> int:
@@ -147,9 +149,9 @@ class BudgetMemory(SelectingMemory, CeilingMemory):
             read.index_copy_(1, self.heads[n], of_part.unflatten(1, (-1, q.shape[2])))
         return read.flatten(1, 2)
 
-    def weights_of(self, n: int, places: Tensor) -> Callable:
+    def w_function(self, n: int, places: Tensor) -> Callable:
         """A head with fewer slots than the layer's largest takes the first rows of w."""
-        weights, merged = super().weights_of(n, places), self.slots[n].merged
+        weights, merged = super().w_function(n, places), self.of_layer[n].merged
         return lambda entries, received: weights(entries, received)[:, :merged]
 
 

@@ -67,7 +67,7 @@ class Selection(Compressor):
     A subclass changes `relevance` or `normalise`.
     """
 
-    memory = "selection"
+    memory_name = "selection"
     reads_received = True
     sharpness = 16  # in use; 1 while it trains
 
@@ -154,12 +154,12 @@ def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
 class SelectingMemory(Memory):
     """A memory that tells the compressor which entries stood in a slot."""
 
-    def weights_of(self, layer: int, places: Tensor) -> Callable:
+    def w_function(self, layer: int, places: Tensor) -> Callable:
         """After an earlier compression the cache is [pinned | merged | recent | new tokens].
         Entries from recent slots count as new, and sinks are never among the rest."""
-        compressor, s = self.compressors[layer], self.slots[layer]
+        compressor, s = self.compressors[layer], self.of_layer[layer]
         if not isinstance(compressor, Selection):  # with budgets there may be others
-            return super().weights_of(layer, places)
+            return super().w_function(layer, places)
         compressed_before = self.keys[layer].size < self.seen  # fewer entries than tokens
         from_slot = (places < s.pinned + s.merged) & compressed_before
         return partial(compressor.weights, from_slot=from_slot.flatten(0, 1), slots=s.merged)

@@ -38,10 +38,15 @@ def identity(adapted: AdaptedLlama) -> dict:
     return dict(settings=settings, base=checksum(some, about))
 
 
-def settings_of(saved: dict) -> Settings:
-    """From what `identity` has of the settings."""
+def settings_of(file: Path, saved: dict) -> Settings:
+    """From what `identity` has of the settings, in this file or run. Raises UserError."""
     fields = {name: value for name, value in saved.items() if name != "budgets"}
-    return with_budgets(Settings(**fields), saved["budgets"])
+    try:
+        settings = with_budgets(Settings(**fields), saved["budgets"])
+    except (LookupError, TypeError) as error:
+        raise UserError(f"{file}: it is by another version ({error})") from None
+    check_settings(file, fields)
+    return settings
 
 
 TEXTS = "fingerprints of the texts"  # a tensor of an adapter's file
@@ -74,11 +79,10 @@ def read_adapter(run: Path) -> Adapter:
         raise UserError(f"{run}: {sentence}")
     tensors, about = read_file(run / "adapter.safetensors")
     try:
-        settings = settings_of(about["settings"])
+        settings = settings_of(run, about["settings"])
         base, parts = about["base"], about["parts"]
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None
-    check_settings(run, asdict(settings))
     texts = tensors.pop(TEXTS, None)
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():

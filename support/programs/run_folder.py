@@ -19,18 +19,21 @@ from support.text import parsed
 # --- The folder -------------------------------------------------------------------------
 
 
-def folder_of(out: str, default: Path, resumed: bool) -> Path:
-    """The folder of a run. A new one is made: `out`, or if this is empty the first of default,
-    default-2, default-3 ... that is not there. Raises UserError if a new run's `out` has files."""
-    if RANK > 0 or resumed:
+def refuse_used(out: str) -> None:
+    """Raises UserError if a folder for a new run has files. An empty name is no folder."""
+    if out and Path(out).is_dir() and any(Path(out).iterdir()):
+        sentence = "it has files already; name a new folder, or go on with it by --resume"
+        raise UserError(f"--out {os.path.relpath(out)}: {sentence}")
+
+
+def new_folder(out: str, default: Path) -> Path:
+    """Make the folder of a new run: `out`, or if this is empty the first of default, default-2,
+    default-3 ... that is not there."""
+    if RANK > 0:
         return Path(out or default)
     if out:
-        folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            sentence = "it has files already; name a new folder, or go on with it by --resume"
-            raise UserError(f"--out {os.path.relpath(folder)}: {sentence}")
-        return folder
+        Path(out).mkdir(parents=True, exist_ok=True)
+        return Path(out)
     for number in count(1):
         folder = default if number == 1 else default.with_name(f"{default.name}-{number}")
         with suppress(FileExistsError):  # of two runs that start together one makes it
@@ -77,6 +80,10 @@ def write_state(
         for key, moment in optimizer.state[p].items():
             tensors[f"{key} {name}"] = moment
     if RANK == 0:
+        log = out / "log.jsonl"
+        if log.exists():  # first, so that it has every step of the state after a power cut
+            with open(log, "rb") as written:
+                os.fsync(written.fileno())
         about = dict(step=step, config=config, owner=owner, scores=scores)
         write_file(out / "state.safetensors", tensors, **about)
 

@@ -14,8 +14,8 @@ from support.files import UserError, checksum, read_file, write_file
 REMEDIES = {  # of what differs
     "base": "model; name its --model",
     "dtype": "--dtype; give the same",
-    "settings": "version of this program; make it anew by --save-memory",
     "adapter": "adapter; name it by --adapter",
+    "settings": "version of this program; make it anew by --save-memory",
 }
 
 
@@ -54,12 +54,14 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
     `given` are settings that the user named, which must be those of the memory. A line on standard
     error says what was read. Raises UserError."""
     tensors, about = read_file(Path(file))
-    if not about.keys() >= {"counters", "owner", "run", "texts", "date"}:
+    if not about.keys() >= {"counters", "names", "owner", "run", "texts", "date"}:
         other = "this is no memory, or one of an older version"
         raise UserError(f"--load-memory {file}: {other}; make it anew by --save-memory")
     saved = about["owner"]
-    settings = settings_of(saved["settings"])
+    settings = settings_of(Path(file), saved["settings"])
     refuse_others(given, settings)
+    if run and not about["run"]:
+        raise UserError(f"--adapter {run}: this memory has no adapter; leave the flag out")
     run = run or (Path(about["run"]) if about["run"] else None)
     if run:
         if not run.exists():

@@ -4,7 +4,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from lococo import AdaptedLlama, Settings, position_divisor, settings_for
+from lococo import AdaptedLlama, Settings, reach, settings_for
 from model import Llama
 from support.ours.budgets import budgets_of, scaled, with_budgets, with_slots
 from support.files import UserError
@@ -95,25 +95,19 @@ def refuse_sizes(flags: argparse.Namespace) -> None:
             raise UserError(f"--{name}: it needs a memory of slots; {remedy}")
 
 
-def reach_of(adapted: AdaptedLlama) -> int:
-    """The largest distance that a base reads, in tokens: its context times what positions are
-    divided by."""
-    config = adapted.model.config
-    return round(config.context * position_divisor(config, adapted.settings))
-
-
 def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
-    """Print a warning if a text of so many tokens has distances that the base does not read. Those
-    of a memory end at a ceiling (support/ours/ceiling.py), or by slot at M + T of the largest
-    head; those of a full cache do not end."""
-    s, reach = adapted.settings, reach_of(adapted)
-    largest, remedy = tokens, "--method h2o --mem 512 reads texts of any length"
-    if s.mem:
-        largest = s.largest + s.segment if s.positions == "slots" else s.segment
-        remedy = "take a smaller --mem or --segment"
+    """Print a warning if the base does not read so many tokens of a text well. In a full cache
+    distances do not end. In a memory they end at a ceiling (support/ours/ceiling.py), which
+    needs room for a segment, or by slot at M + T of the largest head."""
+    s, known = adapted.settings, reach(adapted.model.config, adapted.settings)
+    farthest, remedy = tokens, "--method h2o --mem 512 reads texts of any length"
+    if s.mem and s.positions == "slots":
+        farthest, remedy = s.largest + s.segment, "take a smaller --mem or --segment"
+    elif s.mem:
+        farthest, remedy = 2 * s.segment, "take a smaller --segment"
     elif s.lora_rank:
         remedy = "train with a larger --seq"
-    if min(tokens, largest) > reach:
-        reached = f"it reads at distances of {min(tokens, largest):,} tokens"
-        known = f"and the base knows up to {reach:,}"
-        print(f"warning: {s.method}: {reached}, {known}; {remedy}", file=sys.stderr)
+    if min(tokens, farthest) > known:
+        needed = f"it needs distances of {min(tokens, farthest):,} tokens"
+        sentence = f"{needed}, and the base knows up to {known:,}"
+        print(f"warning: {s.method}: {sentence}; {remedy}", file=sys.stderr)
