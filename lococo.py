@@ -82,6 +82,7 @@ class Settings:
     # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets
     # nothing. 0, as in the official code, counts only the queries that entered last.
     forget: float = 1.0
+    forget_in: int = 0  # tokens; not "at each segment", but in so many. 0: a segment
 
     @property
     def pinned(self) -> int:
@@ -140,6 +141,7 @@ class Compressor(nn.Module):
 
     memory_name = "paper"  # the one of MEMORIES that it works in
     reads_received = False  # True: the memory counts attention, also without heavy slots
+    always = False  # True: it is there also if there are no merged slots
     recompute = False  # True: the backward pass merges again, to keep less in between
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
@@ -332,7 +334,8 @@ class Memory(KVCache):
         T, group = q.shape[2], q.shape[1] // k.shape[1]  # H/G query heads
         received = attention.detach().sum(dim=2) / group  # (B, G, S)
         if self.received[layer] is not None:
-            factor = self.settings.forget ** (T / self.settings.segment)
+            span = self.settings.forget_in or self.settings.segment
+            factor = self.settings.forget ** (T / span)
             received[:, :, :-T] += factor * self.received[layer]  # the older entries
         self.received[layer] = received
         output = attention.type_as(q) @ v  # (B, G, H/G * T, D)
@@ -354,7 +357,7 @@ class Memory(KVCache):
         s = self.of_layer[layer]
         k, v = self.to_compress[layer].held, self.values[layer].held
         received = self.received[layer]
-        chosen = self.choose(s, k, v, received)
+        chosen = self.choose(layer, k, v, received)
         if k.shape[2] == self.seen:  # nothing was compressed before
             check_choice(chosen, s)
         # The places of all entries in the cache. A stable sort keeps the order of the cache
@@ -419,13 +422,14 @@ class Memory(KVCache):
     def restore(self, layer: int, stored: dict[str, Tensor]) -> None:
         self.hold(layer, stored["keys"], stored["values"], stored.get("received"))
 
-    def choose(self, s: Settings, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
+    def choose(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
         """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S).
 
         For another rule change this function, or override it in a subclass (see MEMORIES).
         Each head must choose `s.pinned` entries, and none of the last `s.recent` ones, which
-        the recent slots keep.
+        the recent slots keep. Here s are the settings of the layer.
         """
+        s = self.of_layer[layer]
         chosen = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
         chosen[:, :, : s.sinks] = True
         if s.heavy:
@@ -572,7 +576,7 @@ class AdaptedLlama(nn.Module):
         with torch.device("cpu"):  # so that training on a GPU starts from the same numbers
             compressors = [
                 compressor_class(config.head_dim, slots, settings.kernel, settings.start)
-                for slots in (merged if settings.merged else [])
+                for slots in (merged if settings.merged or compressor_class.always else [])
             ]
         like = widened(model.norm.weight[:0])
         self.compressors = nn.ModuleList(compressors).to(like)

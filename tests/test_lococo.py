@@ -214,7 +214,7 @@ def test_keys_by_slot_are_rounded_once(config):
 def test_a_wrong_choice_of_what_is_pinned_is_noticed(model, monkeypatch, chosen, sentence):
     """H2O with four heavy and four recent slots."""
 
-    def choose(memory, s, k, v, scores):
+    def choose(memory, layer, k, v, scores):
         mask = torch.zeros(k.shape[:3], dtype=torch.bool)
         mask[:, :, chosen] = True
         return mask

@@ -50,7 +50,6 @@ class Oracle(Memory):
         """A witness has read the same text. So many segments are foreseen."""
         super().__init__(*args)
         self.witness, self.segments = witness, segments
-        self.layer = 0  # that is compressed now
 
     def read(self, n: int, q: Tensor) -> Tensor:
         positions = torch.arange(self.seen - q.shape[2], self.seen).float()
@@ -60,13 +59,10 @@ class Oracle(Memory):
         self.received[n] = positions
         return KVCache.read(self, n, q)
 
-    def compress(self, n: int) -> tuple[Tensor, Tensor]:
-        self.layer = n
-        return super().compress(n)
-
-    def choose(self, s: Settings, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    def choose(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        s = self.of_layer[layer]
         coming = self.seen // s.segment  # the number of the segment that enters now
-        received = self.witness.received[self.layer][coming : coming + self.segments]
+        received = self.witness.received[layer][coming : coming + self.segments]
         future = sum(attention[:, : self.seen] for attention in received)  # (G, seen)
         held = future.gather(1, positions[0].long())[None]
         chosen = torch.zeros_like(held, dtype=torch.bool)

@@ -105,16 +105,6 @@ ROWS = {
     "ours heads": Row("**ours with budgets**", f"--budgets {BUDGETS}"),
     "stored": Row("**ours with budgets**, trained with 512 slots", f"--budgets {BUDGETS}",
                   trained=False, stored=True),
-    # Beside bases that are tuned by LoRA. Full attention divides its positions if it is made
-    # for more tokens than the base was trained for.
-    "full as it is": Row("full attention, not tuned", "--method full --lora-rank 0 --seq 8192"),
-    "full tuned": Row("full attention, positions divided by 2", "--method full --recompute"),
-    "window as it is": Row("window, not tuned", "--method streaming --lora-rank 0"),
-    "h2o as it is": Row("H2O by slot, not tuned", "--method h2o --lora-rank 0"),
-    "h2o heads as it is": Row("H2O that forgets, with budgets, not tuned",
-                              f"--method h2o+forget --budgets {BUDGETS} --lora-rank 0"),
-    "stored by slot": Row("ours with budgets, not tuned: trained on 8,192 tokens",
-                          f"--budgets {BUDGETS}", trained=False, stored=True),
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
     "ours, one filter": Row("one filter for all slots", "--method selection-one-filter"),
@@ -160,10 +150,7 @@ LONG = Table(
 )
 RESULT = ("full", "window", "h2o text", "lococo+h2o", "official code", *OURS)
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
-EXTENDED = (
-    "full as it is", "window as it is", "h2o as it is", "h2o heads as it is", "stored by slot",
-    "full tuned", "window", "h2o", "official code", "ours heads",
-)
+EXTENDED = ("full", "window", "h2o text", "h2o heads", "stored")
 FACTS = ("window", "h2o", "lococo+h2o by slot", "ours")
 TABLES = {
     "frozen": FROZEN,
@@ -177,8 +164,7 @@ TABLES = {
     "long, M = 256": replace(LONG, rows=OTHER_SIZES, mem=256),
     "long, M = 1024": replace(LONG, rows=OTHER_SIZES, mem=1024),
     "extension": replace(
-        LONG, rows=EXTENDED, seq=32768, trains_on=16384, documents=4, steps=6,
-        flags="--recipe inference --lora-rank 8 --lr 3e-4 --positions slots",
+        LONG, rows=EXTENDED, seq=32768, trains_on=8192, documents=4
     ),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded",
                    steps=400, documents=64),

@@ -122,7 +122,7 @@ class BudgetMemory(SelectingMemory, CeilingMemory):
         self.parts = parts_of(config, settings)
         self.heads: list[Tensor | None] = [None] * len(self.parts)  # their indices, if needed
         self.empty([part.settings for part in self.parts])
-        if settings.merged:  # the heads of a layer share its compressor
+        if len(compressors):  # the heads of a layer share its compressor
             self.compressors = [compressors[part.layer] for part in self.parts]
 
     @staticmethod
