@@ -2,6 +2,8 @@
 in float64. A Llama-2 by Meta's formulas, the equations of the compressors by loops, and a slow
 memory. Equations have the paper's numbers, letters are those of model.py."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -166,11 +168,28 @@ def turned(k, positions, adapted):
     return torch.cat((pairs.real, pairs.imag), dim=-1)
 
 
-def slow_compress(k, v, scores, places, from_slot, compressors, s):
+def learned_score(score, k, v, received, age):
+    """The score of one entry, whose key (D,) is not rotated."""
+    x = [*k, *v, (received + 1e-4).log(), math.log(age)]
+    x = [(a - m) / d for a, m, d in zip(x, score.mean.double(), score.deviation.double())]
+    total = score.linear.bias[0] + sum(a * w for a, w in zip(x, score.linear.weight[0].double()))
+    for unit, weight in enumerate(score.out.weight[0].double()):
+        z = score.hidden.bias[unit].double()
+        z = z + sum(a * w for a, w in zip(x, score.hidden.weight[unit].double()))
+        total = total + weight * z * (1 + torch.erf(z / 2**0.5)) / 2  # GELU
+    return total
+
+
+def slow_compress(k, v, scores, places, from_slot, seen, adapted, s):
     """k, v (S, D), scores and places (S,), and which entries have had a slot that is not a recent
     one -> those of the M slots."""
-    S = len(k)
-    by_score = sorted(range(s.sinks, S - s.recent), key=lambda i: -scores[i])
+    S, compressors = len(k), adapted.compressors
+    preferred = scores
+    if s.compressor.endswith("learned"):
+        plain = turned(k, -places, adapted)
+        entries = zip(plain, v, scores, seen - places)
+        preferred = [learned_score(compressors[-1].score, *entry).item() for entry in entries]
+    by_score = sorted(range(s.sinks, S - s.recent), key=lambda i: -preferred[i])
     kept = [*range(s.sinks), *sorted(by_score[: s.heavy])]
     rest = sorted(by_score[s.heavy :])
     W = torch.zeros(s.mem, S, dtype=torch.float64)
@@ -198,7 +217,7 @@ def slow_memory(adapted, s, segments):
         T, q, k_new = len(k_new), q.double(), k_new.double()
         if len(k) + T > s.mem + s.segment:
             k, v, scores, places, from_slot = slow_compress(
-                k, v, scores, places, from_slot, adapted.compressors, s
+                k, v, scores, places, from_slot, seen, adapted, s
             )
         if s.positions == "text":
             if seen and seen + T - lowest > reach:  # the last new token would be too far away
@@ -212,7 +231,7 @@ def slow_memory(adapted, s, segments):
         if s.positions == "slots":
             read = turned(k, range(len(k)), adapted)
             q = turned(q, range(len(k) - T, len(k)), adapted)
-        scores = F.pad(s.forget ** (T / s.segment) * scores, (0, T))
+        scores = F.pad(s.forget ** (T / (s.forget_in or s.segment)) * scores, (0, T))
         from_slot = torch.cat((from_slot, torch.zeros(T).bool()))
         out = torch.zeros_like(q)
         for t in range(T):

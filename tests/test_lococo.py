@@ -126,9 +126,10 @@ def test_the_penalty_for_copies_is_a_constant_for_the_gradient():
 def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
     """Logits reach 900, where numbers in bfloat16 are 4 apart, so that a slot would take another
     entry. Autocast, which computes in bfloat16, changes nothing."""
-    compressor = COMPRESSORS[name](4, 3, 5)
+    compressor = COMPRESSORS[name](4, 0 if name == "learned" else 3, 5)
     with torch.no_grad():
-        compressor.conv.weight *= 100
+        for conv in (m for m in compressor.modules() if isinstance(m, torch.nn.Conv1d)):
+            conv.weight *= 100
     k, v = torch.randn(2, 2, 2, 9, 4).bfloat16()
     scores = torch.rand(2, 2, 9)
     plain = merge(compressor.weights, k, v, scores)
@@ -162,6 +163,8 @@ def test_every_method_equals_a_slow_memory(
     """The second layer, with segments of uneven sizes and grouped queries. With budgets each
     of the two key/value heads is a part, and they are compressed at different times. In a context
     of 8 tokens old entries are moved up."""
+    if "learned" in method and positions == "slots":
+        pytest.skip("a score needs positions of the text")
     model = Llama(replace(config, context=context))
     adapted = AdaptedLlama(model, settings(method, positions=positions, **changes)).eval()
     for p in adapted.compressors.parameters():

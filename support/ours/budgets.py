@@ -34,9 +34,9 @@ class HeadSettings(Settings):
 
     @property
     def memory_name(self) -> str:
-        """Somebody's own memory stays, unless there are budgets."""
+        """What is ours serves the paper's methods, too. Somebody's own memory stays."""
         own = super().memory_name
-        return "budgets" if self.budgets or own in ("paper", "selection") else own
+        return "budgets" if own in ("paper", "selection") else own
 
     @property
     def largest(self) -> int:

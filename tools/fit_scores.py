@@ -1,0 +1,184 @@
+"""Fit the scores of support/ours/learned_score.py to the attention of a base.
+
+    python tools/fit_scores.py --model SmolLM2-135M --data books/ --out runs/scores
+    python tools/fit_scores.py --model SmolLM2-135M --data books/ --out runs/both \\
+        --adapter adapters/smollm2-135m/text    # its heavy slots get the scores
+
+Full attention reads pieces of the texts, into which facts of many forms are written, and it is noted
+how much attention each entry receives from each segment. Then the score of each layer learns, at
+moments within a piece, the largest share of its attention that a later token will pay to an entry.
+No gradient goes through the model. For SmolLM2 this takes NN minutes of a core. The folder --out
+gets an adapter, as train.py writes it.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm, trange
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from generate import prefill
+from lococo import AdaptedLlama, attention_weights
+from model import KVCache, Llama, LlamaConfig, load_base
+from support.command_line import PlainParser, at_least, named_path, prepare, run_program
+from support.facts import tell
+from support.files import UserError
+from support.ours.learned_score import Score, with_scores
+from support.programs.adapter import load_adapter, write_adapter
+from support.programs.run_folder import refuse_used
+from support.programs.settings import make_settings
+from support.text import PARTS, fingerprints, pieces, token_streams
+from support.tokenizer import Tokenizer
+
+SEGMENT = 256  # tokens
+# Facts of these forms are written into the texts, and not of the forms "sentence" and "note".
+FORMS_TO_FIT = ("line", "name", "list", "question", "table", "place", "code")
+
+# --- What full attention pays -----------------------------------------------------------
+
+
+class Noted(KVCache):
+    """The full cache of one text. For each layer it notes the entries that enter, with keys that are
+    not rotated, (G, T, 2D), and what entries receive from each segment, as a sum over its queries and
+    as the largest share of one query, both (G, S)."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        self.entries = [[] for _ in self.keys]
+        self.sums = [[] for _ in self.keys]
+        self.largest = [[] for _ in self.keys]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.entries[layer].append(torch.cat((k, v), dim=-1)[0].half())
+        return super().attend(layer, q, k, v)
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        attention = attention_weights(q, self.keys[layer].held)[0]  # (G, H/G * T, S)
+        group = q.shape[1] // attention.shape[0]
+        self.sums[layer].append(attention.sum(dim=1) / group)
+        self.largest[layer].append(attention.amax(dim=1))
+        return super().read(layer, q)
+
+
+def texts_of(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Tensor, set[int]]:
+    """Pieces of the texts with facts in them, (P, L), and the fingerprints of all texts. Two thirds
+    of the pieces have facts of two forms. Raises UserError if no text is long enough."""
+    ids = np.concatenate([*token_streams(options.data, tokenizer).values()])
+    rows = pieces(ids, tokenizer.bos, options.length, options.documents)
+    if not len(rows):
+        raise UserError(f"--data: no text has --length {options.length} tokens")
+    told = []
+    for i, row in enumerate(rows):
+        for n in (2 * i, 2 * i + 1) if i % 3 < 2 else ():
+            form = FORMS_TO_FIT[n % len(FORMS_TO_FIT)]
+            row, _ = tell(row, 8, "training", n, i, tokenizer, form)
+        told.append(row)
+    return torch.stack(told), fingerprints(ids, tokenizer.bos)
+
+
+# --- The fit ----------------------------------------------------------------------------
+
+MOMENTS = 10  # in a piece, at which entries are sampled
+SAMPLES = 300  # entries of a head at a moment; 40 % of them are of the newest segment
+STEPS, BATCH, RATE = 600, 1024, 3e-3
+
+
+def sampled(noted: Noted, layer: int, forget: float, generator: torch.Generator) -> list[Tensor]:
+    """Entries (G, n, 2D), the attention that they have received and their age, as Score takes them,
+    and the largest share of its attention that a later query pays to them; all others (G, n)."""
+    entries = torch.cat(noted.entries[layer], dim=1)
+    count = len(noted.sums[layer])
+    found = []
+    for moment in torch.linspace(2, count - 2, MOMENTS).long().tolist():
+        seen = (moment + 1) * SEGMENT
+        new = seen - 1 - torch.randint(SEGMENT, (2 * SAMPLES // 5,), generator=generator)
+        old = torch.randint(seen, (SAMPLES - len(new),), generator=generator)
+        some = torch.cat((new, old))
+        received = torch.zeros(entries.shape[0], seen)
+        for sums in noted.sums[layer][: moment + 1]:
+            received *= forget
+            received[:, : sums.shape[1]] += sums
+        later = [largest[:, some] for largest in noted.largest[layer][moment + 1 :]]
+        target = torch.stack(later).amax(dim=0)
+        age = (seen - some).float().expand_as(target)
+        found.append((entries[:, some], received[:, some], age, target))
+    return [torch.cat(parts, dim=1) for parts in zip(*found)]
+
+
+def fit(score: Score, entries: Tensor, received: Tensor, age: Tensor, target: Tensor) -> None:
+    """exp(score) becomes the expected target, divided by its mean in each head: a Poisson loss."""
+    features = score.features(entries.float(), received, age).flatten(0, 1)
+    score.mean.data, score.deviation.data = features.mean(dim=0), features.std(dim=0)
+    learnt = [*score.linear.parameters(), *score.hidden.parameters(), *score.out.parameters()]
+    target = target / target.mean(dim=1, keepdim=True)
+    optimizer = torch.optim.AdamW(learnt, RATE, weight_decay=0.0)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
+        some = torch.randint(target.shape[1], (BATCH,))
+        z = score(entries[:, some].float(), received[:, some], age[:, some]).clamp(max=12)
+        optimizer.zero_grad()
+        (z.exp() - target[:, some] * z).mean().backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def samples_of(model: Llama, documents: Tensor, forget: float) -> list[list[Tensor]]:
+    """By layer what `sampled` returns, of all pieces of text."""
+    generator = torch.Generator().manual_seed(0)
+    by_layer = [[] for _ in model.layers]
+    for row in tqdm(documents, desc="pieces read with full attention"):
+        noted = Noted(model.config)
+        prefill(model, row[None], noted, SEGMENT)
+        for layer, some in enumerate(by_layer):
+            some.append(sampled(noted, layer, forget, generator))
+    return [[torch.cat(parts, dim=1) for parts in zip(*some)] for some in by_layer]
+
+
+# --- The program ------------------------------------------------------------------------
+
+
+def parse() -> argparse.Namespace:
+    parser = PlainParser(__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="directory of the base")
+    add("--data", type=named_path, nargs="+", metavar="PATH", required=True,
+        help="files and folders")
+    add("--adapter", type=Path, metavar="RUN", help="an adapter of ours that gets the scores")
+    add("--mem", type=at_least(4), default=896, metavar="M", help="slots (default: 896)")
+    add("--segment", type=at_least(1), default=128, metavar="T",
+        help="tokens that enter together (default: 128)")
+    add("--length", type=at_least(1024), default=8192, metavar="L",
+        help="tokens of a piece of text (default: 8192)")
+    add("--documents", type=at_least(1), default=12, metavar="N",
+        help="pieces, spread evenly over the texts (default: 12)")
+    add("--out", type=named_path, required=True, metavar="RUN", help="new directory")
+    options = parser.parse_args()
+    refuse_used(str(options.out))
+    return options
+
+
+def main() -> None:
+    options = parse()
+    machine = prepare("cpu", "float32")
+    model, tokenizer = load_base(options.model, machine.dtype)
+    documents, trained = texts_of(options, tokenizer)
+    sizes = options.mem, options.segment, options.length
+    adapted = AdaptedLlama(model, make_settings("learned", *sizes, lora_rank=0))
+    if options.adapter:
+        old = load_adapter(options.adapter, model, mem=options.mem, segment=options.segment)
+        adapted = with_scores(old, model)
+    s = adapted.settings
+    samples = samples_of(model, documents, s.forget ** (SEGMENT / s.forget_in))
+    for layer in trange(len(samples), desc="layers"):
+        fit(adapted.compressors[layer].score, *samples[layer])
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_adapter(options.out, adapted, [*PARTS], trained)
+    print(f"adapter: {options.out / 'adapter.safetensors'}")
+
+
+if __name__ == "__main__":
+    run_program(main)
