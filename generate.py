@@ -156,7 +156,7 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
         models[f"{adapted.settings.method}, adapter {run.resolve().name}"] = adapted
     mem, segment = method_sizes(flags, [*models.values()])
     for method in flags.method:
-        models[method] = untrained(model, method, mem, segment, flags.budgets)
+        models[method] = untrained(model, method, mem, segment, flags.budgets, flags.bits)
     needs_slots = flags.show_memory or flags.save_memory
     if not models:
         models["full"] = untrained(model, "full", 512, 512)

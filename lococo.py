@@ -312,7 +312,7 @@ class Memory(KVCache):
     @property
     def nbytes(self) -> int:
         """As in a KVCache, and with positions by slot the keys without a rotation, too."""
-        return super().nbytes + sum(keys.held.nbytes for keys in self.unrotated if keys.size)
+        return super().nbytes + sum(keys.nbytes for keys in self.unrotated)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.by_slot:

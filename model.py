@@ -180,6 +180,11 @@ class Entries:
     def held(self) -> Tensor:
         return self.buffer[:, :, : self.size]
 
+    @property
+    def nbytes(self) -> int:
+        """Of what is held. The buffer may take as much again."""
+        return self.held.nbytes if self.size else 0
+
     def append(self, new: Tensor, capacity: float) -> None:
         """Add new entries (B, G, T, D). The caller sees to it that there are never more than
         `capacity`, so that the buffer needs no more."""
@@ -227,9 +232,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the entries that are held. Their buffers may take as much again."""
-        held = [entries.held for entries in self.keys + self.values if entries.size]
-        return sum(entries.nbytes for entries in held)
+        """Bytes of the entries that are held."""
+        return sum(entries.nbytes for entries in self.keys + self.values)
 
     @property
     def full_nbytes(self) -> int:

@@ -16,7 +16,7 @@ from support.tokenizer import Tokenizer
 HERE = Path(__file__).resolve().parent.parent  # the project's folder
 TINY = HERE / "tiny"  # the embedded model and its adapter
 HUGE = 2**31 - 1  # the largest number that a flag takes
-SIZES = ("mem", "segment", "budgets")  # what a trained adapter can change
+SIZES = ("mem", "segment", "budgets", "bits")  # what a trained adapter can change
 
 
 def at_least(least: float, kind: type = int, most: float = HUGE) -> Callable[[str], float]:
@@ -168,6 +168,9 @@ class Parser(PlainParser):
         add("--budgets", type=budgets_file, metavar="FILE",
             help="slots of each head, from tools/budgets.py, scaled to M on average; or the "
                  "word equal, for M each (default: the adapter's, or equal)")
+
+        add("--bits", type=int, choices=(4, 8),
+            help="store keys and values in so many bits (default: as the model's dtype)")
 
     def parse_methods(self) -> argparse.Namespace:
         """Parse the command line of a program that has a list of --method. `sizes` has the flags

@@ -13,6 +13,7 @@ from reference import slow_memory
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
 from lococo import check_rows, position_divisor, merge, segment_losses
 from model import Llama, rope, rotate
+from support.ours.bits import pack, unpack
 from support.ours.budgets import parts_of, with_slots
 from support.ours.selection import copy_penalty
 from support.files import UserError
@@ -191,6 +192,39 @@ def test_every_method_equals_a_slow_memory(
             for fast, slow in zip(held, slow_memory(adapted, part.settings, own)):
                 if fast is not None:  # not every method counts attention
                     assert torch.allclose(fast[b, i], slow, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits, error", [(8, 1 / 128), (4, 1 / 8)])
+def test_packed_numbers_are_near_and_are_packed_again_exactly(bits, error):
+    """The largest of 32 channels is 64 to 127 steps (4 to 7 with 4 bits), so that a number is off by
+    half a step at most, and the largest ones by one; in bfloat16, too."""
+    x = torch.randn(2, 3, 5, 64) * 10.0 ** torch.randint(-3, 3, (2, 3, 5, 1))
+    x[0, 0, 0] = 0
+    numbers, exponents = pack(x, bits)
+    assert numbers.nbytes == x.numel() * bits // 8 and exponents.nbytes == x.numel() // 32
+    near = unpack(numbers, exponents, bits, x)
+    largest = x.unflatten(-1, (2, 32)).abs().amax(dim=-1)
+    assert ((near - x).unflatten(-1, (2, 32)).abs().amax(dim=-1) <= error * largest).all()
+    again = unpack(numbers, exponents, bits, x.bfloat16())
+    assert torch.equal(pack(again, bits)[0], numbers) and torch.equal(again.float(), near)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{}, dict(budgets=[[4, 12], [12, 4]])])
+def test_a_memory_of_few_bits(model, changes):
+    """It reads nearly what the memory of all bits reads, in fewer bytes. A kept entry is the one that
+    entered, rounded once. What is saved goes on to the bit."""
+    whole = AdaptedLlama(model, settings("h2o", **changes))
+    few = AdaptedLlama(model, replace(whole.settings, bits=8))
+    caches = whole.cache(), few.cache()
+    outputs = [logits_of(model, cache) for cache in caches]
+    assert 0 < (outputs[0] - outputs[1]).abs().mean() < 0.05 < outputs[0].std()
+    assert caches[1].nbytes < 0.7 * caches[0].nbytes  # blocks have 8 channels here
+    other = few.cache()
+    for n in range(len(other.keys)):
+        other.restore(n, caches[1].copy().stored(n))
+    other.seen, other.lowest = caches[1].seen, caches[1].lowest
+    assert torch.equal(*(logits_of(model, cache) for cache in (caches[1], other)))
 
 
 @torch.no_grad()

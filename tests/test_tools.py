@@ -1,5 +1,5 @@
 """tools/budgets.py: needs, and slots. tools/oracle.py: what it keeps. tools/needle.py: what is
-found and what is not."""
+found and what is not. tools/fit_scores.py: scores that learn what attention comes."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import budgets
+import fit_scores
 import needle
 import numpy as np
 import oracle
@@ -16,8 +17,10 @@ from conftest import settings
 
 from generate import prefill
 from lococo import AdaptedLlama
-from model import KVCache, rope, rotate
+from model import KVCache, load_llama, rope, rotate
 from support.command_line import TINY
+from support.programs.adapter import load_adapter
+from support.programs.settings import untrained
 
 
 def test_needs_become_budgets():
@@ -93,3 +96,62 @@ def test_a_window_finds_what_it_holds_and_ours_finds_all(run):
     assert code == 0 and "700 tokens" not in out.split("pieces of texts")[1].partition("\n")[2]
     code, _, err = run(needle, f"{words} {text} --json found.json --documents 1")
     assert code == 2 and "found.json: it has other texts" in err
+
+
+# --- Scores -----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_what_a_score_learns_is_the_largest_attention_to_come(in_float64, model, monkeypatch):
+    """Of sampled entries, by hand from the attention of the whole text in the first layer."""
+    for name, value in dict(SEGMENT=8, MOMENTS=1, SAMPLES=5).items():
+        monkeypatch.setattr(fit_scores, name, value)
+    tokens, noted = torch.randint(0, 64, (1, 40)), fit_scores.Noted(model.config)
+    prefill(model, tokens, noted, 8)
+    entries, received, age, target = fit_scores.sampled(noted, 0, 0.5, torch.Generator())
+    q, k, v = model.layers[0].project(model.tok_embeddings(tokens))
+    turns = rope(torch.arange(40.0), model.config)
+    logits = rotate(q, *turns)[0] @ rotate(k, *turns)[0, [0, 0, 1, 1]].mT / 8**0.5
+    shares = logits.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf).softmax(dim=-1)
+    shares = shares.view(2, 2, 40, 40)  # (G, H/G, T, S)
+    for head, n in np.ndindex(2, 5):  # at the end of three segments
+        place = 24 - int(age[head, n])
+        both = torch.cat((k, v), dim=-1)[0, head, place]
+        assert torch.allclose(entries[head, n].double(), both, atol=0.02)  # stored in float16
+        own = shares[head, :, :, place]
+        assert target[head, n] == pytest.approx(own[:, 24:].max().item())
+        parts = own.mean(dim=0)[:24].view(3, 8).sum(dim=1)
+        assert received[head, n].item() == pytest.approx((parts @ torch.tensor([0.25, 0.5, 1.0])).item())
+
+
+def test_a_score_is_fitted(monkeypatch):
+    """Attention that grows with one channel is learnt: the score follows it."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(fit_scores, "STEPS", 100)
+    entries, score = torch.randn(2, 2000, 8), fit_scores.Score(4)
+    target = entries[:, :, 3].exp() * torch.tensor([[1.0], [20.0]])  # heads have other means
+    received, age = torch.rand(2, 2000), 1.0 + torch.randint(99, (2, 2000))
+    fit_scores.fit(score, entries, received, age, target)
+    with torch.no_grad():
+        found = score(entries, received, age)
+    assert np.corrcoef(found.flatten(), entries[:, :, 3].flatten())[0, 1] > 0.95
+
+
+@pytest.mark.parametrize("words, compressor", [
+    ("", "learned"), ("--adapter adapter", "selection+learned")])
+def test_scores_make_an_adapter(run, stock, words, compressor, monkeypatch):
+    """It can be read, and its heavy slots keep other entries than those that were attended to."""
+    Path("adapter").symlink_to(stock / "adapter")
+    monkeypatch.setattr(fit_scores, "STEPS", 5)
+    line = f"--model {TINY} --data {argparse.__file__} --length 1024 --documents 1 {words}"
+    code, out, err = run(fit_scores, f"{line} --mem 28 --segment 16 --out scores")
+    assert code == 0 and "adapter: scores/adapter.safetensors" in out, err
+    base = load_llama(TINY)
+    adapted = load_adapter("scores", base)
+    assert (adapted.settings.compressor, adapted.settings.mem) == (compressor, 28)
+    assert adapted.compressors[0].score.deviation.max() > 1
+    tokens = torch.randint(0, 2048, (1, 100))
+    memories = [adapted.cache(), untrained(base, "h2o", 28, 16).cache()]
+    for memory in memories:
+        prefill(adapted.model, tokens, memory, 16)
+    assert not torch.equal(*(memory.values[0].held[:, :, :8] for memory in memories))

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import prefill
 from lococo import AdaptedLlama, attention_weights
 from model import KVCache, Llama, LlamaConfig, load_base
-from support.command_line import PlainParser, at_least, named_path, prepare, run_program
+from support.command_line import Parser, at_least, named_path, prepare, run_program
 from support.facts import tell
 from support.files import UserError
 from support.ours.learned_score import Score, with_scores
@@ -53,14 +53,14 @@ class Noted(KVCache):
         self.largest = [[] for _ in self.keys]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.entries[layer].append(torch.cat((k, v), dim=-1)[0].half())
+        self.entries[layer].append(torch.cat((k, v), dim=-1)[0].half().cpu())
         return super().attend(layer, q, k, v)
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         attention = attention_weights(q, self.keys[layer].held)[0]  # (G, H/G * T, S)
         group = q.shape[1] // attention.shape[0]
-        self.sums[layer].append(attention.sum(dim=1) / group)
-        self.largest[layer].append(attention.amax(dim=1))
+        self.sums[layer].append((attention.sum(dim=1) / group).cpu())
+        self.largest[layer].append(attention.amax(dim=1).cpu())
         return super().read(layer, q)
 
 
@@ -132,7 +132,7 @@ def samples_of(model: Llama, documents: Tensor, forget: float) -> list[list[Tens
     by_layer = [[] for _ in model.layers]
     for row in tqdm(documents, desc="pieces read with full attention"):
         noted = Noted(model.config)
-        prefill(model, row[None], noted, SEGMENT)
+        prefill(model, row[None].to(model.norm.weight.device), noted, SEGMENT)
         for layer, some in enumerate(by_layer):
             some.append(sampled(noted, layer, forget, generator))
     return [[torch.cat(parts, dim=1) for parts in zip(*some)] for some in by_layer]
@@ -142,15 +142,13 @@ def samples_of(model: Llama, documents: Tensor, forget: float) -> list[list[Tens
 
 
 def parse() -> argparse.Namespace:
-    parser = PlainParser(__doc__)
-    add = parser.add_argument
-    add("--model", type=Path, required=True, help="directory of the base")
+    parser = Parser(__doc__, mem="896", segment="128")
+    parser.set_defaults(mem=896, segment=128)
+    parser.add_seed()
+    add = parser.add_argument_group("text and output").add_argument
     add("--data", type=named_path, nargs="+", metavar="PATH", required=True,
         help="files and folders")
     add("--adapter", type=Path, metavar="RUN", help="an adapter of ours that gets the scores")
-    add("--mem", type=at_least(4), default=896, metavar="M", help="slots (default: 896)")
-    add("--segment", type=at_least(1), default=128, metavar="T",
-        help="tokens that enter together (default: 128)")
     add("--length", type=at_least(1024), default=8192, metavar="L",
         help="tokens of a piece of text (default: 8192)")
     add("--documents", type=at_least(1), default=12, metavar="N",
@@ -163,18 +161,21 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    machine = prepare("cpu", "float32")
-    model, tokenizer = load_base(options.model, machine.dtype)
+    machine = prepare(options.device, options.dtype, options.seed)
+    model, tokenizer = load_base(options.model, machine.dtype, machine.device)
     documents, trained = texts_of(options, tokenizer)
-    sizes = options.mem, options.segment, options.length
-    adapted = AdaptedLlama(model, make_settings("learned", *sizes, lora_rank=0))
+    sizes = dict(mem=options.mem, segment=options.segment, budgets=options.budgets)
     if options.adapter:
-        old = load_adapter(options.adapter, model, mem=options.mem, segment=options.segment)
-        adapted = with_scores(old, model)
+        adapted = with_scores(load_adapter(options.adapter, model, **sizes), model)
+    else:
+        settings = make_settings("learned", length=options.length, lora_rank=0, **sizes)
+        adapted = AdaptedLlama(model, settings)
     s = adapted.settings
-    samples = samples_of(model, documents, s.forget ** (SEGMENT / s.forget_in))
+    with machine.precision():
+        samples = samples_of(model, documents, s.forget ** (SEGMENT / s.forget_in))
     for layer in trange(len(samples), desc="layers"):
-        fit(adapted.compressors[layer].score, *samples[layer])
+        score = adapted.compressors[layer].score.cpu()
+        fit(score, *samples[layer])
     options.out.mkdir(parents=True, exist_ok=True)
     write_adapter(options.out, adapted, [*PARTS], trained)
     print(f"adapter: {options.out / 'adapter.safetensors'}")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lococo import KINDS, MEMORIES, Settings
 from model import LlamaConfig
-from support.ours.ceiling import CeilingMemory
+from support.ours.bits import PackedMemory
 from support.ours.selection import SelectingMemory
 from support.files import UserError
 
@@ -27,10 +27,11 @@ from support.files import UserError
 
 @dataclass(frozen=True)
 class HeadSettings(Settings):
-    """Settings in which M and `capacity` are means over the heads, and some hold more."""
+    """Settings of what is ours. With budgets M and `capacity` are means over the heads."""
 
     # Slots of the key/value heads of each layer, as [[24, 96, 24], [48, 48, 48], ...].
     budgets: list[list[int]] = field(default_factory=list)
+    bits: int = 0  # in which entries are stored, 8 or 4 (bits.py); 0: those of the model's dtype
 
     @property
     def memory_name(self) -> str:
@@ -48,10 +49,10 @@ def budgets_of(settings: Settings) -> list[list[int]]:
     return getattr(settings, "budgets", [])
 
 
-def with_budgets(settings: Settings, budgets: list[list[int]]) -> Settings:
-    """The same memory with these budgets, or with M slots in each head if there are none."""
-    common = {f.name: getattr(settings, f.name) for f in fields(Settings)}
-    return HeadSettings(**common, budgets=budgets)
+def with_ours(settings: Settings, **changes) -> HeadSettings:
+    """The same settings with the fields of ours, such as `budgets`."""
+    own = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    return HeadSettings(**own | changes)
 
 
 def scaled(budgets: list[list[int]], mem: int) -> list[list[int]]:
@@ -66,7 +67,7 @@ def with_slots(settings: Settings, M: int) -> Settings:
     their proportions."""
     kinds = KINDS[1:]
     counts = divided(M - settings.sinks, [getattr(settings, kind) for kind in kinds])
-    return replace(with_budgets(settings, []), **dict(zip(kinds, counts)))
+    return with_ours(settings, budgets=[], **dict(zip(kinds, counts)))
 
 
 def divided(total: int, shares: list[int]) -> list[int]:
@@ -112,13 +113,13 @@ def parts_of(config: LlamaConfig, settings: Settings) -> list[Part]:
     return parts
 
 
-class BudgetMemory(SelectingMemory, CeilingMemory):
+class BudgetMemory(SelectingMemory, PackedMemory):
     """A memory whose lists have one item for each part of a layer (see `Part`). Where a method
     of Memory has a `layer`, it is the index n of a part here, except in `attend`. It has all that
     is ours, so that it serves every method."""
 
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
-        super().__init__(config, settings, compressors)
+        super().__init__(config, with_ours(settings), compressors)
         self.parts = parts_of(config, settings)
         self.heads: list[Tensor | None] = [None] * len(self.parts)  # their indices, if needed
         self.empty([part.settings for part in self.parts])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, position_divisor
 from model import Llama, sampled
-from support.ours.budgets import budgets_of, check_budgets, with_budgets
+from support.ours.budgets import HeadSettings, budgets_of, check_budgets, with_ours
 from support.command_line import resume_command
 from support.files import UserError, checksum, read_file, write_file
 from support.programs.settings import resized
@@ -34,18 +34,16 @@ def identity(adapted: AdaptedLlama) -> dict:
     frozen = {n: p for n, p in adapted.named_parameters() if not p.requires_grad}
     read = {f"model.{n}": t for n, t in adapted.model.sample.items()}
     some = {n: read.get(n.replace(".base.", "."), sampled(p)) for n, p in frozen.items()}
-    settings = asdict(adapted.settings) | {"budgets": budgets_of(adapted.settings)}
-    return dict(settings=settings, base=checksum(some, about))
+    return dict(settings=asdict(with_ours(adapted.settings)), base=checksum(some, about))
 
 
 def settings_of(file: Path, saved: dict) -> Settings:
     """From what `identity` has of the settings, in this file or run. Raises UserError."""
-    fields = {name: value for name, value in saved.items() if name != "budgets"}
     try:
-        settings = with_budgets(Settings(**fields), saved["budgets"])
+        settings = HeadSettings(**saved)
     except (LookupError, TypeError) as error:
         raise UserError(f"{file}: it is by another version ({error})") from None
-    check_settings(file, fields)
+    check_settings(file, saved)
     return settings
 
 

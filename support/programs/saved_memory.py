@@ -39,12 +39,11 @@ def save_memory(file: Path | str, reader: Reader) -> None:
     needed to go on. A file of this name is replaced. Raises UserError."""
     adapted, memory, run, texts = reader
     memory.check_whole()
-    tensors, names = {}, list(memory.stored(0))
+    tensors = {}
     for n in range(len(memory.keys)):
         tensors |= {f"{what} {n}": t for what, t in memory.stored(n).items()}
     about = dict(owner=owner(adapted), run=str(run.resolve()) if run else "", texts=texts)
     about["date"] = datetime.now().isoformat(" ", "minutes")
-    about["names"] = names  # of the tensors of each layer
     about["counters"] = {name: getattr(memory, name) for name in memory.counters}
     write_file(Path(file), tensors, **about)
 
@@ -54,7 +53,7 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
     `given` are settings that the user named, which must be those of the memory. A line on standard
     error says what was read. Raises UserError."""
     tensors, about = read_file(Path(file))
-    if not about.keys() >= {"counters", "names", "owner", "run", "texts", "date"}:
+    if not about.keys() >= {"counters", "owner", "run", "texts", "date"}:
         other = "this is no memory, or one of an older version"
         raise UserError(f"--load-memory {file}: {other}; make it anew by --save-memory")
     saved = about["owner"]
@@ -78,8 +77,8 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
     memory = adapted.cache()
     device = adapted.model.norm.weight.device
     for n in range(len(memory.keys)):
-        own = {what: tensors[f"{what} {n}"].to(device) for what in about["names"]}
-        memory.restore(n, own)
+        own = {name: t.to(device) for name, t in tensors.items() if name.endswith(f" {n}")}
+        memory.restore(n, {name.rpartition(" ")[0]: t for name, t in own.items()})
     for name, value in about["counters"].items():
         setattr(memory, name, value)
     listed = ", ".join(about["texts"])

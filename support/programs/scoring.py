@@ -75,7 +75,8 @@ def name_of(s: Settings) -> str:
     name += f" M={s.mem}"
     if s.segment != s.mem:
         name += f" T={s.segment}"
-    return name + " budgets" if budgets_of(s) else name
+    name += " budgets" if budgets_of(s) else ""
+    return name + (f" bits={s.bits}" if s.bits else "")
 
 
 def baselines(model: Llama, mem: int, segment: int) -> list[AdaptedLlama]:
@@ -95,7 +96,7 @@ def models_to_score(
     models = [untrained(model, "full", 512, segment=512)]
     mem, segment = method_sizes(flags, [*runs.values()])
     for method in flags.method:
-        models.append(untrained(model, method, mem, segment, flags.budgets))
+        models.append(untrained(model, method, mem, segment, flags.budgets, flags.bits))
     if not any(adapted.settings.mem for adapted in [*runs.values(), *models]):
         refuse_sizes(flags)
     if with_baselines and not flags.method:

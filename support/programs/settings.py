@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lococo import AdaptedLlama, Settings, reach, settings_for
 from model import Llama
-from support.ours.budgets import budgets_of, scaled, with_budgets, with_slots
+from support.ours.budgets import budgets_of, scaled, with_ours, with_slots
 from support.files import UserError
 
 
@@ -19,21 +19,22 @@ def make_settings(
     """As lococo.settings_for. Budgets are scaled to M slots on average. Raises UserError."""
     settings = settings_for(method, mem, segment, length, **changes)
     if not budgets:
-        return with_budgets(settings, [])
-    settings = with_budgets(settings, scaled(budgets, settings.mem))
+        return with_ours(settings)
+    settings = with_ours(settings, budgets=scaled(budgets, settings.mem))
     check_sizes(settings)
     return settings
 
 
 def resized(
     settings: Settings, mem: int | None = None, segment: int | None = None,
-    budgets: Budgets | None = None, positions: str | None = None,
+    budgets: Budgets | None = None, bits: int | None = None, positions: str | None = None,
 ) -> Settings:
     """A trained memory in another size. None leaves a number as it was in training. Budgets
     are scaled to M slots on average, and an empty list means M everywhere. Raises
     UserError."""
     changed = replace(
-        settings, segment=segment or settings.segment, positions=positions or settings.positions
+        settings, segment=segment or settings.segment, positions=positions or settings.positions,
+        bits=bits or settings.bits,
     )
     if mem is None and budgets is None:
         return changed
@@ -41,7 +42,7 @@ def resized(
         raise UserError(f"--mem, --budgets: {settings.method} has no slots to divide")
     budgets = budgets_of(settings) if budgets is None else budgets
     changed = with_slots(changed, mem or settings.mem)
-    changed = with_budgets(changed, scaled(budgets, changed.mem) if budgets else [])
+    changed = replace(changed, budgets=scaled(budgets, changed.mem) if budgets else [])
     check_sizes(changed)
     if settings.merged and not changed.merged:
         raise UserError(f"--mem {changed.mem}: it leaves no merged slot; take a larger --mem")
@@ -63,13 +64,15 @@ def check_sizes(settings: Settings) -> None:
 
 def untrained(
     model: Llama, method: str, mem: int, segment: int, budgets: Budgets | None = None,
-    positions: str | None = None,
+    bits: int | None = None, positions: str | None = None,
 ) -> AdaptedLlama:
     """A method that needs no training, on its base model. None leaves budgets equal, and positions
     as in the method's row. Raises UserError."""
     length = int(model.config.context * model.config.rope_scale)
     changes = dict(budgets=budgets, positions=positions, lora_rank=0)
-    settings = make_settings(method, mem, segment, length, **changes)
+    settings = replace(make_settings(method, mem, segment, length, **changes), bits=bits or 0)
+    if bits and settings.positions == "slots":
+        raise UserError(f"--bits {bits}: {method} numbers its keys by slot; take another method")
     if settings.merged:
         command = f"python train.py --model MODEL --method {method} --data TEXTS --out RUN"
         missing = f"its convolution must be trained first: {command}, then take RUN"

@@ -1,0 +1,117 @@
+"""Slots in 8 bits: the same bytes hold twice the slots of bfloat16, or nearly four times those of float32.
+
+Blocks of 32 channels of a key or a value share a power of two as their scale, and each channel has
+8 bits, as in the format MXINT8 (arXiv 2310.10537). A power of two makes it exact to pack again what
+was unpacked, so that a kept slot is rounded once, as KIVI (arXiv 2402.02750) keeps what it stored.
+The last segment stays as it is. FIGURE
+
+It departs from every other memory in what is stored. Attention is computed in the model's dtype.
+Keys by slot, as in StreamingLLM, are not packed.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from model import Entries, widened
+from support.ours.ceiling import CeilingMemory
+
+BLOCK = 32  # channels that share a scale
+
+
+def pack(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Keys or values (B, G, S, D) -> whole numbers of 8 bits, or two of 4 bits in a byte, and the
+    exponents of their scales (B, G, S, blocks), both int8."""
+    blocks = widened(x).unflatten(-1, (-1, min(BLOCK, x.shape[-1])))
+    _, exponent = torch.frexp(blocks.abs().amax(dim=-1, keepdim=True))
+    exponent = (exponent - (bits - 1)).clamp(-126, 126)
+    largest = 2 ** (bits - 1) - 1
+    numbers = torch.ldexp(blocks, -exponent).round().clamp(-largest, largest).to(torch.int8)
+    numbers = numbers.flatten(-2)
+    if bits == 4:
+        numbers = (numbers[..., ::2] << 4) | (numbers[..., 1::2] & 15)
+    return numbers, exponent.squeeze(-1).to(torch.int8)
+
+
+def unpack(numbers: Tensor, exponent: Tensor, bits: int, like: Tensor) -> Tensor:
+    """What `pack` has packed, in the dtype of `like`."""
+    if bits == 4:  # an arithmetic shift keeps the sign
+        pairs = torch.stack((numbers >> 4, (numbers << 4) >> 4), dim=-1)
+        numbers = pairs.flatten(-2)
+    blocks = numbers.float().unflatten(-1, (exponent.shape[-1], -1))
+    return torch.ldexp(blocks, exponent.unsqueeze(-1)).flatten(-2).type_as(like)
+
+
+class PackedEntries(Entries):
+    """Entries of which the older ones are packed. New ones are appended as they are."""
+
+    def __init__(self, held: Tensor, bits: int):
+        self.bits, self.new = bits, Entries(held)
+        self.packed = pack(held[:, :, :0], bits)
+        self.pack_new()
+
+    @property
+    def size(self) -> int:
+        return self.packed[0].shape[2] + self.new.size
+
+    @property
+    def held(self) -> Tensor:
+        return torch.cat((unpack(*self.packed, self.bits, self.new.buffer), self.new.held), dim=2)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.packed) + self.new.held.nbytes
+
+    def append(self, new: Tensor, capacity: float) -> None:
+        self.new.append(new, capacity)
+
+    def pack_new(self) -> None:
+        """Pack all entries that are not packed yet."""
+        both = zip(self.packed, pack(self.new.held, self.bits))
+        self.packed = tuple(torch.cat(parts, dim=2) for parts in both)
+        self.new = Entries(self.new.held[:, :, :0])
+
+    def detach(self) -> None:
+        self.new.detach()
+
+    def copy(self) -> "PackedEntries":
+        other = PackedEntries(self.new.held[:, :, :0], self.bits)
+        other.packed, other.new = self.packed, self.new.copy()
+        return other
+
+
+class PackedMemory(CeilingMemory):
+    """A memory that packs what it holds before new tokens enter, if its settings have 8 or 4
+    `bits`. It is for use: rounding has no gradient."""
+
+    def make_room(self, B: int, T: int) -> None:
+        super().make_room(B, T)
+        for entries in (self.keys, self.values) if self.settings.bits else ():
+            for n, own in enumerate(entries):
+                packed = isinstance(own, PackedEntries)
+                if packed and own.new.size >= self.settings.segment:
+                    own.pack_new()
+                elif not packed and own.size >= self.settings.segment:
+                    entries[n] = PackedEntries(own.held, self.settings.bits)
+
+    def stored(self, n: int) -> dict[str, Tensor]:
+        """Of what is packed the numbers and exponents take the place of the values."""
+        found = super().stored(n)
+        for name, entries in (("keys", self.keys[n]), ("values", self.values[n])):
+            if isinstance(entries, PackedEntries):
+                found[name] = entries.new.held
+                found[f"packed {name}"], found[f"exponents of {name}"] = entries.packed
+        return found
+
+    def restore(self, n: int, stored: dict[str, Tensor]) -> None:
+        bits, whole, older = self.settings.bits, dict(stored), 0
+        for name in ("keys", "values") if "packed keys" in stored else ():
+            packed = stored[f"packed {name}"], stored[f"exponents of {name}"]
+            older = packed[0].shape[2]
+            whole[name] = torch.cat((unpack(*packed, bits, stored[name]), stored[name]), dim=2)
+        super().restore(n, whole)
+        for entries in (self.keys, self.values) if older else ():
+            held = entries[n].held
+            entries[n] = PackedEntries(held[:, :, :older], bits)
+            entries[n].append(held[:, :, older:], math.inf)
