@@ -9,10 +9,11 @@ Show what the slots of layer 2, head 1 hold; or all slots, as a page.
     python generate.py --prompt file.txt --show-memory 2 1
     python generate.py --prompt file.txt --show-memory page.html
 
-A text that is read once and asked many times:
+A text that is read once and asked many times. Without a question, --ask reads questions from
+standard input, one a line:
 
     python generate.py --prompt book.txt --save-memory book.safetensors
-    python generate.py --prompt question.txt --load-memory book.safetensors
+    python generate.py --load-memory book.safetensors --ask "Who tells this story?"
 
 The text goes to standard output, the figures to standard error. For the method read
 `prefill` and `decode`.
@@ -23,7 +24,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Iterator
+from typing import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ from tqdm import tqdm
 from lococo import METHODS, AdaptedLlama, Settings
 from model import KVCache, Llama, load_base
 from support.command_line import TINY, Parser, at_least, new_file, prepare
-from support.command_line import prompt_tokens, read_prompt, run_program
+from support.command_line import prompt_ids, question_ids, read_prompt, run_program
+from support.chat import Chat, read_chat
 from support.files import UserError, refuse_not_finite
 from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
@@ -69,14 +71,14 @@ def sample(logits: Tensor, temperature: float) -> int:
 
 @torch.no_grad()
 def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
-           most: int, temperature: float) -> Iterator[int]:
+           most: int, temperature: float, ends: Collection[int] = ()) -> Iterator[int]:
     """Yield up to `most` token ids that continue the text in the cache. It stops before a
-    token that ends the text. `logits` (1, vocab_size) are those after the last token that
-    was read."""
+    token that ends the text, or is one of `ends`. `logits` (1, vocab_size) are those after the
+    last token that was read."""
     for _ in range(most):
         # Some models pad their vocabulary: logits beyond `vocab_size` belong to no token.
         token = sample(logits[0, : tokenizer.vocab_size], temperature)
-        if token in tokenizer.ends:
+        if token in tokenizer.ends or token in ends:
             return
         # It enters the cache before it is handed on, so that the cache has all that was written.
         logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
@@ -103,13 +105,18 @@ def parse() -> argparse.Namespace:
                     segment="the adapter's, or as --mem")
     parser.add_seed()
     add = parser.add_argument_group("text").add_argument
-    add("--prompt", required=True, metavar="FILE", help="a text file; - for standard input")
+    add("--prompt", metavar="FILE", help="a text file; - for standard input")
+    add("--ask", nargs="?", const="", metavar="QUESTION",
+        help="ask as the model's chat template says; without a question, those of standard input")
+    add("--follow-up", action="store_true",
+        help="what was asked and answered stays in the memory for the next question")
     add("--special-tokens", action="store_true",
         help="read <|im_start|> and the like in it, as a chat template writes them, as tokens")
     add("--max-new-tokens", type=at_least(1), default=200, metavar="N",
         help="tokens to write (default: 200)")
-    add("--temperature", type=at_least(0, float), default=0.8, metavar="NUMBER",
-        help="of the softmax over the next token; 0 takes the likeliest (default: 0.8)")
+    add("--temperature", type=at_least(0, float), metavar="NUMBER",
+        help="of the softmax over the next token; 0 takes the likeliest (default: 0.8, or 0 with "
+             "--ask)")
     add = parser.memory.add_argument
     add("--adapter", type=Path, metavar="RUN",
         help="run directory of train.py (default for tiny/: its own)")
@@ -125,6 +132,14 @@ def parse() -> argparse.Namespace:
              "all slots hold while the text is read, and end")
 
     flags = parser.parse_methods()
+    if not flags.prompt and (flags.ask is None or not flags.load_memory):
+        parser.error("give --prompt, or --load-memory with --ask")
+    if flags.ask is not None and (flags.save_memory or flags.show_memory):
+        parser.error("--ask goes with neither --save-memory nor --show-memory")
+    if flags.ask == "" and flags.prompt == "-":
+        parser.error("--ask QUESTION: standard input has the text of --prompt -")
+    if flags.temperature is None:
+        flags.temperature = 0.8 if flags.ask is None else 0.0
     flags.layer_and_head = flags.page = None
     if flags.show_memory:
         flags.layer_and_head, flags.page = what_to_show(flags.show_memory)
@@ -235,7 +250,8 @@ def continue_text(
     """Read the text into the memory, and continue it; or save the memory, or print what slots
     hold."""
     adapted, cache = reader.adapted, reader.memory
-    new_tokens = 0 if flags.save_memory else flags.max_new_tokens
+    written_later = flags.save_memory or flags.ask is not None
+    new_tokens = 0 if written_later else flags.max_new_tokens
     warn_if_too_long(adapted, cache.seen + len(ids) + new_tokens)
 
     begun = time.perf_counter()
@@ -259,12 +275,54 @@ def continue_text(
     print_peak(logits.device)
 
 
+def answers(
+    flags: argparse.Namespace, reader: Reader, chat: Chat | None, tokenizer: Tokenizer
+) -> None:
+    """Answer the question of --ask, or each line of standard input, as it is written. Each question
+    is asked of a copy of the memory, so that answers do not depend on their order; with --follow-up
+    the copy takes its place. Ctrl-C ends an answer."""
+    memory, in_turn = reader.memory, reader.in_turn
+    for question in questions(flags.ask):
+        asked = memory.copy()
+        ids, ends = question_ids(question, in_turn, chat, tokenizer)
+        try:
+            logits = read_ids(reader.adapted, ids, asked)
+            new = decode(reader.adapted.model, tokenizer, logits, asked, flags.max_new_tokens,
+                         flags.temperature, ends)
+            for piece in tokenizer.texts(new, before=tokenizer.x):
+                print(piece, end="", flush=True)
+            if flags.follow_up:
+                memory, in_turn = asked, False
+        except KeyboardInterrupt:
+            if flags.ask:
+                raise
+        print(flush=True)
+
+
+def questions(given: str) -> Iterator[str]:
+    """The one that is given, or those of standard input, one a line."""
+    while not given:
+        if sys.stdin.isatty():
+            print("question: ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+    yield given
+
+
 def main() -> None:
     flags = parse()
     machine = prepare(flags.device, flags.dtype, flags.seed)
-    text = read_prompt(flags.prompt)
+    text = read_prompt(flags.prompt) if flags.prompt else ""
     base, tokenizer = load_base(flags.model, machine.dtype, machine.device)
-    ids = prompt_tokens(flags, text, tokenizer)
+    # A text that will be asked stands in the first turn of a chat, if the base knows chats.
+    asks = flags.ask is not None or flags.save_memory
+    chat = read_chat(flags.model) if asks and not flags.special_tokens else None
+    if flags.ask is not None and not chat:
+        note = "this base has no chat template; questions simply continue the text"
+        print(f"note: --model {flags.model}: {note}", file=sys.stderr)
     if flags.load_memory:
         given = flags.sizes | {"method": flags.method[0] if flags.method else None}
         reader = load_memory(flags.load_memory, base, flags.adapter, **given)
@@ -274,12 +332,15 @@ def main() -> None:
         if flags.layer_and_head:
             reader = Reader(first, memory_of_layer(first, *flags.layer_and_head))
         else:
-            reader = Reader(first, first.cache(), run_of(flags))
+            reader = Reader(first, first.cache(), run_of(flags), in_turn=chat is not None)
+    ids = prompt_ids(flags, text, tokenizer, chat) if flags.prompt else []
     with machine.precision():
         if flags.page:
             show_page(flags.page, models, ids, tokenizer)
-        else:  # there is only one model: `parse` allows several for a page alone
+        elif ids:  # there is only one model: `parse` allows several for a page alone
             continue_text(flags, reader, ids, tokenizer)
+        if flags.ask is not None:
+            answers(flags, reader, chat, tokenizer)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Callable, NoReturn
 
 import torch
 
+from support.chat import Chat
 from support.files import FOREIGN, UTF8, UserError, is_out_of_memory, read_json
 from support.tokenizer import Tokenizer
 
@@ -101,11 +102,18 @@ def read_prompt(name: str) -> str:
     return text
 
 
-def prompt_tokens(flags: argparse.Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
+def prompt_ids(
+    flags: argparse.Namespace, text: str, tokenizer: Tokenizer, chat: Chat | None
+) -> list[int]:
     """The ids of --prompt, which has this text. Behind --load-memory it continues a text, and
-    has no BOS. Raises UserError."""
-    encode = tokenizer.continued if flags.load_memory else tokenizer.encode
-    ids = encode(text, flags.special_tokens)
+    has no BOS. With a chat it stands in the first turn. Raises UserError."""
+    if flags.load_memory:
+        ids = tokenizer.continued(text, flags.special_tokens)
+    elif chat:
+        opens = tokenizer.continued(chat.opens, special=True) or tokenizer.prefix
+        ids = opens + tokenizer.continued(text)
+    else:
+        ids = tokenizer.encode(text, flags.special_tokens)
     new = [i for i in ids if i not in tokenizer.prefix]
     if not new:
         nothing = "the tokenizer has no token for its text; write more"
@@ -118,6 +126,22 @@ def prompt_tokens(flags: argparse.Namespace, text: str, tokenizer: Tokenizer) ->
         note = "read as plain text; --special-tokens reads them as tokens"
         print(f"note: --prompt {flags.prompt} has {listed}, {note}", file=sys.stderr)
     return ids
+
+
+def question_ids(
+    question: str, in_turn: bool, chat: Chat | None, tokenizer: Tokenizer
+) -> tuple[list[int], set[int]]:
+    """The ids of a question, up to where the answer begins, and those that end an answer. `in_turn`:
+    the text before it stands in the user's turn. Without a chat it continues the text."""
+    if not chat:
+        return tokenizer.continued(f"\n\n{question}\n"), set()
+    # What stands behind an answer begins with the token that ends it.
+    between = tokenizer.continued(chat.between, special=True)
+    names = tokenizer.special_in(chat.between)
+    ends = {*between[:1]} if names and chat.between.lstrip().startswith(tuple(names)) else set()
+    words = tokenizer.continued(f"\n\n{question}" if in_turn else question)
+    closes = tokenizer.continued(chat.closes, special=True)
+    return ([] if in_turn else between) + words + closes, ends
 
 
 def resume_command(run: Path) -> str:

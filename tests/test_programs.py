@@ -198,7 +198,7 @@ def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, d
     assert method == "selection" or whole.lowest > 0  # entries have been moved up
     write_adapter(tmp_path, adapted, [], set())
     save_memory(tmp_path / "memory", Reader(adapted, whole, tmp_path, ("a book",)))
-    loaded, memory, run, texts = load_memory(tmp_path / "memory", model)
+    loaded, memory, run, texts, _ = load_memory(tmp_path / "memory", model)
     assert (loaded.settings, run, texts) == (adapted.settings, tmp_path, ("a book",))
     assert torch.equal(*(prefill(model, tokens[:, 27:], m, 6) for m in (whole, memory)))
     assert memory.seen == whole.seen == 60
@@ -285,7 +285,9 @@ MISTAKES = [
         ("--show-memory p.html --save-memory m", "goes with neither --save-memory nor"),
     ]
 ] + [
-    (generate, "", "required: --prompt"),
+    (generate, "", "give --prompt, or --load-memory with --ask"),
+    (generate, "--ask who", "give --prompt, or --load-memory with --ask"),
+    (generate, f"{GENERATE} --ask --save-memory m", "--ask goes with neither --save-memory nor"),
     (generate, f"{GENERATE} --mem 3", "--mem 3: it must be at least 4"),
     (generate, f"{GENERATE} --method lococo", "its convolution must be trained first"),
     (train, f"{TRAIN} --seq 33", "so that nothing is compressed"),

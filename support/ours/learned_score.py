@@ -20,7 +20,7 @@ from model import Llama, rotate, widened
 from support.ours.budgets import BudgetMemory
 from support.ours.selection import Selection
 
-HIDDEN = 32  # units of the network
+HIDDEN = 8  # units of the network; 32 were no better
 
 # Six of seven slots keep what the score prefers, and the others the last tokens.
 METHODS["learned"] = lambda M: dict(

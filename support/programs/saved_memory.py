@@ -26,6 +26,7 @@ class Reader(NamedTuple):
     memory: KVCache
     run: Path | None = None  # the folder of the adapter, if there is one
     texts: tuple[str, ...] = ()  # the names of what was read
+    in_turn: bool = False  # whether it stands in the first turn of a chat
 
 
 def owner(adapted: AdaptedLlama) -> dict:
@@ -37,12 +38,12 @@ def owner(adapted: AdaptedLlama) -> dict:
 def save_memory(file: Path | str, reader: Reader) -> None:
     """Write what each layer holds (with budgets, each Part of support/ours/budgets.py), and what is
     needed to go on. A file of this name is replaced. Raises UserError."""
-    adapted, memory, run, texts = reader
+    adapted, memory, run, texts, in_turn = reader
     memory.check_whole()
     tensors = {}
     for n in range(len(memory.keys)):
         tensors |= {f"{what} {n}": t for what, t in memory.stored(n).items()}
-    about = dict(owner=owner(adapted), run=str(run.resolve()) if run else "", texts=texts)
+    about = dict(owner=owner(adapted), run=str(run.resolve()) if run else "", texts=texts, in_turn=in_turn)
     about["date"] = datetime.now().isoformat(" ", "minutes")
     about["counters"] = {name: getattr(memory, name) for name in memory.counters}
     write_file(Path(file), tensors, **about)
@@ -53,7 +54,7 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
     `given` are settings that the user named, which must be those of the memory. A line on standard
     error says what was read. Raises UserError."""
     tensors, about = read_file(Path(file))
-    if not about.keys() >= {"counters", "owner", "run", "texts", "date"}:
+    if not about.keys() >= {"counters", "owner", "run", "texts", "in_turn", "date"}:
         other = "this is no memory, or one of an older version"
         raise UserError(f"--load-memory {file}: {other}; make it anew by --save-memory")
     saved = about["owner"]
@@ -84,7 +85,7 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
     listed = ", ".join(about["texts"])
     held = f"{memory.seen:,} tokens in {memory.nbytes:,} bytes"
     print(f"memory of {listed}, read {about['date']}: {held}", file=sys.stderr)
-    return Reader(adapted, memory, run, tuple(about["texts"]))
+    return Reader(adapted, memory, run, tuple(about["texts"]), about["in_turn"])
 
 
 def refuse_others(given: dict, settings: Settings) -> None:

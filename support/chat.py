@@ -1,0 +1,74 @@
+"""Questions to a model, as its own chat template writes them."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+import jinja2.sandbox
+
+from support.files import UserError, read_json, read_text
+
+MARKS = ("\ue000", "\ue001", "\ue002")  # stand for words in a chat; no text has them
+
+
+class Chat(NamedTuple):
+    """What a template puts around the words of a user."""
+
+    opens: str  # before the first words
+    closes: str  # behind words, up to where the answer begins
+    between: str  # behind an answer, up to the next words
+
+
+def read_chat(folder: Path) -> Chat | None:
+    """The template of a model's directory, None if it has none. It is rendered as transformers
+    does, in jinja2's sandbox: jinja2 comes with torch. Raises UserError if it does not render."""
+    file, text = template_in(folder)
+    if text is None:
+        return None
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": mark} for role, mark in zip(roles, MARKS)]
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = json.dumps
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["raise_exception"] = refuse
+    try:
+        template = environment.from_string(text)
+        chat = template.render(messages=messages, add_generation_prompt=True, **names_in(folder))
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        fault = f"its chat template does not render ({error})"
+        raise UserError(f"{file}: {fault}; write the chat into --prompt") from None
+    if [chat.count(mark) for mark in MARKS] != [1, 1, 1]:
+        fault = "its chat template does not have each message once"
+        raise UserError(f"{file}: {fault}; write the chat into --prompt")
+    opens, rest = chat.split(MARKS[0])
+    between, closes = rest.split(MARKS[1])[1].split(MARKS[2])
+    return Chat(opens, closes, between)
+
+
+def refuse(sentence: str) -> None:
+    """What templates call raise_exception."""
+    raise jinja2.TemplateError(sentence)
+
+
+def template_in(folder: Path) -> tuple[Path, str | None]:
+    """The file that has the template, and its text."""
+    own, file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if own.is_file():
+        return own, read_text(own)
+    found = read_json(file).get("chat_template") if file.is_file() else None
+    if isinstance(found, list):  # of several the one that is called default
+        named = {entry["name"]: entry["template"] for entry in found}
+        found = named.get("default")
+    return file, found
+
+
+def names_in(folder: Path) -> dict[str, str]:
+    """The special tokens that templates may name, such as bos_token."""
+    file = folder / "tokenizer_config.json"
+    found = read_json(file) if file.is_file() else {}
+    tokens = {key: value for key, value in found.items() if key.endswith("_token") and value}
+    return {key: t["content"] if isinstance(t, dict) else t for key, t in tokens.items()}
