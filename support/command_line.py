@@ -193,12 +193,14 @@ class Parser(PlainParser):
             help="slots of each head, from tools/budgets.py, scaled to M on average; or the "
                  "word equal, for M each (default: the adapter's, or equal)")
 
-        add("--bits", type=int, choices=(4, 8),
-            help="store keys and values in so many bits (default: as the model's dtype)")
 
     def parse_methods(self) -> argparse.Namespace:
         """Parse the command line of a program that has a list of --method. `sizes` has the flags
         that change the sizes of a memory."""
+        self.memory.add_argument(
+            "--bits", type=int, choices=(4, 8),
+            help="store keys and values in so many bits (default: as the model's dtype)",
+        )
         flags = self.parse_args()
         flags.method = list(dict.fromkeys(flags.method))
         flags.sizes = {name: vars(flags)[name] for name in SIZES}

@@ -15,7 +15,7 @@ from conftest import refusal
 from sentencepiece import SentencePieceTrainer
 
 from generate import as_text
-from support.command_line import TINY, prompt_tokens
+from support.command_line import TINY, prompt_ids
 from support.facts import fact_tokens
 from support.files import UserError
 from support.tokenizer import Tokenizer
@@ -252,7 +252,7 @@ def test_a_token_without_a_row(folder):
     assert tokenizer.vocab_size == 298 and 298 not in tokenizer.encode("[PAD]")
     flags = Namespace(prompt="p", special_tokens=True, load_memory=None)
     with pytest.raises(UserError, match="no row for \\[PAD\\]; leave it out"):
-        prompt_tokens(flags, "a [PAD]", tokenizer)
+        prompt_ids(flags, "a [PAD]", tokenizer, None)
     tokens.add_tokens(["word"])
     tokens.save(str(folder / "tokenizer.json"))
     with pytest.raises(UserError, match="more tokens than the model: word has id 299, the model has 298"):

@@ -128,6 +128,7 @@ def test_a_score_is_fitted(monkeypatch):
     """Attention that grows with one channel is learnt: the score follows it."""
     torch.manual_seed(0)
     monkeypatch.setattr(fit_scores, "STEPS", 100)
+    monkeypatch.setattr(fit_scores, "RATE", 0.05)
     entries, score = torch.randn(2, 2000, 8), fit_scores.Score(4)
     target = entries[:, :, 3].exp() * torch.tensor([[1.0], [20.0]])  # heads have other means
     received, age = torch.rand(2, 2000), 1.0 + torch.randint(99, (2, 2000))

@@ -74,11 +74,12 @@ class Row:
     label: str
     flags: str  # of train.py, after those of the table
     trained: bool = True  # if there is something to train
+    bits: int = 0  # in which slots are stored; 0: as the model's dtype
     sharpness: int | None = None  # of our compressor, when it is scored; None: as in use
-    stored: bool = False  # if it is the adapter of the repository, in the sizes of the table
+    stored: str = ""  # the adapter of the repository that it is, in the sizes of the table
 
 
-STORED = HERE / "adapters" / "smollm2-135m" / "text"
+STORED = HERE / "adapters" / "smollm2-135m"
 BUDGETS = "adapters/smollm2-135m/budgets.json"
 PAPER = "--conv-lr 5e-2"
 ROWS = {
@@ -104,7 +105,22 @@ ROWS = {
     "ours": Row("**ours**", ""),
     "ours heads": Row("**ours with budgets**", f"--budgets {BUDGETS}"),
     "stored": Row("**ours with budgets**, trained with 512 slots", f"--budgets {BUDGETS}",
-                  trained=False, stored=True),
+                  trained=False, stored="text"),
+    "both": Row("**ours with budgets and a learned score**", f"--budgets {BUDGETS}",
+                trained=False, stored="both"),
+    "h2o bits": Row("H2O, 8 bits", "--method h2o", bits=8),
+    "both bits": Row("**ours with budgets and a learned score**, 8 bits", f"--budgets {BUDGETS}",
+                     trained=False, stored="both", bits=8),
+    # Beside bases that are tuned by LoRA. Full attention divides its positions if it is made
+    # for more tokens than the base was trained for. The stored cells have positions by slot.
+    "full as it is": Row("full attention, not tuned", "--method full --lora-rank 0 --seq 8192"),
+    "full tuned": Row("full attention, positions divided by 2", "--method full --recompute"),
+    "window as it is": Row("window, not tuned", "--method streaming --lora-rank 0"),
+    "h2o as it is": Row("H2O by slot, not tuned", "--method h2o-slots --lora-rank 0"),
+    "h2o heads as it is": Row("H2O that forgets, with budgets, not tuned",
+                              f"--method h2o+forget --budgets {BUDGETS} --lora-rank 0"),
+    "stored by slot": Row("ours with budgets, not tuned: trained on 8,192 tokens",
+                          f"--budgets {BUDGETS}", trained=False, stored="text"),
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
     "ours, one filter": Row("one filter for all slots", "--method selection-one-filter"),
@@ -150,7 +166,11 @@ LONG = Table(
 )
 RESULT = ("full", "window", "h2o text", "lococo+h2o", "official code", *OURS)
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
-EXTENDED = ("full", "window", "h2o text", "h2o heads", "stored")
+SMALL = ("full", "h2o text", "h2o bits", "h2o heads", "stored", "both", "both bits")
+EXTENDED = (
+    "full as it is", "window as it is", "h2o as it is", "h2o heads as it is", "stored by slot",
+    "full tuned", "window", "h2o", "official code", "ours heads",
+)
 FACTS = ("window", "h2o", "lococo+h2o by slot", "ours")
 TABLES = {
     "frozen": FROZEN,
@@ -163,8 +183,10 @@ TABLES = {
     "long, M = 128": replace(LONG, rows=OTHER_SIZES, mem=128),
     "long, M = 256": replace(LONG, rows=OTHER_SIZES, mem=256),
     "long, M = 1024": replace(LONG, rows=OTHER_SIZES, mem=1024),
+    "small segments": replace(LONG, rows=SMALL, mem=896, segment=128, documents=8),
     "extension": replace(
-        LONG, rows=EXTENDED, seq=32768, trains_on=8192, documents=4
+        LONG, rows=EXTENDED, seq=32768, trains_on=16384, documents=4, steps=6,
+        flags="--recipe inference --lora-rank 8 --lr 3e-4",
     ),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded",
                    steps=400, documents=64),
@@ -269,9 +291,10 @@ def model_of(name: dict, row: Row, options: Options) -> AdaptedLlama:
     elif row.stored:
         settings = settings_of(name["flags"], options)
         sizes = {size: getattr(settings, size) for size in SIZES}
-        adapted = load_adapter(STORED, model, **sizes)
+        adapted = load_adapter(STORED / row.stored, model, **sizes | {"bits": row.bits})
     else:
-        adapted = AdaptedLlama(model, settings_of(name["flags"], options)).eval()
+        settings = replace(settings_of(name["flags"], options), bits=row.bits)
+        adapted = AdaptedLlama(model, settings).eval()
     for compressor in adapted.compressors if row.sharpness else ():
         compressor.sharpness = row.sharpness
     return adapted
