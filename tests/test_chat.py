@@ -112,6 +112,15 @@ def asks(run, words: str, questions: list[str]):
         patch.undo()
 
 
+def test_a_text_that_is_in_no_turn_is_asked_in_a_turn_of_its_own(run, chatty):
+    """Such as a chat that the user has written."""
+    Path("book").write_text("<s>x = 1</s>")
+    assert run(generate, f"{ASK} --model chatty --prompt book --special-tokens --save-memory m")[0] == 0
+    words = "--model chatty --load-memory m --temperature 0 --max-new-tokens 6 --ask"
+    expected = answer_by_hand(chatty, "<s>x = 1</s>", "", "</s>\n<s>user\n", "def f(x):", CLOSES)
+    assert asks(run, words, ["def f(x):"])[:2] == (0, expected + "\n")
+
+
 def test_with_follow_up_an_answer_stays_in_the_memory(run, chatty):
     Path("book").write_text("x = 1\n")
     words = f"{ASK} --model chatty --prompt book --ask"

@@ -13,7 +13,7 @@ from reference import slow_memory
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
 from lococo import check_rows, position_divisor, merge, segment_losses
 from model import Llama, rope, rotate
-from support.ours.bits import pack, unpack
+from support.ours.bits import PackedEntries, pack, unpack
 from support.ours.budgets import parts_of, with_slots
 from support.ours.selection import copy_penalty
 from support.files import UserError
@@ -146,7 +146,9 @@ def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
 # --- Memory -----------------------------------------------------------------------------
 
 
-VARIANTS = [(method, {}) for method in METHODS if METHODS[method](8)] + [
+# Without the rows of tools/variants.py, which another test may have added.
+OWN = [m for m in METHODS if METHODS[m](8) and not m.startswith("selection-")]
+VARIANTS = [(method, {}) for method in OWN] + [
     ("streaming", dict(sinks=3, recent=0)),
     ("lococo", dict(sinks=1, heavy=2, merged=3, recent=2)),
     ("lococo", dict(heavy=2, merged=4, recent=2, forget=0.3)),
@@ -207,6 +209,19 @@ def test_packed_numbers_are_near_and_are_packed_again_exactly(bits, error):
     assert ((near - x).unflatten(-1, (2, 32)).abs().amax(dim=-1) <= error * largest).all()
     again = unpack(numbers, exponents, bits, x.bfloat16())
     assert torch.equal(pack(again, bits)[0], numbers) and torch.equal(again.float(), near)
+
+
+@torch.no_grad()
+def test_new_entries_are_packed_when_it_is_said():
+    first, second = torch.randn(2, 1, 2, 5, 32)
+    entries = PackedEntries(first, 8)
+    entries.append(second, 99)
+    copied = entries.copy()
+    assert torch.equal(entries.held[:, :, 5:], second) and entries.new.size == 5
+    entries.pack_new()
+    expected = torch.cat([unpack(*pack(x, 8), 8, x) for x in (first, second)], dim=2)
+    assert torch.equal(entries.held, expected) and (entries.size, entries.new.size) == (10, 0)
+    assert torch.equal(copied.held[:, :, 5:], second) and entries.nbytes < copied.nbytes
 
 
 @torch.no_grad()

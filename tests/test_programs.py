@@ -199,9 +199,10 @@ def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, d
     write_adapter(tmp_path, adapted, [], set())
     save_memory(tmp_path / "memory", Reader(adapted, whole, tmp_path, ("a book",)))
     loaded, memory, run, texts, _ = load_memory(tmp_path / "memory", model)
+    assert memory.lowest == whole.lowest
     assert (loaded.settings, run, texts) == (adapted.settings, tmp_path, ("a book",))
     assert torch.equal(*(prefill(model, tokens[:, 27:], m, 6) for m in (whole, memory)))
-    assert memory.seen == whole.seen == 60
+    assert memory.seen == whole.seen == 60 and memory.lowest == whole.lowest
     other = torch.float64 if dtype == torch.float32 else torch.float32
     with pytest.raises(UserError, match="saved with another --dtype; give the same"):
         load_memory(tmp_path / "memory", model.to(other))
@@ -220,6 +221,15 @@ def test_a_memory_is_saved_and_asked_again(run, tokenizer):
     assert code == 0 and expected.endswith(question + out), err
     assert re.match(r"memory of book, read [-\d]+ [:\d]+: 96 tokens in [\d,]+ bytes\n", err)
     assert run(generate, f"{ask} {SMALL} --segment 16")[:2] == (0, out)
+    for words, sentence in (
+        ("--mem 8", "--mem 8: this memory has 16; leave"), ("--bits 8", "--bits 8: this memory has 0"),
+        ("--method streaming", "--method streaming: this memory has h2o; leave the flag out"),
+        ("--budgets heads.json", "--budgets: this memory has others; leave the flag out"),
+        ("--adapter adapter", "--adapter adapter: this memory has no adapter; leave the flag out"),
+        ("--dtype bfloat16", "memory: it was saved with another --dtype; give the same"),
+    ):
+        code, _, err = run(generate, f"{ask} {words}")
+        assert (code, err.count("\n")) == (2, 1) and sentence in err, err
 
 
 def test_a_prompt_with_special_tokens(run):

@@ -151,6 +151,9 @@ def test_scores_make_an_adapter(run, stock, words, compressor, monkeypatch):
     adapted = load_adapter("scores", base)
     assert (adapted.settings.compressor, adapted.settings.mem) == (compressor, 28)
     assert adapted.compressors[0].score.deviation.max() > 1
+    if words:  # the filters are those of the adapter
+        filters = (load_adapter(run, base).compressors[0].conv.weight for run in ("adapter", "scores"))
+        assert torch.equal(*filters)
     tokens = torch.randint(0, 2048, (1, 100))
     memories = [adapted.cache(), untrained(base, "h2o", 28, 16).cache()]
     for memory in memories:
