@@ -222,7 +222,7 @@ def test_a_memory_is_saved_and_asked_again(run, tokenizer):
     assert re.match(r"memory of book, read [-\d]+ [:\d]+: 96 tokens in [\d,]+ bytes\n", err)
     assert run(generate, f"{ask} {SMALL} --segment 16")[:2] == (0, out)
     for words, sentence in (
-        ("--mem 8", "--mem 8: this memory has 16; leave"), ("--bits 8", "--bits 8: this memory has 0"),
+        ("--mem 8", "--mem 8: this memory has 16; leave"), ("--bits 8", "--bits 8: this memory has none"),
         ("--method streaming", "--method streaming: this memory has h2o; leave the flag out"),
         ("--budgets heads.json", "--budgets: this memory has others; leave the flag out"),
         ("--adapter adapter", "--adapter adapter: this memory has no adapter; leave the flag out"),

@@ -98,4 +98,4 @@ def refuse_others(given: dict, settings: Settings) -> None:
             if value and scaled(value, settings.mem) == own:
                 continue
             raise UserError("--budgets: this memory has others; leave the flag out")
-        raise UserError(f"--{name} {value}: this memory has {own}; leave the flag out")
+        raise UserError(f"--{name} {value}: this memory has {own or 'none'}; leave the flag out")
