@@ -191,8 +191,8 @@ def main() -> None:
     L, last = [*documents.items()][-1]
     told = told_ago = None
     if flags.recall:
-        # The names of facts are divided into parts, as texts are. If all parts are scored, take
-        # the held-out names, which no training has seen.
+        # The names of facts are divided into parts, as texts are. If all parts are
+        # scored, take the held-out names, which no training has seen.
         names = parts[0] if len(parts) == 1 else "held-out"
         note_no_facts(last.numpy(), L, tokenizer, flags.fact_form)
         told, told_ago = tell_all(last, names, tokenizer, flags.fact_form)

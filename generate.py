@@ -9,8 +9,8 @@ Show what the slots of layer 2, head 1 hold; or all slots, as a page.
     python generate.py --prompt file.txt --show-memory 2 1
     python generate.py --prompt file.txt --show-memory page.html
 
-A text that is read once and asked many times. Without a question, --ask reads questions from
-standard input, one a line:
+A text that is read once and asked many times. Without a question, --ask reads questions
+from standard input, one a line:
 
     python generate.py --prompt book.txt --save-memory book.safetensors
     python generate.py --load-memory book.safetensors --ask "Who tells this story?"
@@ -73,14 +73,15 @@ def sample(logits: Tensor, temperature: float) -> int:
 def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
            most: int, temperature: float, ends: Collection[int] = ()) -> Iterator[int]:
     """Yield up to `most` token ids that continue the text in the cache. It stops before a
-    token that ends the text, or is one of `ends`. `logits` (1, vocab_size) are those after the
-    last token that was read."""
+    token that ends the text, or is one of `ends`. `logits` (1, vocab_size) are those
+    after the last token that was read."""
     for _ in range(most):
         # Some models pad their vocabulary: logits beyond `vocab_size` belong to no token.
         token = sample(logits[0, : tokenizer.vocab_size], temperature)
         if token in tokenizer.ends or token in ends:
             return
-        # It enters the cache before it is handed on, so that the cache has all that was written.
+        # It enters the cache before it is handed on, so that the cache has all that was
+        # written.
         logits = model(torch.tensor([[token]], device=logits.device), cache)[:, -1]
         refuse_not_finite(logits)
         yield token
@@ -89,8 +90,8 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 def as_text(
     tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]
 ) -> Iterator[str]:
-    """Text of tokens as they come behind a prompt, which may be empty but for its prefix. A part
-    of a character waits; it is dropped if nothing follows."""
+    """Text of tokens as they come behind a prompt, which may be empty but for its prefix.
+    A part of a character waits; it is dropped if nothing follows."""
     continues = prompt[-1] not in tokenizer.prefix
     return tokenizer.texts(tokens, before=tokenizer.x if continues else [])
 
@@ -99,8 +100,8 @@ def as_text(
 
 
 def parse() -> argparse.Namespace:
-    """The flags. `layer_and_head` has the two numbers of --show-memory LAYER HEAD, and `page`
-    the file of --show-memory FILE.html. What is not asked for is None."""
+    """The flags. `layer_and_head` has the two numbers of --show-memory LAYER HEAD, and
+    `page` the file of --show-memory FILE.html. What is not asked for is None."""
     parser = Parser(__doc__, mem="the adapter's, or 512",
                     segment="the adapter's, or as --mem")
     parser.add_seed()
@@ -225,7 +226,8 @@ def read_ids(adapted: AdaptedLlama, ids: list[int], cache: KVCache) -> Tensor:
 def show_page(
     page: Path, models: dict[str, AdaptedLlama], ids: list[int], tokenizer: Tokenizer
 ) -> None:
-    """Read the text with each model, and write a page of what its memory holds meanwhile."""
+    """Read the text with each model, and write a page of what its memory holds
+    meanwhile."""
     memories = {name: memory_of_page(adapted) for name, adapted in models.items()}
     records = []
     for name, memory in memories.items():
@@ -247,8 +249,8 @@ def show_page(
 def continue_text(
     flags: argparse.Namespace, reader: Reader, ids: list[int], tokenizer: Tokenizer
 ) -> None:
-    """Read the text into the memory, and continue it; or save the memory, or print what slots
-    hold."""
+    """Read the text into the memory, and continue it; or save the memory, or print what
+    slots hold."""
     adapted, cache = reader.adapted, reader.memory
     written_later = flags.save_memory or flags.ask is not None
     new_tokens = 0 if written_later else flags.max_new_tokens
@@ -278,9 +280,9 @@ def continue_text(
 def answers(
     flags: argparse.Namespace, reader: Reader, chat: Chat | None, tokenizer: Tokenizer
 ) -> None:
-    """Answer the question of --ask, or each line of standard input, as it is written. Each question
-    is asked of a copy of the memory, so that answers do not depend on their order; with --follow-up
-    the copy takes its place. Ctrl-C ends an answer."""
+    """Answer the question of --ask, or each line of standard input, as it is written.
+    Each question is asked of a copy of the memory, so that answers do not depend on their
+    order; with --follow-up the copy takes its place. Ctrl-C ends an answer."""
     memory, in_turn = reader.memory, reader.in_turn
     for question in questions(flags.ask):
         asked = memory.copy()

@@ -1,24 +1,25 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a convolution.
 
-This file is the paper (arXiv 2406.05317) and what it compares with. An entry is the key and the
-value of a token in one head of a layer. Letters are those of model.py: B texts, T new tokens, S
-entries, M slots, H query heads, G key/value heads, D channels of a head, L tokens of a text, N = B * G
-heads of all texts. There is one more:
+This file is the paper (arXiv 2406.05317) and what it compares with. An entry is the key
+and the value of a token in one head of a layer. Letters are those of model.py: B texts, T
+new tokens, S entries, M slots, H query heads, G key/value heads, D channels of a head, L
+tokens of a text, N = B * G heads of all texts. There is one more:
 
     R  entries of a head that a compression does not keep as they are: it puts them into
        merged slots, or drops them
 
 Equation numbers are the paper's: (1) is `attention_weights` and `Memory.read`, or else
-`model.attention`; (2) is `model.Attention.project`; (3) is `Memory.compress`; (4) and (5) are
-`merge`; (6) and (7) are `Compressor.weights`. docs/paper-to-code.md lists what departs.
+`model.attention`; (2) is `model.Attention.project`; (3) is `Memory.compress`; (4) and (5)
+are `merge`; (6) and (7) are `Compressor.weights`. docs/paper-to-code.md lists what
+departs.
 
 Two matrices say how much of each entry goes into each slot:
 
     W  of (6), as the convolution gives it
     w  of (7): each row sums to 1
 
-A place is an index in the cache. A position is what RoPE rotates by: with positions "text" it
-is the token's index in the text, and with positions "slots" its place.
+A place is an index in the cache. A position is what RoPE rotates by: with positions
+"text" it is the token's index in the text, and with positions "slots" its place.
 
 A method of your own is a row of METHODS, a compressor one of COMPRESSORS, a memory one of
 MEMORIES. Put it into a new file, which adds it to these dictionaries.
@@ -66,7 +67,8 @@ class Settings:
 
     method: str
     segment: int  # the most tokens that enter together
-    # L that an adapter is trained for, in tokens; without training, the most that the base reads
+    # L that an adapter is trained for, in tokens; without training, the most that the
+    # base reads
     length: int
     # How many slots there are of each of KINDS. Without merged slots the rest is dropped.
     sinks: int = 0
@@ -134,9 +136,9 @@ class Compressor(nn.Module):
     """A convolution says how much of each entry goes into each slot. The heads of a layer
     share it. `slots` is the number of slots that it fills, the merged ones.
 
-    One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. It is made
-    with the arguments below, once for each layer. All its parameters train at the rate of the
-    convolutions. The paper's does not regard `train()` and `eval()`.
+    One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. It is
+    made with the arguments below, once for each layer. All its parameters train at the
+    rate of the convolutions. The paper's does not regard `train()` and `eval()`.
     """
 
     memory_name = "paper"  # the one of MEMORIES that it works in
@@ -149,16 +151,17 @@ class Compressor(nn.Module):
         self.slots = slots
         # g of (6)
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
-        # The scale of g cancels in (7). A step of AdamW does not grow with it, so that with a
-        # larger `start` w changes more slowly.
+        # The scale of g cancels in (7). A step of AdamW does not grow with it, so that
+        # with a larger `start` w changes more slowly.
         nn.init.normal_(self.conv.weight, std=start)
 
     def weights(self, entries: Tensor, received: Tensor | None) -> Tensor:
         """R entries that are merged, (N, 2D, R) of N = B * G heads -> w (N, slots, R).
 
-        The entries are in float32. R differs from call to call. Each row of w must sum to 1.
-        The paper's compressor reads `entries` alone. `received` (N, R) is the attention that each
-        entry has received, or None if the memory does not count it (see `reads_received`).
+        The entries are in float32. R differs from call to call. Each row of w must sum to
+        1. The paper's compressor reads `entries` alone. `received` (N, R) is the
+        attention that each entry has received, or None if the memory does not count it
+        (see `reads_received`).
         """
         W = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official
@@ -173,12 +176,12 @@ COMPRESSORS = {"paper": Compressor}
 def merge(
     compute_w: Callable, k: Tensor, v: Tensor, received: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Equations (4) and (5), after (6) and (7): k and v (B, G, R, D), and the attention `received`
-    (B, G, R) -> K' and V' (B, G, slots, D), and w (B, G, slots, R). `compute_w` is
-    `Compressor.weights`, or does the same.
+    """Equations (4) and (5), after (6) and (7): k and v (B, G, R, D), and the attention
+    `received` (B, G, R) -> K' and V' (B, G, slots, D), and w (B, G, slots, R).
+    `compute_w` is `Compressor.weights`, or does the same.
 
-    All is computed in float32, as bfloat16 is too coarse for W, and K' and V' are rounded to
-    the dtype of k and v. With positions of the text a mixed key has no single
+    All is computed in float32, as bfloat16 is too coarse for W, and K' and V' are rounded
+    to the dtype of k and v. With positions of the text a mixed key has no single
     position; the paper does not discuss this.
     """
     with torch.autocast(k.device.type, enabled=False):
@@ -196,28 +199,28 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     """Equation (1) up to its product with V: fused attention does not return these weights.
 
     The queries belong to the last T of the S entries: q (B, H, T, D), k (B, G, S, D) ->
-    weights (B, G, H/G * T, S). The rows of a key/value head are the T queries of its first
-    query head, then those of its next. The products q k have the dtype of q; the softmax and
-    the weights are in float32.
+    weights (B, G, H/G * T, S). The rows of a key/value head are the T queries of its
+    first query head, then those of its next. The products q k have the dtype of q; the
+    softmax and the weights are in float32.
     """
     T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (-1, group)).flatten(2, 3) / q.shape[-1] ** 0.5  # (B, G, H/G * T, D)
     attention_logits = widened(q @ k.mT)
     if T > 1:  # a single token sees all entries
-        # All queries see the older entries, so that the last T columns alone need the mask.
-        # `last` is a view: this writes into attention_logits. The mask is a constant, of which
-        # autograd need not know.
+        # All queries see the older entries, so that the last T columns alone need the
+        # mask. `last` is a view: this writes into attention_logits. The mask is a
+        # constant, of which autograd need not know.
         last = attention_logits.detach().unflatten(2, (group, T))[..., S - T :]
         last += causal_mask(T, T, last)
     return attention_logits.softmax(dim=-1)
 
 
-# --- Memory (the body of the loop of algorithm 2) ---------------------------------------------------------------
+# --- Memory (the body of the loop of algorithm 2) ---------------------------------------
 
 
 def in_order(held: Tensor, order: Tensor) -> Tensor:
-    """Keys or values (B, G, S, D), or what entries received (B, G, S), in the order (B, G, S) of
-    each head; faster than `gather`."""
+    """Keys or values (B, G, S, D), or what entries received (B, G, S), in the order (B,
+    G, S) of each head; faster than `gather`."""
     B, G = order.shape[:2]
     text = torch.arange(B, device=order.device)[:, None, None]
     head = torch.arange(G, device=order.device)[:, None]
@@ -225,8 +228,8 @@ def in_order(held: Tensor, order: Tensor) -> Tensor:
 
 
 def check_choice(chosen: Tensor, s: Settings) -> None:
-    """Assert that `Memory.choose` keeps its rule. A GPU has to wait for the answer, so that it is
-    asked only at the first compression of a text."""
+    """Assert that `Memory.choose` keeps its rule. A GPU has to wait for the answer, so
+    that it is asked only at the first compression of a text."""
     enough = (chosen.sum(dim=2) == s.pinned).all()
     assert enough, f"Memory.choose must take {s.pinned} entries in each head"
     last = chosen[:, :, chosen.shape[2] - s.recent :].any()
@@ -237,10 +240,11 @@ class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer and key/value head. The
     lists of keys, values and attention received have one item for each layer.
 
-    When new tokens do not fit into a layer, the mixing matrix turns its S entries into M slots.
-    Each method is a choice of this matrix, whose one-hot rows are never built. For M = 4 and a
-    segment of 3, with one heavy slot, two merged slots and one recent slot (the paper's own
-    methods have no recent slots), let the entry at place 4 have received most attention. Then
+    When new tokens do not fit into a layer, the mixing matrix turns its S entries into M
+    slots. Each method is a choice of this matrix, whose one-hot rows are never built. For
+    M = 4 and a segment of 3, with one heavy slot, two merged slots and one recent slot
+    (the paper's own methods have no recent slots), let the entry at place 4 have received
+    most attention. Then
 
         place      0  1  2  3   4  5  6
                      memory     segment
@@ -250,8 +254,8 @@ class Memory(KVCache):
         recent     .  .  .  .   .  .  1
 
     The convolution sees only the columns with a w, side by side: places 3 and 5 become
-    neighbours. The paper's (6) has the segment first. Here the memory is first, as its tokens
-    are older.
+    neighbours. The paper's (6) has the segment first. Here the memory is first, as its
+    tokens are older.
     """
 
     counters = ("seen",)  # numbers that a saved memory needs beside what `stored` returns
@@ -262,9 +266,9 @@ class Memory(KVCache):
         super().__init__(config, position_divisor(config, settings))
         self.settings, self.compressors = settings, compressors
         self.counts_attention = settings.heavy > 0 or any(c.reads_received for c in compressors)
-        # With positions by slot a key has a new place after each compression. The key without
-        # a rotation is kept, too, as rotating it again and again would add up errors. With
-        # positions of the text `unrotated` stays empty.
+        # With positions by slot a key has a new place after each compression. The key
+        # without a rotation is kept, too, as rotating it again and again would add up
+        # errors. With positions of the text `unrotated` stays empty.
         self.by_slot = settings.positions == "slots"
         self.empty([settings] * config.n_layers)
 
@@ -284,17 +288,18 @@ class Memory(KVCache):
 
     @property
     def to_compress(self) -> list[Entries]:
-        """The keys that compressions read and mix: rotated ones with positions of the text (the
-        paper's), and unrotated ones by slot."""
+        """The keys that compressions read and mix: rotated ones with positions of the
+        text (the paper's), and unrotated ones by slot."""
         return self.unrotated if self.by_slot else self.keys
 
     def make_room(self, B: int, T: int) -> None:
         """Compress the layers into which T new tokens would not fit.
 
-        Algorithm 2 compresses right after a segment. Here this is done just before the next
-        tokens that would not fit: then the compression is in the graph of their loss, which
-        trains the compressor. With whole segments the slots are those of the paper. In decoding the paper compresses at every
-        token, and this memory at every `segment` tokens.
+        Algorithm 2 compresses right after a segment. Here this is done just before the
+        next tokens that would not fit: then the compression is in the graph of their
+        loss, which trains the compressor. With whole segments the slots are those of the
+        paper. In decoding the paper compresses at every token, and this memory at every
+        `segment` tokens.
         """
         super().make_room(B, T)
         segment = self.settings.segment
@@ -322,10 +327,10 @@ class Memory(KVCache):
     def read(self, layer: int, q: Tensor) -> Tensor:
         """Attend as a KVCache does, and count the attention that each entry receives.
 
-        Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in sum
-        over all queries so far and as a mean of the query heads that share a key/value head.
-        When T tokens enter, earlier attention is multiplied by `forget` ** (T / segment): by
-        `forget` for a whole segment.
+        Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in
+        sum over all queries so far and as a mean of the query heads that share a
+        key/value head. When T tokens enter, earlier attention is multiplied by `forget`
+        ** (T / segment): by `forget` for a whole segment.
         """
         if not self.counts_attention:
             return super().read(layer, q)
@@ -342,8 +347,8 @@ class Memory(KVCache):
         return output.unflatten(2, (group, T)).flatten(1, 2)
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The operator C of (3), steps 4 and 5 of algorithm 2: S entries become M slots, in one
-        layer.
+        """The operator C of (3), steps 4 and 5 of algorithm 2: S entries become M slots,
+        in one layer.
 
         In the example of the class, 7 entries become 4 slots:
 
@@ -351,8 +356,8 @@ class Memory(KVCache):
             new slot    0 |   1   2   | 3    where it goes; the rest is mixed into two slots
 
         Each head has its own order. Pinned and recent entries are copied, and only w
-        multiplies. Returns the order (B, G, S) and w (B, G, merged, R), which say what is in
-        a slot.
+        multiplies. Returns the order (B, G, S) and w (B, G, merged, R), which say what is
+        in a slot.
         """
         s = self.of_layer[layer]
         k, v = self.to_compress[layer].held, self.values[layer].held
@@ -377,8 +382,8 @@ class Memory(KVCache):
         k = torch.cat((k_pinned, k_merged, k_recent), dim=2)
         v = torch.cat((v_pinned, v_merged, v_recent), dim=2)
         if self.counts_attention:
-            # The paper is silent: a merged slot gets the mean, by w, of the attention that its
-            # entries received.
+            # The paper is silent: a merged slot gets the mean, by w, of the attention
+            # that its entries received.
             received_merged = (w.detach() * received_rest[:, :, None]).sum(dim=3)
             received = torch.cat((received_pinned, received_merged, received_recent), dim=2)
         self.hold(layer, k, v, received)
@@ -387,8 +392,8 @@ class Memory(KVCache):
     def fill_merged(
         self, layer: int, k: Tensor, v: Tensor, received: Tensor | None, places: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """K', V' and w of the layer's compressor, for entries that stood at these places of the
-        cache, (B, G, R). If there are no merged slots, the entries are dropped."""
+        """K', V' and w of the layer's compressor, for entries that stood at these places
+        of the cache, (B, G, R). If there are no merged slots, the entries are dropped."""
         if not self.of_layer[layer].merged:
             return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
         args = (self.w_function(layer, places), k, v, received)
@@ -397,14 +402,14 @@ class Memory(KVCache):
         return merge(*args)
 
     def w_function(self, layer: int, places: Tensor) -> Callable:
-        """What computes w of entries and the attention that they received. A subclass may also
-        tell the compressor where in the cache they stood."""
+        """What computes w of entries and the attention that they received. A subclass may
+        also tell the compressor where in the cache they stood."""
         return self.compressors[layer].weights
 
     def hold(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> None:
         """Replace what a layer holds: keys as compressions read them, and values, both
-        (B, G, S, D), and the attention received (B, G, S). By slot the keys are rotated to their
-        places."""
+        (B, G, S, D), and the attention received (B, G, S). By slot the keys are rotated
+        to their places."""
         if self.by_slot:
             self.unrotated[layer] = Entries(k)
             new_places = torch.arange(k.shape[2], device=k.device)
@@ -425,9 +430,10 @@ class Memory(KVCache):
     def choose(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
         """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S).
 
-        For another rule change this function, or override it in a subclass (see MEMORIES).
-        Each head must choose `s.pinned` entries, and none of the last `s.recent` ones, which
-        the recent slots keep. Here s are the settings of the layer.
+        For another rule change this function, or override it in a subclass (see
+        MEMORIES). Each head must choose `s.pinned` entries, and none of the last
+        `s.recent` ones, which the recent slots keep. Here s are the settings of the
+        layer.
         """
         s = self.of_layer[layer]
         chosen = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
@@ -460,8 +466,8 @@ def segment_losses(
     model: Llama, tokens: Tensor, cache: KVCache, segment: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Read tokens (B, L) one segment after the other, into a cache that may hold earlier
-    ones. For each segment yield the loss in nats of the token after each input, (B, segment),
-    and the logits that predicted it, (B, segment, vocab_size).
+    ones. For each segment yield the loss in nats of the token after each input, (B,
+    segment), and the logits that predicted it, (B, segment, vocab_size).
 
     The graph grows with each segment until `cache.detach()` cuts it.
     """
@@ -477,9 +483,9 @@ def segment_losses(
 
 
 def position_divisor(config: LlamaConfig, settings: Settings) -> float:
-    """The number by which positions are divided, so that those of a text of L tokens
-    (the settings' `length`) lie inside the pretrained context. Positions of a longer text
-    may pass the context. A base that stays frozen cannot learn other positions than its own.
+    """The number by which positions are divided, so that those of a text of L tokens (the
+    settings' `length`) lie inside the pretrained context. Positions of a longer text may
+    pass the context. A base that stays frozen cannot learn other positions than its own.
 
     "text" (the paper): a token's position in the text, which reaches L. "slots": its place
     in the cache, which never exceeds M + T of the largest head.
@@ -530,9 +536,9 @@ def check_base(model: Llama) -> None:
 
 @torch.no_grad()
 def check_rows(compressor: Compressor, head_dim: int, like: Tensor) -> None:
-    """Raises UserError if w of random entries has another shape, or if its rows do not sum to
-    1, as with a softmax over the wrong dimension: (4) and (5) would not mix. The entries have
-    the dtype and the device of `like`."""
+    """Raises UserError if w of random entries has another shape, or if its rows do not
+    sum to 1, as with a softmax over the wrong dimension: (4) and (5) would not mix. The
+    entries have the dtype and the device of `like`."""
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = (2, 2 * head_dim, compressor.slots + 8)
     entries = torch.randn(sizes, generator=generator, device="cpu").to(like)
@@ -549,16 +555,16 @@ def check_rows(compressor: Compressor, head_dim: int, like: Tensor) -> None:
 
 
 class AdaptedLlama(nn.Module):
-    """A base model and everything that trains on it. Run it as `adapted.model(tokens, cache)`
-    with a `cache` of `adapted.cache()`. `train()` and `eval()` say whether compressors are in
-    training or in use. `adapted.model` is a Llama of its own on the weights of `model`, which
-    stays as it is and may be adapted again.
+    """A base model and everything that trains on it. Run it as `adapted.model(tokens,
+    cache)` with a `cache` of `adapted.cache()`. `train()` and `eval()` say whether
+    compressors are in training or in use. `adapted.model` is a Llama of its own on the
+    weights of `model`, which stays as it is and may be adapted again.
 
-    For context extension section 4.1 trains the compressors, LoRA, embeddings and norms. LoRA
-    is here on q, k, v and o, as in LongLoRA and the official code. In the inference mode
-    (`lora_rank` 0) the compressors train alone. What trains requires a gradient. It is in
-    float32, or small steps would be rounded away. Raises UserError if the base or a compressor
-    cannot be used so.
+    For context extension section 4.1 trains the compressors, LoRA, embeddings and norms.
+    LoRA is here on q, k, v and o, as in LongLoRA and the official code. In the inference
+    mode (`lora_rank` 0) the compressors train alone. What trains requires a gradient. It
+    is in float32, or small steps would be rounded away. Raises UserError if the base or a
+    compressor cannot be used so.
     """
 
     def __init__(self, model: Llama, settings: Settings):
@@ -601,14 +607,14 @@ class AdaptedLlama(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def recompute_in_backward(self) -> None:
-        """Train with less of the machine's memory and more time: the backward pass runs the layers, apart
-        from attention, and the compressors again."""
+        """Train with less of the machine's memory and more time: the backward pass runs
+        the layers, apart from attention, and the compressors again."""
         for module in (*self.model.layers, *self.compressors):
             module.recompute = True
 
     def cache(self, memory_class: Callable | None = None) -> KVCache:
-        """An empty cache for one batch of sequences. If there are slots, its class is that of
-        the settings, or another one."""
+        """An empty cache for one batch of sequences. If there are slots, its class is
+        that of the settings, or another one."""
         config = self.model.config
         if self.settings.mem:
             memory_class = memory_class or MEMORIES[self.settings.memory_name]

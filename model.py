@@ -1,12 +1,13 @@
 """Llama-2 in plain PyTorch: the model, its cache, and how official weights are loaded.
 
-Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288), with switches for other
-models: `tied` (SmolLM2, Llama 3.2), `llama3_rope` (Llama 3.1 and 3.2), `qkv_bias` and `turned`
-(ChatGLM3). LoCoCo plugs in at one place, the cache: the model tells it how many tokens come
-(`make_room` and `announce`), and each block hands q, k and v to `cache.attend`. The cache
-decides where tokens stand (RoPE) and what is kept. The KVCache below keeps every entry; the
-Memory of lococo.py keeps M slots. Equation numbers are those of the LoCoCo paper. Where its Q,
-K and V have a column for each token, they have a row here.
+Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288), with switches for
+other models: `tied` (SmolLM2, Llama 3.2), `llama3_rope` (Llama 3.1 and 3.2), `qkv_bias`
+and `turned` (ChatGLM3). LoCoCo plugs in at one place, the cache: the model tells it how
+many tokens come (`make_room` and `announce`), and each block hands q, k and v to
+`cache.attend`. The cache decides where tokens stand (RoPE) and what is kept. The KVCache
+below keeps every entry; the Memory of lococo.py keeps M slots. Equation numbers are those
+of the LoCoCo paper. Where its Q, K and V have a column for each token, they have a row
+here.
 
 Letters:
 
@@ -59,8 +60,8 @@ class LlamaConfig:
     # The share of a head's channel pairs (i, i + D/2) that are rotated, from the first pair
     # on; ChatGLM3: 0.5.
     turned: float = 1.0
-    # The checksum by which an adapter knows its base includes this class's repr. A new field
-    # needs `repr=False`, or stored adapters seem to be of another base.
+    # The checksum by which an adapter knows its base includes this class's repr. A new
+    # field needs `repr=False`, or stored adapters seem to be of another base.
     llama3_rope: "Llama3Rope | None" = field(default=None, repr=False)
 
     def __post_init__(self):
@@ -186,8 +187,8 @@ class Entries:
         return self.held.nbytes if self.size else 0
 
     def append(self, new: Tensor, capacity: float) -> None:
-        """Add new entries (B, G, T, D). The caller sees to it that there are never more than
-        `capacity`, so that the buffer needs no more."""
+        """Add new entries (B, G, T, D). The caller sees to it that there are never more
+        than `capacity`, so that the buffer needs no more."""
         end = self.size + new.shape[2]
         if self.buffer is None:
             self.buffer = new
@@ -255,8 +256,8 @@ class KVCache:
             raise UserError(f"this cache is broken, as {ended}; begin with a new cache")
 
     def make_room(self, B: int, T: int) -> None:
-        """Called before T tokens of each of B texts enter. This cache grows, and only refuses what
-        cannot enter; a memory also compresses. Raises UserError."""
+        """Called before T tokens of each of B texts enter. This cache grows, and only
+        refuses what cannot enter; a memory also compresses. Raises UserError."""
         self.check_whole()
         if T == 0:
             raise UserError("no tokens enter the cache: give at least one")
@@ -288,8 +289,8 @@ class KVCache:
         q (B, H, T, D) attend to the older entries and, causally, to the new ones. Neither q
         nor k is rotated yet. Returns what the heads read, (B, H, T, D)."""
         cos, sin = self.rotations[layer]
-        # Algorithm 1 attends first and appends then. Here what is new is appended first, and the
-        # queries attend to all entries.
+        # Algorithm 1 attends first and appends then. Here what is new is appended first,
+        # and the queries attend to all entries.
         self.keys[layer].append(rotate(k, cos, sin), self.capacity[layer])
         self.values[layer].append(v, self.capacity[layer])
         read = self.read(layer, rotate(q, cos, sin))
@@ -310,8 +311,8 @@ class KVCache:
 
 
 class RMSNorm(nn.Module):
-    """x (..., dim) divided by the root of its mean square, times a weight (arXiv 1910.07467).
-    It is computed in float32."""
+    """x (..., dim) divided by the root of its mean square, times a weight (arXiv
+    1910.07467). It is computed in float32."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -326,7 +327,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The four projections. Block uses wq, wk and wv before `cache.attend`, and wo after it."""
+    """The four projections. Block uses wq, wk and wv before `cache.attend`, and wo after
+    it."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -396,8 +398,8 @@ class Llama(nn.Module):
         self.config = config
         # In float16 a few numbers of each weight as they were read, by `load_llama`.
         self.sample: dict[str, Tensor] = {}
-        # As nn.Embedding, but without random numbers on the meta device, where a model is made
-        # before its weights are loaded: there these would take 2 seconds.
+        # As nn.Embedding, but without random numbers on the meta device, where a model is
+        # made before its weights are loaded: there these would take 2 seconds.
         embeddings = torch.empty(config.vocab_size, config.dim)
         if not embeddings.is_meta:
             embeddings.normal_()
@@ -478,8 +480,9 @@ def load_base(
 def load_llama(
     path: Path | str, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Llama:
-    """The model of a directory, with its weights in `dtype`. The directory has Meta's layout
-    or Hugging Face's. Raises UserError if a file is missing, damaged or of another model."""
+    """The model of a directory, with its weights in `dtype`. The directory has Meta's
+    layout or Hugging Face's. Raises UserError if a file is missing, damaged or of another
+    model."""
     file = config_file(Path(path))  # Meta's params.json, or Hugging Face's config.json
     config = read_config(file)
     files = weight_files(file, config.n_layers)
@@ -531,8 +534,8 @@ def read_config(file: Path) -> LlamaConfig:
 
 
 def meta_weights(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
-    """The name of each of Meta's weights, and its tensor. Meta cuts a model for several GPUs:
-    each file has some rows or some columns of a matrix, and all of a norm."""
+    """The name of each of Meta's weights, and its tensor. Meta cuts a model for several
+    GPUs: each file has some rows or some columns of a matrix, and all of a norm."""
     for name, parts in meta_shards(files):
         kind = name.removesuffix(".weight").split(".")[-1]  # such as "wq"
         if "norm" in kind:
@@ -544,8 +547,8 @@ def meta_weights(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def neighbours_to_halves(rows: Tensor, head_dim: int) -> Tensor:
-    """The rows of Meta's wq or wk in the order of `rotate`. Meta turns neighbours together,
-    channels 2i and 2i + 1 of a head; `rotate` turns i and i + D/2, as Hugging Face does. For
-    D = 8 the rows 0 1 2 3 4 5 6 7 become 0 2 4 6 1 3 5 7."""
+    """The rows of Meta's wq or wk in the order of `rotate`. Meta turns neighbours
+    together, channels 2i and 2i + 1 of a head; `rotate` turns i and i + D/2, as Hugging
+    Face does. For D = 8 the rows 0 1 2 3 4 5 6 7 become 0 2 4 6 1 3 5 7."""
     pairs = rows.unflatten(0, (-1, head_dim // 2, 2))  # (heads, D/2, 2, dim)
     return pairs.transpose(1, 2).flatten(0, 2)

@@ -1,5 +1,5 @@
-"""Train a memory: its convolutions and, unless --lora-rank is 0, LoRA on its base together with
-the base's embeddings and norms.
+"""Train a memory: its convolutions and, unless --lora-rank is 0, LoRA on its base
+together with the base's embeddings and norms.
 
     python train.py                            # the embedded model, on a CPU
     python train.py --mem 512 --seq 8192       # 8 times its pretrained context
@@ -95,8 +95,8 @@ class TrainConfig:
     # code has 1.
     bptt: int = 1
     recompute: bool = False  # True takes less memory and more time
-    # Not in the paper: in the convolutions' gradient the loss of an answer, which is the word
-    # of a fact that is told again, counts so many times.
+    # Not in the paper: in the convolutions' gradient the loss of an answer, which is the
+    # word of a fact that is told again, counts so many times.
     answer_weight: float = 1.0
 
     # Scoring and output
@@ -149,9 +149,10 @@ class Setup:
     texts: Texts  # to train on and to score
 
     def draw(self, i: int) -> tuple[Tensor, Tensor]:
-        """Training sequence i with facts written into it, (L,), and a distance for each token,
-        (L,). The word of a fact that is told again has the number of tokens since it was last
-        told. All other tokens have 0. Raises UserError if the text is too short."""
+        """Training sequence i with facts written into it, (L,), and a distance for each
+        token, (L,). The word of a fact that is told again has the number of tokens since
+        it was last told. All other tokens have 0. Raises UserError if the text is too
+        short."""
         c = self.config
         tokens = sequence(self.texts.ids, c.seq, c.seed, i)
         return tell(tokens, c.facts, "training", c.seed, i, self.tokenizer)
@@ -159,8 +160,8 @@ class Setup:
 
 # --- One step ---------------------------------------------------------------------------
 
-# The loss is multiplied by this before its backward pass, and the gradients are divided by it:
-# float16 would round small ones to 0. A power of two rounds nothing.
+# The loss is multiplied by this before its backward pass, and the gradients are divided
+# by it: float16 would round small ones to 0. A power of two rounds nothing.
 SCALE = 2.0**14
 
 
@@ -168,8 +169,8 @@ def gradients(
     adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
     step: int, done: Callable[[int], None] = lambda tokens: None,
 ) -> float:
-    """Put the gradient of a step's loss into p.grad, which must be None before; return the loss
-    in nats per token.
+    """Put the gradient of a step's loss into p.grad, which must be None before; return
+    the loss in nats per token.
 
     draw(i) is sequence i, as `Setup.draw` returns it. The processes share the sequences
     of a step: this one is number RANK of WORLD (support/processes.py). done(n) is called
@@ -241,9 +242,9 @@ def train(
     save: Callable[[int], None], log: TextIO,
 ) -> int:
     """Steps from `begin` to `steps`. save(steps done) is called after every `save_every`
-    steps and after the last step. A signal to any process ends all processes after the current
-    step, and the state is saved then, too. Returns the signal's number, or 0 if all steps are
-    done."""
+    steps and after the last step. A signal to any process ends all processes after the
+    current step, and the state is saved then, too. Returns the signal's number, or 0 if
+    all steps are done."""
     config = setup.config
     # The tokens of one step that this process reads.
     tokens = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
@@ -342,8 +343,8 @@ def set_up(config: TrainConfig) -> tuple[Setup, Llama]:
 
 
 def run(config: TrainConfig, state: State | None) -> int:
-    """Score, train, write the adapter and score again; or go on from a state. All that is written
-    goes into the folder of the run. Returns the exit code."""
+    """Score, train, write the adapter and score again; or go on from a state. All that is
+    written goes into the folder of the run. Returns the exit code."""
     settings = settings_of(config)
     check_use(settings)
     if not state:
@@ -388,7 +389,8 @@ def run(config: TrainConfig, state: State | None) -> int:
 
 
 def scores_before(setup: Setup, adapted: AdaptedLlama, model: Llama) -> dict[str, dict]:
-    """Those of a window and of H2O on the base as it is, and of the memory before training."""
+    """Those of a window and of H2O on the base as it is, and of the memory before
+    training."""
     config = setup.config
     memories = baselines(model, adapted.settings.mem or config.mem, config.segment)
     scores = {name_of(memory.settings): score(setup, memory) for memory in memories}

@@ -1,2 +1,2 @@
-"""What every program needs. To understand the method nobody must read it, but for ours/: what is
-not in the paper."""
+"""What every program needs. To understand the method nobody must read it, but for ours/:
+what is not in the paper."""

@@ -22,8 +22,9 @@ class Chat(NamedTuple):
 
 
 def read_chat(folder: Path) -> Chat | None:
-    """The template of a model's directory, None if it has none. It is rendered as transformers
-    does, in jinja2's sandbox: jinja2 comes with torch. Raises UserError if it does not render."""
+    """The template of a model's directory, None if it has none. It is rendered as
+    transformers does, in jinja2's sandbox: jinja2 comes with torch. Raises UserError if
+    it does not render."""
     file, text = template_in(folder)
     if text is None:
         return None

@@ -1,4 +1,5 @@
-"""The command line of all programs: shared flags, device and dtype, errors as one sentence."""
+"""The command line of all programs: shared flags, device and dtype, errors as one
+sentence."""
 
 import argparse
 import os
@@ -36,8 +37,8 @@ def at_least(least: float, kind: type = int, most: float = HUGE) -> Callable[[st
 
 
 def named_path(text: str) -> Path:
-    """An argparse type: a file or a folder. An empty name, as an unset variable of the shell
-    gives, would be the current folder."""
+    """An argparse type: a file or a folder. An empty name, as an unset variable of the
+    shell gives, would be the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("'': this name is empty; give a file or a folder")
     return Path(text)
@@ -70,8 +71,8 @@ def new_file(text: str) -> Path:
 
 
 def budgets_file(text: str) -> list[list[int]]:
-    """An argparse type: a file of tools/budgets.py. Returns the slots of each layer's heads,
-    or for the word "equal" an empty list. Raises UserError."""
+    """An argparse type: a file of tools/budgets.py. Returns the slots of each layer's
+    heads, or for the word "equal" an empty list. Raises UserError."""
     if text == "equal":
         return []
     if not Path(text).is_file():
@@ -87,7 +88,8 @@ def budgets_file(text: str) -> list[list[int]]:
 
 
 def read_prompt(name: str) -> str:
-    """The text of --prompt, a file; of standard input if the name is -. Raises UserError."""
+    """The text of --prompt, a file; of standard input if the name is -. Raises
+    UserError."""
     if name != "-" and not os.path.exists(name):
         remedy = "a text itself comes by standard input: echo TEXT | ... --prompt -"
         raise UserError(f"--prompt {name}: there is no such file; {remedy}")
@@ -105,8 +107,8 @@ def read_prompt(name: str) -> str:
 def prompt_ids(
     flags: argparse.Namespace, text: str, tokenizer: Tokenizer, chat: Chat | None
 ) -> list[int]:
-    """The ids of --prompt, which has this text. Behind --load-memory it continues a text, and
-    has no BOS. With a chat it stands in the first turn. Raises UserError."""
+    """The ids of --prompt, which has this text. Behind --load-memory it continues a text,
+    and has no BOS. With a chat it stands in the first turn. Raises UserError."""
     if flags.load_memory:
         ids = tokenizer.continued(text, flags.special_tokens)
     elif chat:
@@ -131,8 +133,9 @@ def prompt_ids(
 def question_ids(
     question: str, in_turn: bool, chat: Chat | None, tokenizer: Tokenizer
 ) -> tuple[list[int], set[int]]:
-    """The ids of a question, up to where the answer begins, and those that end an answer. `in_turn`:
-    the text before it stands in the user's turn. Without a chat it continues the text."""
+    """The ids of a question, up to where the answer begins, and those that end an answer.
+    `in_turn`: the text before it stands in the user's turn. Without a chat it continues
+    the text."""
     if not chat:
         return tokenizer.continued(f"\n\n{question}\n"), set()
     # What stands behind an answer begins with the token that ends it.
@@ -169,8 +172,8 @@ class PlainParser(argparse.ArgumentParser):
 
 
 class Parser(PlainParser):
-    """The flags of programs that have a model and a memory. `mem` and `segment` say in --help
-    what these flags are by default."""
+    """The flags of programs that have a model and a memory. `mem` and `segment` say in
+    --help what these flags are by default."""
 
     def __init__(self, doc: str, mem: str = "that of a run, or 512",
                  segment: str = "that of a run, or as --mem"):
@@ -195,8 +198,8 @@ class Parser(PlainParser):
 
 
     def parse_methods(self) -> argparse.Namespace:
-        """Parse the command line of a program that has a list of --method. `sizes` has the flags
-        that change the sizes of a memory."""
+        """Parse the command line of a program that has a list of --method. `sizes` has
+        the flags that change the sizes of a memory."""
         self.memory.add_argument(
             "--bits", type=int, choices=(4, 8),
             help="store keys and values in so many bits (default: as the model's dtype)",

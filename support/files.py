@@ -1,4 +1,5 @@
-"""Files: the error that a user sees, weights of any kind, and files that the programs write."""
+"""Files: the error that a user sees, weights of any kind, and files that the programs
+write."""
 
 import hashlib
 import json
@@ -24,8 +25,9 @@ UTF8 = "utf-8-sig"  # of all text files, whatever the locale says; a byte order 
 # What taking values from a JSON file of another program can raise.
 FOREIGN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
-# What a library can raise that reads damaged weights. A .bin file is a pickle, and a damaged pickle
-# can raise nearly anything. Code of ours should not run under this, as its bugs would be hidden.
+# What a library can raise that reads damaged weights. A .bin file is a pickle, and a
+# damaged pickle can raise nearly anything. Code of ours should not run under this, as its
+# bugs would be hidden.
 DAMAGED = (RuntimeError, OSError, ValueError, LookupError, EOFError, AssertionError, TypeError,
            AttributeError, ArithmeticError, pickle.UnpicklingError, SafetensorError)
 
@@ -34,8 +36,9 @@ CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """PyTorch has a type for a full GPU. For a full main memory it raises a bare RuntimeError, so
-    that words have to tell it: "not enough memory: you tried to allocate ..."."""
+    """PyTorch has a type for a full GPU. For a full main memory it raises a bare
+    RuntimeError, so that words have to tell it: "not enough memory: you tried to allocate
+    ..."."""
     if isinstance(error, RuntimeError) and "you tried to allocate" in str(error):
         return True
     return isinstance(error, (MemoryError, torch.OutOfMemoryError))
@@ -70,8 +73,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def why(file: Path, error: Exception) -> str:
-    """The first sentence of what a library says about a file that it cannot read. About a pointer
-    of Git LFS, which is a small text in the place of a file, it would mislead."""
+    """The first sentence of what a library says about a file that it cannot read. About a
+    pointer of Git LFS, which is a small text in the place of a file, it would mislead."""
     if not isinstance(error, OSError):  # else there is no file, or none that may be read
         with open(file, "rb") as content:
             if content.read(99).startswith(b"version https://git-lfs"):
@@ -110,8 +113,8 @@ def checksum(tensors: dict[str, Tensor], about: str) -> str:
 
 
 def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
-    """A safetensors file with a JSON object and a checksum. One key of metadata: the order of
-    several would differ between runs."""
+    """A safetensors file with a JSON object and a checksum. One key of metadata: the
+    order of several would differ between runs."""
     tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
     text = json.dumps(about)
     metadata = {"content": json.dumps([text, checksum(tensors, text)])}
@@ -119,7 +122,8 @@ def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
 
 
 def write_whole(file: Path, save: Callable[[Path], None]) -> None:
-    """Write a file by save(path): under a name that no other process has, synced, then renamed."""
+    """Write a file by save(path): under a name that no other process has, synced, then
+    renamed."""
     whole = file.resolve()  # a link stays one
     beside = whole.with_name(f"{whole.name}.{uuid4().hex[:8]}.part")
     try:
@@ -149,7 +153,8 @@ def as_json(content: Any, indent: int | None = None) -> str:
 
 
 def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
-    """The tensors of a file of `write_file` by name, mapped into memory, and its JSON object."""
+    """The tensors of a file of `write_file` by name, mapped into memory, and its JSON
+    object."""
     if not file.exists():
         raise UserError(f"{file}: there is no such file")
     if file.is_dir():

@@ -1,7 +1,7 @@
 """The page of what memories hold: its texts, and the file.
 
-memory_page.html, beside this file, is the page itself: HTML, CSS and JavaScript without data.
-support/programs/show_memory.py makes the data.
+memory_page.html, beside this file, is the page itself: HTML, CSS and JavaScript without
+data. support/programs/show_memory.py makes the data.
 """
 
 import json
@@ -15,9 +15,9 @@ PLACE = "THE_DATA_OF_THE_PAGE"  # stands once in the template
 
 
 def token_texts(ids: list[int], tokenizer: Tokenizer) -> tuple[list[str], dict[int, str]]:
-    """The text of each token; joined, they are the text that was read, but for a U+FFFD at its
-    end. Also the names of the tokens without text, such as <s> and the first tokens of a
-    character that has several."""
+    """The text of each token; joined, they are the text that was read, but for a U+FFFD
+    at its end. Also the names of the tokens without text, such as <s> and the first
+    tokens of a character that has several."""
     start = len(tokenizer.prefix)
     texts = [""] * start + [*tokenizer.texts(ids[start:])]
     names = {n: tokenizer.piece(ids[n]) for n, text in enumerate(texts) if not text}
@@ -27,8 +27,8 @@ def token_texts(ids: list[int], tokenizer: Tokenizer) -> tuple[list[str], dict[i
 def write_page(
     file: Path, tokens: list[str], names: dict[int, str], memories: list[dict]
 ) -> None:
-    """The template with its data. In a script a `<` could end it or begin a comment, so each
-    one is written as an escape."""
+    """The template with its data. In a script a `<` could end it or begin a comment, so
+    each one is written as an escape."""
     data = {"tokens": tokens, "names": names, "memories": memories}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     page = TEMPLATE.read_text("utf-8").replace(PLACE, text.replace("<", "\\u003c"))

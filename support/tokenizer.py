@@ -89,13 +89,14 @@ class Tokenizer:
         return self.tokens.decode(ids)
 
     def added(self, ids: list[int], before: list[int]) -> str:
-        """The text that tokens add to that of others. A part of a character gives U+FFFD."""
+        """The text that tokens add to that of others. A part of a character gives
+        U+FFFD."""
         return self.decode([*before, *ids]).removeprefix(self.decode(before))
 
     def texts(self, ids: Iterable[int], before: list[int] = []) -> Iterator[str]:
-        """The text that each of the ids adds to those before. Of the tokens of one character
-        the last one has the character, and the others have no text. U+FFFD at the end of a
-        text has none, either."""
+        """The text that each of the ids adds to those before. Of the tokens of one
+        character the last one has the character, and the others have no text. U+FFFD at
+        the end of a text has none, either."""
         waiting = []  # the tokens of a character that is not complete
         for i in ids:
             waiting.append(i)
@@ -160,7 +161,8 @@ def named_ids(folder: Path, role: str, id_of: Callable[[str], int | None]) -> li
 
 
 class Added(NamedTuple):
-    """A token that files add to a tokenizer. One that is not special is a token in every text."""
+    """A token that files add to a tokenizer. One that is not special is a token in every
+    text."""
 
     id: int
     special: bool
@@ -197,8 +199,8 @@ def added_tokens(folder: Path) -> dict[str, Added]:
 
 
 class Blanks(NamedTuple):
-    """Where a tokenizer that puts a blank in front of a text does so, as the files beside it
-    say. None: they do not say it."""
+    """Where a tokenizer that puts a blank in front of a text does so, as the files beside
+    it say. None: they do not say it."""
 
     first: bool | None  # at the beginning (None: yes)
     later: bool | None  # behind a token that was added, too (None: yes)
@@ -271,8 +273,8 @@ class SentencePieceTokens:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """A blank in front of the first tokens is the tokenizer's. Behind an added token it is
-        the text's, if the tokenizer puts none there."""
+        """A blank in front of the first tokens is the tokenizer's. Behind an added token
+        it is the text's, if the tokenizer puts none there."""
         text = ""
         for own, run in groupby(ids, lambda i: i < self.size):
             run = [*run]

@@ -1,8 +1,8 @@
 """Official checkpoints: what their configurations say, and the tensors in their files.
 
-model.load_llama makes a Llama of both. A directory has one of two layouts: Meta's (params.json
-and consolidated.NN.pth) or Hugging Face's (config.json and safetensors or .bin files). What
-cannot be a plain Llama-2 is refused.
+model.load_llama makes a Llama of both. A directory has one of two layouts: Meta's
+(params.json and consolidated.NN.pth) or Hugging Face's (config.json and safetensors or
+.bin files). What cannot be a plain Llama-2 is refused.
 """
 
 import math
@@ -38,9 +38,9 @@ LARGEST = 2**24
 
 
 def check_numbers(config) -> None:
-    """Convert each number of a LlamaConfig or a Llama3Rope to its field's type, so that 10000
-    and 10000.0 in a file are the same model. Raises ValueError if one is of another type, not
-    positive and finite, or too large."""
+    """Convert each number of a LlamaConfig or a Llama3Rope to its field's type, so that
+    10000 and 10000.0 in a file are the same model. Raises ValueError if one is of another
+    type, not positive and finite, or too large."""
     for f in fields_of(config):
         value = getattr(config, f.name)
         if f.type in (int, float, bool):
@@ -140,8 +140,9 @@ ROTATED = "lococo_rotated_share"  # LlamaConfig.turned; tools/chatglm3.py writes
 
 
 def hugging_face_fields(content: dict) -> dict:
-    """The fields of a LlamaConfig from a config.json as `read_given` returns it. What is wrong
-    in it raises one of FOREIGN. `llama3_rope`, if it is there, is a dict of its own fields."""
+    """The fields of a LlamaConfig from a config.json as `read_given` returns it. What is
+    wrong in it raises one of FOREIGN. `llama3_rope`, if it is there, is a dict of its own
+    fields."""
     for key, value in PLAIN.items():
         if content.get(key, value) != value:
             raise ValueError(f"{key} {content[key]} is not implemented")
@@ -209,8 +210,8 @@ def weight_files(file: Path, n_layers: int) -> list[Path]:
 
 
 def refuse_other_depth(file: Path, files: list[Path], n_layers: int) -> None:
-    """Raises UserError if the names in weight files are not those of so many layers. This is
-    asked before a model is built, as a configuration may say a million."""
+    """Raises UserError if the names in weight files are not those of so many layers. This
+    is asked before a model is built, as a configuration may say a million."""
     names = " ".join(name for each in files for name in read_tensors(each))
     stored = len({*re.findall(r"\blayers\.(\d+)\.", names)})
     with blamed_on(file, ValueError):
@@ -224,8 +225,8 @@ def meta_files(path: Path) -> list[Path]:
 
 
 def meta_shards(files: list[Path]) -> Iterator[tuple[str, list[Tensor]]]:
-    """The name of each weight in Meta's files, and the part of it that each file has. Raises
-    ValueError if the parts cannot be joined."""
+    """The name of each weight in Meta's files, and the part of it that each file has.
+    Raises ValueError if the parts cannot be joined."""
     shards = [read_tensors(file) for file in files]
     names = {name for shard in shards for name in shard}
     for name in sorted(names - {"rope.freqs"}):  # no weight: `model.rope` computes it
@@ -239,8 +240,9 @@ EMBEDDINGS, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def has_own_output(parts: Iterable[dict[str, Tensor]]) -> bool:
-    """Whether Hugging Face's files have an output matrix with other numbers than those of the
-    embeddings, such as that of a fine-tuned model, whatever the configuration says."""
+    """Whether Hugging Face's files have an output matrix with other numbers than those of
+    the embeddings, such as that of a fine-tuned model, whatever the configuration
+    says."""
     found = {}
     for part in parts:
         found |= {name: part[name] for name in (EMBEDDINGS, OUTPUT) if name in part}

@@ -1,12 +1,13 @@
-"""Slots in 8 bits: the same bytes hold twice the slots of bfloat16, or nearly four times those of float32.
+"""Slots in 8 bits: the same bytes hold twice the slots of bfloat16, or nearly four times
+those of float32.
 
-Blocks of 32 channels of a key or a value share a power of two as their scale, and each channel has
-8 bits, as in the format MXINT8 (arXiv 2310.10537). A power of two makes it exact to pack again what
-was unpacked, so that a kept slot is rounded once, as KIVI (arXiv 2402.02750) keeps what it stored.
-The last segment stays as it is. FIGURE
+Blocks of 32 channels of a key or a value share a power of two as their scale, and each
+channel has 8 bits, as in the format MXINT8 (arXiv 2310.10537). A power of two makes it
+exact to pack again what was unpacked, so that a kept slot is rounded once, as KIVI (arXiv
+2402.02750) keeps what it stored. The last segment stays as it is. FIGURE
 
-It departs from every other memory in what is stored. Attention is computed in the model's dtype.
-Keys by slot, as in StreamingLLM, are not packed.
+It departs from every other memory in what is stored. Attention is computed in the model's
+dtype. Keys by slot, as in StreamingLLM, are not packed.
 """
 
 import math
@@ -21,8 +22,8 @@ BLOCK = 32  # channels that share a scale
 
 
 def pack(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Keys or values (B, G, S, D) -> whole numbers of 8 bits, or two of 4 bits in a byte, and the
-    exponents of their scales (B, G, S, blocks), both int8."""
+    """Keys or values (B, G, S, D) -> whole numbers of 8 bits, or two of 4 bits in a byte,
+    and the exponents of their scales (B, G, S, blocks), both int8."""
     blocks = widened(x).unflatten(-1, (-1, min(BLOCK, x.shape[-1])))
     _, exponent = torch.frexp(blocks.abs().amax(dim=-1, keepdim=True))
     exponent = (exponent - (bits - 1)).clamp(-126, 126)
@@ -82,8 +83,8 @@ class PackedEntries(Entries):
 
 
 class PackedMemory(CeilingMemory):
-    """A memory that packs what it holds before new tokens enter, if its settings have 8 or 4
-    `bits`. It is for use: rounding has no gradient."""
+    """A memory that packs what it holds before new tokens enter, if its settings have 8
+    or 4 `bits`. It is for use: rounding has no gradient."""
 
     def make_room(self, B: int, T: int) -> None:
         super().make_room(B, T)

@@ -1,13 +1,14 @@
 """Budgets: the heads of a layer may have different numbers of slots.
 
-Heads differ in how much of a long text they read, so that equal budgets waste slots: few of them
-retrieve what was said long ago (DuoAttention, arXiv 2410.10819; HeadKV, arXiv 2410.19258).
-tools/budgets.py measures which heads need more. On SmolLM2 with 512 slots on average and 8,192
-tokens budgets lower the loss of H2O that forgets from 3.0636 to 3.0188 nats per token, without
-training. Full attention has 3.0005 (docs/results.md).
+Heads differ in how much of a long text they read, so that equal budgets waste slots: few
+of them retrieve what was said long ago (DuoAttention, arXiv 2410.10819; HeadKV, arXiv
+2410.19258). tools/budgets.py measures which heads need more. On SmolLM2 with 512 slots on
+average and 8,192 tokens budgets lower the loss of H2O that forgets from 3.0636 to 3.0188
+nats per token, without training. Full attention has 3.0005 (docs/results.md).
 
-It departs from the paper in that heads of a layer are compressed at different times. The programs
-hold every method in its memory, in which all heads have M slots if there are no budgets.
+It departs from the paper in that heads of a layer are compressed at different times. The
+programs hold every method in its memory, in which all heads have M slots if there are no
+budgets.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -71,8 +72,8 @@ def with_slots(settings: Settings, M: int) -> Settings:
 
 
 def divided(total: int, shares: list[int]) -> list[int]:
-    """A total in the proportions of shares, whose sum is positive. What rounding leaves over
-    goes to the largest."""
+    """A total in the proportions of shares, whose sum is positive. What rounding leaves
+    over goes to the largest."""
     counts = [total * share // sum(shares) for share in shares]
     counts[counts.index(max(counts))] += total - sum(counts)
     return counts
@@ -114,9 +115,9 @@ def parts_of(config: LlamaConfig, settings: Settings) -> list[Part]:
 
 
 class BudgetMemory(SelectingMemory, PackedMemory):
-    """A memory whose lists have one item for each part of a layer (see `Part`). Where a method
-    of Memory has a `layer`, it is the index n of a part here, except in `attend`. It has all that
-    is ours, so that it serves every method."""
+    """A memory whose lists have one item for each part of a layer (see `Part`). Where a
+    method of Memory has a `layer`, it is the index n of a part here, except in `attend`.
+    It has all that is ours, so that it serves every method."""
 
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         super().__init__(config, with_ours(settings), compressors)
@@ -136,7 +137,8 @@ class BudgetMemory(SelectingMemory, PackedMemory):
         return largest
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Memory.attend for each part n of the layer, as if it were a layer with fewer heads."""
+        """Memory.attend for each part n of the layer, as if it were a layer with fewer
+        heads."""
         parts = [n for n, part in enumerate(self.parts) if part.layer == layer]
         if len(parts) == 1:
             return super().attend(parts[0], q, k, v)

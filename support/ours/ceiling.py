@@ -1,14 +1,15 @@
 """A ceiling on distances: a base reads on in a text that is longer than its context.
 
-Rotary positions tell a query how far back an entry stands. A base has learnt this up to a largest
-distance, which is its context, or the length that its positions were divided for. Before the next
-tokens would read at a larger one, all entries that are older than a ceiling C come to stand at C,
-as in LM-Infinite (arXiv 2308.16137) and InfLLM (arXiv 2402.04617). On SmolLM2 with a context of
-8,192 tokens the loss of ours with budgets is 0.0155 nats per token lower than with positions by
-slot, over two texts of 16,384 tokens, and lower in both.
+Rotary positions tell a query how far back an entry stands. A base has learnt this up to a
+largest distance, which is its context, or the length that its positions were divided for.
+Before the next tokens would read at a larger one, all entries that are older than a
+ceiling C come to stand at C, as in LM-Infinite (arXiv 2308.16137) and InfLLM (arXiv
+2402.04617). On SmolLM2 with a context of 8,192 tokens the loss of ours with budgets is
+0.0155 nats per token lower than with positions by slot, over two texts of 16,384 tokens,
+and lower in both.
 
-It departs from the paper only where a text is longer than that. Angles are computed in float32,
-which is exact enough for a million tokens.
+It departs from the paper only where a text is longer than that. Angles are computed in
+float32, which is exact enough for a million tokens.
 """
 
 import torch
@@ -19,9 +20,9 @@ from model import Entries, LlamaConfig, rotate
 
 
 class CeilingMemory(Memory):
-    """A memory that moves old entries up. The position of a token is its index in the text, also
-    beyond the context, as rotary positions say distances alone. A key that was rotated to position
-    p is rotated by q - p more, so that it stands at q."""
+    """A memory that moves old entries up. The position of a token is its index in the
+    text, also beyond the context, as rotary positions say distances alone. A key that was
+    rotated to position p is rotated by q - p more, so that it stands at q."""
 
     counters = ("seen", "lowest")
 
@@ -34,8 +35,9 @@ class CeilingMemory(Memory):
     def empty(self, slots: list[Settings]) -> None:
         super().empty(slots)
         self.lowest = 0  # no entry stands below this position
-        # The positions of entries, (B, G, S): of those that were held at the last compression or
-        # move. Entries since then stand one after the other. By slot there are none.
+        # The positions of entries, (B, G, S): of those that were held at the last
+        # compression or move. Entries since then stand one after the other. By slot there
+        # are none.
         self.positions: list[Tensor | None] = [None] * len(slots)
 
     def make_room(self, B: int, T: int) -> None:
@@ -64,7 +66,8 @@ class CeilingMemory(Memory):
         return new if known is None else torch.cat((known, new), dim=2)
 
     def compress(self, n: int) -> tuple[Tensor, Tensor]:
-        """As in Memory. A merged slot has the mean, by w, of the positions of its entries."""
+        """As in Memory. A merged slot has the mean, by w, of the positions of its
+        entries."""
         if self.by_slot:
             return super().compress(n)
         before, s = self.positions_of(n), self.of_layer[n]

@@ -1,10 +1,10 @@
-"""A learned score: heavy slots keep the entries that will receive attention, and not those that
-have received it.
+"""A learned score: heavy slots keep the entries that will receive attention, and not
+those that have received it.
 
-As KVzap (arXiv 2601.07891) and KVP (arXiv 2602.10238) do after a whole prompt, a small network says
-of each entry how much attention a later token will pay to it. It is fitted to what full attention
-paid in some texts (tools/fit_scores.py), in minutes of a core and without a gradient through the
-model. FIGURE
+As KVzap (arXiv 2601.07891) and KVP (arXiv 2602.10238) do after a whole prompt, a small
+network says of each entry how much attention a later token will pay to it. It is fitted
+to what full attention paid in some texts (tools/fit_scores.py), in minutes of a core and
+without a gradient through the model. FIGURE
 
 It departs from H2O in what is heavy, and from the paper in that this is learned.
 """
@@ -33,8 +33,8 @@ METHODS["selection+learned"] = lambda M: METHODS["selection"](M) | dict(
 
 
 class Score(nn.Module):
-    """What the key and the value of an entry, the attention that it has received and its age say
-    of the attention to come. The heads of a layer share it."""
+    """What the key and the value of an entry, the attention that it has received and its
+    age say of the attention to come. The heads of a layer share it."""
 
     def __init__(self, head_dim: int):
         super().__init__()
@@ -52,8 +52,9 @@ class Score(nn.Module):
         return torch.cat((entries, logs), dim=-1)
 
     def forward(self, entries: Tensor, received: Tensor, age: Tensor) -> Tensor:
-        """Entries (..., S, 2D), whose keys are not rotated, received (..., S), and age (..., S) in
-        tokens -> the logarithm of the attention to come, up to a constant of each head, (..., S).
+        """Entries (..., S, 2D), whose keys are not rotated, received (..., S), and age
+        (..., S) in tokens -> the logarithm of the attention to come, up to a constant of
+        each head, (..., S).
         """
         x = (self.features(entries, received, age) - self.mean) / self.deviation
         return (self.linear(x) + self.out(F.gelu(self.hidden(x)))).squeeze(-1)
@@ -76,8 +77,8 @@ class LearnedScore(Compressor):
 
 
 class ScoredSelection(Selection):
-    """Ours, with a score by which heavy slots are chosen. train.py does not change the score, as
-    no gradient flows through a choice."""
+    """Ours, with a score by which heavy slots are chosen. train.py does not change the
+    score, as no gradient flows through a choice."""
 
     memory_name = "scored"
 

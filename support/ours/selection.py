@@ -1,15 +1,17 @@
 """A compressor that chooses: each merged slot learns which entry it keeps.
 
-The model cannot read a fact out of a mixture of several entries, which the paper's convolution
-makes. Here nearly all of a slot's weight is on one entry. A slot avoids what is like another's,
-as in maximal marginal relevance (Carbonell and Goldstein 1998). On SmolLM2 with 512 slots and
-8,192 tokens the loss is 0.0212 +- 0.0021 nats per token lower than that of H2O, which closes 28 %
-of the gap between H2O and full attention (docs/results.md).
+The model cannot read a fact out of a mixture of several entries, which the paper's
+convolution makes. Here nearly all of a slot's weight is on one entry. A slot avoids what
+is like another's, as in maximal marginal relevance (Carbonell and Goldstein 1998). On
+SmolLM2 with 512 slots and 8,192 tokens the loss is 0.0212 +- 0.0021 nats per token lower
+than that of H2O, which closes 28 % of the gap between H2O and full attention
+(docs/results.md).
 
-It departs from the paper in six points. A softmax of a relevance takes the place of the ReLU and
-of (7). The relevance reads the attention received, too. Copies are penalised. Entries that stood
-in a slot have filters of their own. It is sharper in use than in training. There are heavy and
-recent slots, and earlier attention counts less (forgetting.py).
+It departs from the paper in six points. A softmax of a relevance takes the place of the
+ReLU and of (7). The relevance reads the attention received, too. Copies are penalised.
+Entries that stood in a slot have filters of their own. It is sharper in use than in
+training. There are heavy and recent slots, and earlier attention counts less
+(forgetting.py).
 """
 
 from functools import partial
@@ -31,8 +33,8 @@ METHODS["selection"] = lambda M: dict(
     kernel=1,  # an entry is judged without its neighbours
     start=0.3,
 )
-# For facts, as tiny/ has them: 24 of the slots learn which entries to keep, no slot is heavy, and
-# the filters start large. A fact is learnt if a filter hits it by chance.
+# For facts, as tiny/ has them: 24 of the slots learn which entries to keep, no slot is
+# heavy, and the filters start large. A fact is learnt if a filter hits it by chance.
 METHODS["selection+sinks"] = lambda M: dict(
     sinks=4,
     merged=min(24, M // 4),
@@ -42,8 +44,8 @@ METHODS["selection+sinks"] = lambda M: dict(
     kernel=3,
 )
 
-# AdamW changes all parameters about equally fast. The shared filters are multiplied by 3, so
-# that they learn three times as fast.
+# AdamW changes all parameters about equally fast. The shared filters are multiplied by 3,
+# so that they learn three times as fast.
 COMMON_SCALE = 3
 # At the start, in training, an entry with twice the attention gets 2^2 times the weight.
 TRUST_SCALE = 2
@@ -55,14 +57,15 @@ class Selection(Compressor):
     """Slots that learn which entries to keep. They choose in order: each prefers the most
     relevant entry that is neither taken by an earlier slot nor a copy of one that is.
 
-    The relevance of an entry is a sum of three terms: a filter that all slots share, one of
-    24 other filters, and the logarithm of the attention that the entry has received. Entries
-    from heavy and merged slots are judged by other filters, which learn to keep them. The
-    slots take the 24 in turn, so that what was trained serves any number of slots.
+    The relevance of an entry is a sum of three terms: a filter that all slots share, one
+    of 24 other filters, and the logarithm of the attention that the entry has received.
+    Entries from heavy and merged slots are judged by other filters, which learn to keep
+    them. The slots take the 24 in turn, so that what was trained serves any number of
+    slots.
 
-    While it trains, a slot is a mixture: its row of w is a softmax of the relevance, so that
-    gradients flow. In use the relevance is 16 times as sharp, and a slot holds nearly one
-    entry: the model cannot read a fact out of a mixture of several.
+    While it trains, a slot is a mixture: its row of w is a softmax of the relevance, so
+    that gradients flow. In use the relevance is 16 times as sharp, and a slot holds
+    nearly one entry: the model cannot read a fact out of a mixture of several.
 
     A subclass changes `relevance` or `normalise`.
     """
@@ -76,8 +79,8 @@ class Selection(Compressor):
     ):
         super().__init__(head_dim, filters, kernel, start)  # `conv` has a row for each filter
         self.slots = slots
-        # For new entries: the filters of `conv`, in which the neighbours of an entry start at
-        # zero, and `common`, which all slots share.
+        # For new entries: the filters of `conv`, in which the neighbours of an entry
+        # start at zero, and `common`, which all slots share.
         self.common = nn.Parameter(torch.zeros(1, 2 * head_dim, kernel))
         # For entries from slots: one tap, as neighbours in slots are none in the text.
         self.slot_filters = nn.Parameter(start * torch.randn(filters, 2 * head_dim, 1))
@@ -102,7 +105,8 @@ class Selection(Compressor):
         return by_filters + TRUST_SCALE * self.trust * log_received[:, None]
 
     def normalise(self, relevance: Tensor, entries: Tensor) -> Tensor:
-        """This takes the place of the ReLU and of (7): w (N, slots, R); each row sums to 1."""
+        """This takes the place of the ReLU and of (7): w (N, slots, R); each row sums to
+        1."""
         sharpness = 1 if self.training else self.sharpness
         return (sharpness * (relevance - copy_penalty(relevance, entries))).softmax(dim=-1)
 
@@ -110,8 +114,9 @@ class Selection(Compressor):
         self, entries: Tensor, received: Tensor, from_slot: Tensor | None = None,
         slots: int | None = None,
     ) -> Tensor:
-        """As Compressor.weights. `from_slot` (N, R) marks entries that stood in a heavy or merged
-        slot (None: none of them). Only as many `slots` choose as are asked for (None: all)."""
+        """As Compressor.weights. `from_slot` (N, R) marks entries that stood in a heavy
+        or merged slot (None: none of them). Only as many `slots` choose as are asked for
+        (None: all)."""
         if from_slot is None:
             from_slot = torch.zeros_like(received, dtype=torch.bool)
         relevance = self.relevance(entries, from_slot, received)
@@ -125,14 +130,15 @@ def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
     """The penalty of each of R entries for each slot: relevance (N, slots, R), entries
     (N, 2D, R) -> (N, slots, R).
 
-    For each earlier slot it grows by PENALTY * c^32. Here c is the cosine between the entry's
-    value and the value which that slot has taken, after the mean of all R is subtracted from
-    both. A negative c counts as 0. So the penalty grows by 1000 for a copy, by 34 if c is 0.9,
-    and by 1 if c is 0.81. What is taken is a copy of itself, also where all values are equal.
-    Maximal marginal relevance subtracts the largest similarity, and this the sum of all.
+    For each earlier slot it grows by PENALTY * c^32. Here c is the cosine between the
+    entry's value and the value which that slot has taken, after the mean of all R is
+    subtracted from both. A negative c counts as 0. So the penalty grows by 1000 for a
+    copy, by 34 if c is 0.9, and by 1 if c is 0.81. What is taken is a copy of itself,
+    also where all values are equal. Maximal marginal relevance subtracts the largest
+    similarity, and this the sum of all.
 
-    Keys are not compared, as rotations change them with positions of the text. The penalty is
-    a constant for the gradient, as is the attention received.
+    Keys are not compared, as rotations change them with positions of the text. The
+    penalty is a constant for the gradient, as is the attention received.
     """
     values = entries.chunk(2, dim=1)[1]  # (N, D, R)
     unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)
@@ -155,8 +161,9 @@ class SelectingMemory(Memory):
     """A memory that tells the compressor which entries stood in a slot."""
 
     def w_function(self, layer: int, places: Tensor) -> Callable:
-        """After an earlier compression the cache is [pinned | merged | recent | new tokens].
-        Entries from recent slots count as new, and sinks are never among the rest."""
+        """After an earlier compression the cache is [pinned | merged | recent | new
+        tokens]. Entries from recent slots count as new, and sinks are never among the
+        rest."""
         compressor, s = self.compressors[layer], self.of_layer[layer]
         if not isinstance(compressor, Selection):  # with budgets there may be others
             return super().w_function(layer, places)

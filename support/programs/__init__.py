@@ -1,1 +1,2 @@
-"""What the programs share, built on lococo.py: settings, the adapter, flags, reports, the page."""
+"""What the programs share, built on lococo.py: settings, the adapter, flags, reports, the
+page."""

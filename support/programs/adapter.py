@@ -141,6 +141,6 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
 
 
 def round_embeddings(adapted: AdaptedLlama) -> None:
-    """For use, give the embeddings the base's dtype. They may be the output matrix, too, and in
-    float32 each call of the model would convert all of them."""
+    """For use, give the embeddings the base's dtype. They may be the output matrix, too,
+    and in float32 each call of the model would convert all of them."""
     adapted.model.tok_embeddings.to(adapted.model.dtype)

@@ -1,5 +1,5 @@
-"""LongLoRA, which the paper compares with: its attention while it trains. In use it has full
-attention."""
+"""LongLoRA, which the paper compares with: its attention while it trains. In use it has
+full attention."""
 
 import math
 

@@ -27,8 +27,8 @@ def refuse_used(out: str) -> None:
 
 
 def new_folder(out: str, default: Path) -> Path:
-    """Make the folder of a new run: `out`, or if this is empty the first of default, default-2,
-    default-3 ... that is not there."""
+    """Make the folder of a new run: `out`, or if this is empty the first of default,
+    default-2, default-3 ... that is not there."""
     if RANK > 0:
         return Path(out or default)
     if out:
@@ -42,9 +42,9 @@ def new_folder(out: str, default: Path) -> Path:
 
 
 def open_log(out: Path, steps: int) -> TextIO:
-    """The log of a run that has done so many steps, to write on. It has a line for each step.
-    What a crash left is removed: half a file, half a line, and lines of steps that are taken
-    again. Processes other than the first get a log that nobody keeps."""
+    """The log of a run that has done so many steps, to write on. It has a line for each
+    step. What a crash left is removed: half a file, half a line, and lines of steps that
+    are taken again. Processes other than the first get a log that nobody keeps."""
     if RANK > 0:
         return open(os.devnull, "a")
     for half in out.glob("*.part"):

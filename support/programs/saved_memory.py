@@ -36,8 +36,8 @@ def owner(adapted: AdaptedLlama) -> dict:
 
 
 def save_memory(file: Path | str, reader: Reader) -> None:
-    """Write what each layer holds (with budgets, each Part of support/ours/budgets.py), and what is
-    needed to go on. A file of this name is replaced. Raises UserError."""
+    """Write what each layer holds (with budgets, each Part of support/ours/budgets.py),
+    and what is needed to go on. A file of this name is replaced. Raises UserError."""
     adapted, memory, run, texts, in_turn = reader
     memory.check_whole()
     tensors = {}
@@ -50,9 +50,9 @@ def save_memory(file: Path | str, reader: Reader) -> None:
 
 
 def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given) -> Reader:
-    """The memory of a file on its base. `run` is where its adapter is now; None: where it was.
-    `given` are settings that the user named, which must be those of the memory. A line on standard
-    error says what was read. Raises UserError."""
+    """The memory of a file on its base. `run` is where its adapter is now; None: where it
+    was. `given` are settings that the user named, which must be those of the memory. A
+    line on standard error says what was read. Raises UserError."""
     tensors, about = read_file(Path(file))
     if not about.keys() >= {"counters", "owner", "run", "texts", "in_turn", "date"}:
         other = "this is no memory, or one of an older version"

@@ -24,8 +24,8 @@ from support.tokenizer import Tokenizer
 
 
 def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
-    """Add the flags that eval_ppl.py and tools/tasks.py share. Returns the group that others
-    may join."""
+    """Add the flags that eval_ppl.py and tools/tasks.py share. Returns the group that
+    others may join."""
     parser.memory.add_argument("--method", nargs="+", default=[], choices=METHODS,
                                help="methods without training (default: none)")
     group = parser.add_argument_group("scoring and output")
@@ -138,7 +138,8 @@ def parts_to_score(flags: argparse.Namespace) -> list[str]:
 
 
 def trained_texts(flags: argparse.Namespace) -> set[int]:
-    """The fingerprints of what the runs have trained on, as far as their files have them."""
+    """The fingerprints of what the runs have trained on, as far as their files have
+    them."""
     return set().union(*(read_adapter(run).trained or () for run in flags.runs))
 
 

@@ -1,4 +1,5 @@
-"""From a method's name and some numbers to Settings, and to a model that needs no training."""
+"""From a method's name and some numbers to Settings, and to a model that needs no
+training."""
 
 import argparse
 import sys
@@ -16,7 +17,8 @@ Budgets = list[list[int]]  # slots of the key/value heads of each layer
 def make_settings(
     method: str, mem: int, segment: int, length: int, budgets: Budgets | None = None, **changes
 ) -> Settings:
-    """As lococo.settings_for. Budgets are scaled to M slots on average. Raises UserError."""
+    """As lococo.settings_for. Budgets are scaled to M slots on average. Raises
+    UserError."""
     settings = settings_for(method, mem, segment, length, **changes)
     if not budgets:
         return with_ours(settings)
@@ -66,8 +68,8 @@ def untrained(
     model: Llama, method: str, mem: int, segment: int, budgets: Budgets | None = None,
     bits: int | None = None, positions: str | None = None,
 ) -> AdaptedLlama:
-    """A method that needs no training, on its base model. None leaves budgets equal, and positions
-    as in the method's row. Raises UserError."""
+    """A method that needs no training, on its base model. None leaves budgets equal, and
+    positions as in the method's row. Raises UserError."""
     length = int(model.config.context * model.config.rope_scale)
     changes = dict(budgets=budgets, positions=positions, lora_rank=0)
     settings = replace(make_settings(method, mem, segment, length, **changes), bits=bits or 0)
@@ -91,7 +93,8 @@ def method_sizes(flags: argparse.Namespace, adapters: list[AdaptedLlama]) -> tup
 
 
 def refuse_sizes(flags: argparse.Namespace) -> None:
-    """Raises UserError if flags have sizes of slots, and no memory that is named has slots."""
+    """Raises UserError if flags have sizes of slots, and no memory that is named has
+    slots."""
     for name, value in flags.sizes.items():
         if value is not None:
             remedy = "name one by --method, or an adapter"
@@ -99,9 +102,10 @@ def refuse_sizes(flags: argparse.Namespace) -> None:
 
 
 def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
-    """Print a warning if the base does not read so many tokens of a text well. In a full cache
-    distances do not end. In a memory they end at a ceiling (support/ours/ceiling.py), which
-    needs room for a segment, or by slot at M + T of the largest head."""
+    """Print a warning if the base does not read so many tokens of a text well. In a full
+    cache distances do not end. In a memory they end at a ceiling
+    (support/ours/ceiling.py), which needs room for a segment, or by slot at M + T of the
+    largest head."""
     s, known = adapted.settings, reach(adapted.model.config, adapted.settings)
     farthest, remedy = tokens, "--method h2o --mem 512 reads texts of any length"
     if s.mem and s.positions == "slots":

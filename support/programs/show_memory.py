@@ -1,5 +1,5 @@
-"""`generate.py --show-memory page.html`: what memories hold while a text is read, as the data
-of the page."""
+"""`generate.py --show-memory page.html`: what memories hold while a text is read, as the
+data of the page."""
 
 import argparse
 from pathlib import Path
@@ -21,7 +21,8 @@ TITLES = {  # of methods, as README.md calls them
 
 
 def what_to_show(words: list[str]) -> tuple[tuple[int, int] | None, Path | None]:
-    """Of --show-memory: a layer and a head, or else the file of a page. Raises UserError."""
+    """Of --show-memory: a layer and a head, or else the file of a page. Raises
+    UserError."""
     numbers = [int(word) for word in words if word.isdecimal()]
     if len(words) == len(numbers) == 2:
         return tuple(numbers), None

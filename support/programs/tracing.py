@@ -86,8 +86,8 @@ def check_slots(settings: Settings) -> None:
 
 
 def memory_of_layer(adapted: AdaptedLlama, layer: int, head: int) -> TracedMemory:
-    """An empty memory that is traced in one layer. Raises UserError if there is no such layer
-    or head."""
+    """An empty memory that is traced in one layer. Raises UserError if there is no such
+    layer or head."""
     layers, heads = adapted.model.config.n_layers, adapted.model.config.n_kv_heads
     if layer >= layers or head >= heads:
         has = f"there are layers 0 to {layers - 1} and heads 0 to {heads - 1}"
