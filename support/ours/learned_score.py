@@ -1,10 +1,12 @@
-"""A learned score: heavy slots keep the entries that will receive attention, and not
-those that have received it.
+"""A learned score: heavy slots keep the entries that will receive attention, and not those
+that have received it.
 
 As KVzap (arXiv 2601.07891) and KVP (arXiv 2602.10238) do after a whole prompt, a small
-network says of each entry how much attention a later token will pay to it. It is fitted
-to what full attention paid in some texts (tools/fit_scores.py), in minutes of a core and
-without a gradient through the model. FIGURE
+network says of each entry how much attention a later token will pay to it. It is fitted to
+what full attention paid in some texts (tools/fit_scores.py), in minutes of a core and
+without a gradient through the model. On SmolLM2 with 1,024 entries in a head, ours with
+budgets finds 56 % of the facts in 8,192 tokens with such a score, and 17 % without; the
+full cache finds 57 % (docs/results.md; standard error 6 points).
 
 It departs from H2O in what is heavy, and from the paper in that this is learned.
 """
