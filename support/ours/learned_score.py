@@ -66,6 +66,7 @@ class LearnedScore(Compressor):
     """A compressor that fills no slots. It has a score, by which heavy slots are chosen."""
 
     memory_name = "scored"
+    fitted_by = "tools/fit_scores.py"
     always = True
     reads_received = True
 
@@ -83,6 +84,7 @@ class ScoredSelection(Selection):
     score, as no gradient flows through a choice."""
 
     memory_name = "scored"
+    fitted_by = "tools/fit_scores.py"
 
     def __init__(self, head_dim: int, *args, **more):
         super().__init__(head_dim, *args, **more)

@@ -5,7 +5,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from lococo import AdaptedLlama, Settings, reach, settings_for
+from lococo import COMPRESSORS, AdaptedLlama, Settings, reach, settings_for
 from model import Llama
 from support.ours.budgets import budgets_of, scaled, with_ours, with_slots
 from support.files import UserError
@@ -75,11 +75,20 @@ def untrained(
     settings = replace(make_settings(method, mem, segment, length, **changes), bits=bits or 0)
     if bits and settings.positions == "slots":
         raise UserError(f"--bits {bits}: {method} numbers its keys by slot; take another method")
+    refuse_not_fitted(settings)
     if settings.merged:
         command = f"python train.py --model MODEL --method {method} --data TEXTS --out RUN"
         missing = f"its convolution must be trained first: {command}, then take RUN"
         raise UserError(f"method {method}: {missing}")
     return AdaptedLlama(model, settings).eval()
+
+
+def refuse_not_fitted(settings: Settings) -> None:
+    """Raises UserError if a method needs numbers that another program makes."""
+    program = getattr(COMPRESSORS[settings.compressor], "fitted_by", "")
+    if program:
+        needs = f"its score must be fitted first, by {program}; name the run by --adapter"
+        raise UserError(f"--method {settings.method}: {needs}")
 
 
 def method_sizes(flags: argparse.Namespace, adapters: list[AdaptedLlama]) -> tuple[int, int]:

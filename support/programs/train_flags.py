@@ -10,6 +10,7 @@ from lococo import METHODS, Settings
 from support.ours.budgets import budgets_of, with_slots
 from support.command_line import Parser, at_least, named_path
 from support.files import UserError
+from support.programs.settings import refuse_not_fitted
 
 # What a run that goes on takes beside --resume: more steps, and where things are now.
 OF_A_RESUMED_RUN = ("steps", "model", "data", "held_out", "device")
@@ -123,6 +124,7 @@ def flag_of(name: str) -> str:
 def check_use(settings: Settings) -> None:
     """Raises UserError if there is nothing to train, or if texts are so short that the
     convolutions would not be used."""
+    refuse_not_fitted(settings)
     if not settings.merged and not settings.lora_rank:
         chosen = f"--lora-rank 0 --method {settings.method}"
         remedy = "take --lora-rank 8, or a method with merged slots"
