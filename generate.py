@@ -261,7 +261,7 @@ def continue_text(
     reading = time.perf_counter() - begun
     if flags.save_memory:
         texts = *reader.texts, flags.prompt
-        save_memory(flags.save_memory, reader._replace(texts=texts))
+        save_memory(flags.save_memory, reader._replace(texts=texts), flags.model.name)
     if flags.layer_and_head:
         print(*describe_slots(cache, *flags.layer_and_head, ids, tokenizer), sep="\n")
     begun, written = time.perf_counter(), 0
@@ -285,6 +285,8 @@ def answers(
     order; with --follow-up the copy takes its place. Ctrl-C ends an answer."""
     memory, in_turn = reader.memory, reader.in_turn
     for question in questions(flags.ask):
+        if not flags.ask and not sys.stdin.isatty():
+            print(f"> {question}")
         asked = memory.copy()
         ids, ends = question_ids(question, in_turn, chat, tokenizer)
         try:

@@ -92,12 +92,12 @@ def test_a_question_stands_in_the_chat(run, chatty):
     }
     for question, answer in expected.items():
         code, out, err = asks(run, f"{ASK} --model chatty --prompt book --ask", [question])
-        assert (code, out) == (0, answer + "\n"), err
+        assert (code, out) == (0, f"> {question}\n{answer}\n"), err
     assert run(generate, f"{ASK} --model chatty --prompt book --save-memory m")[0] == 0
     words = "--model chatty --load-memory m --temperature 0 --max-new-tokens 6 --ask"
     for order in ([*expected], [*expected][::-1]):
         code, out, err = asks(run, words, order)
-        assert (code, out) == (0, "".join(f"{expected[q]}\n" for q in order)), err
+        assert (code, out) == (0, "".join(f"> {q}\n{expected[q]}\n" for q in order)), err
 
 
 def asks(run, words: str, questions: list[str]):
@@ -118,7 +118,9 @@ def test_a_text_that_is_in_no_turn_is_asked_in_a_turn_of_its_own(run, chatty):
     assert run(generate, f"{ASK} --model chatty --prompt book --special-tokens --save-memory m")[0] == 0
     words = "--model chatty --load-memory m --temperature 0 --max-new-tokens 6 --ask"
     expected = answer_by_hand(chatty, "<s>x = 1</s>", "", "</s>\n<s>user\n", "def f(x):", CLOSES)
-    assert asks(run, words, ["def f(x):"])[:2] == (0, expected + "\n")
+    assert asks(run, words, ["def f(x):"])[:2] == (0, f"> def f(x):\n{expected}\n")
+    code, _, err = asks(run, words.removeprefix("--model chatty "), ["return"])
+    assert code == 0, err  # tiny/ is the same model
 
 
 def test_with_follow_up_an_answer_stays_in_the_memory(run, chatty):
@@ -129,7 +131,7 @@ def test_with_follow_up_an_answer_stays_in_the_memory(run, chatty):
     first = answer_by_hand(chatty, *chat)
     second = answer_by_hand(chatty, *chat, first, "</s>\n<s>user\n", two, CLOSES)
     code, out, err = asks(run, f"{words} --follow-up", [one, two])
-    assert (code, out) == (0, f"{first}\n{second}\n"), err
+    assert (code, out) == (0, f"> {one}\n{first}\n> {two}\n{second}\n"), err
 
 
 def test_a_base_without_a_template_continues_the_text(run):
@@ -151,4 +153,4 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(run, chatty, monkeypatch):
     words = f"{ASK} --model chatty --prompt book --ask"
     expected = asks(run, words, ["return"])[1]
     monkeypatch.setattr(generate, "decode", stopped)
-    assert asks(run, words, ["def f(x):", "return"])[:2] == (0, "\n" + expected)
+    assert asks(run, words, ["def f(x):", "return"])[:2] == (0, "> def f(x):\n\n" + expected)

@@ -197,12 +197,16 @@ def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, d
     prefill(model, tokens[:, :27], whole, 6)
     assert method == "selection" or whole.lowest > 0  # entries have been moved up
     write_adapter(tmp_path, adapted, [], set())
-    save_memory(tmp_path / "memory", Reader(adapted, whole, tmp_path, ("a book",)))
+    save_memory(tmp_path / "memory", Reader(adapted, whole, tmp_path, ("a book",)), "mine")
     loaded, memory, run, texts, _ = load_memory(tmp_path / "memory", model)
     assert memory.lowest == whole.lowest
     assert (loaded.settings, run, texts) == (adapted.settings, tmp_path, ("a book",))
     assert torch.equal(*(prefill(model, tokens[:, 27:], m, 6) for m in (whole, memory)))
     assert memory.seen == whole.seen == 60 and memory.lowest == whole.lowest
+    model.config = replace(model.config, norm_eps=1e-3)
+    with pytest.raises(UserError, match="saved with another model, mine; name it by --model"):
+        load_memory(tmp_path / "memory", model)
+    model.config = adapted.model.config
     other = torch.float64 if dtype == torch.float32 else torch.float32
     with pytest.raises(UserError, match="saved with another --dtype; give the same"):
         load_memory(tmp_path / "memory", model.to(other))

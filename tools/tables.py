@@ -74,7 +74,6 @@ class Row:
     label: str
     flags: str  # of train.py, after those of the table
     trained: bool = True  # if there is something to train
-    bits: int = 0  # in which slots are stored; 0: as the model's dtype
     sharpness: int | None = None  # of our compressor, when it is scored; None: as in use
     stored: str = ""  # the adapter of the repository that it is, in the sizes of the table
 
@@ -108,9 +107,6 @@ ROWS = {
                   trained=False, stored="text"),
     "both": Row("**ours with budgets and a learned score**", f"--budgets {BUDGETS}",
                 trained=False, stored="both"),
-    "h2o bits": Row("H2O, 8 bits", "--method h2o", bits=8),
-    "both bits": Row("**ours with budgets and a learned score**, 8 bits", f"--budgets {BUDGETS}",
-                     trained=False, stored="both", bits=8),
     # Beside bases that are tuned by LoRA. Full attention divides its positions if it is made
     # for more tokens than the base was trained for. The stored cells have positions by slot.
     "full as it is": Row("full attention, not tuned", "--method full --lora-rank 0 --seq 8192"),
@@ -166,7 +162,7 @@ LONG = Table(
 )
 RESULT = ("full", "window", "h2o text", "lococo+h2o", "official code", *OURS)
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
-SMALL = ("full", "h2o text", "h2o bits", "h2o heads", "stored", "both", "both bits")
+SMALL = ("full", "h2o text", "h2o heads", "stored", "both")
 EXTENDED = (
     "full as it is", "window as it is", "h2o as it is", "h2o heads as it is", "stored by slot",
     "full tuned", "window", "h2o", "official code", "ours heads",
@@ -291,10 +287,9 @@ def model_of(name: dict, row: Row, options: Options) -> AdaptedLlama:
     elif row.stored:
         settings = settings_of(name["flags"], options)
         sizes = {size: getattr(settings, size) for size in SIZES}
-        adapted = load_adapter(STORED / row.stored, model, **sizes | {"bits": row.bits})
+        adapted = load_adapter(STORED / row.stored, model, **sizes)
     else:
-        settings = replace(settings_of(name["flags"], options), bits=row.bits)
-        adapted = AdaptedLlama(model, settings).eval()
+        adapted = AdaptedLlama(model, settings_of(name["flags"], options)).eval()
     for compressor in adapted.compressors if row.sharpness else ():
         compressor.sharpness = row.sharpness
     return adapted

@@ -35,7 +35,7 @@ def owner(adapted: AdaptedLlama) -> dict:
     return identity(adapted) | {"adapter": checksum(adapted.trained(), ""), "dtype": dtype}
 
 
-def save_memory(file: Path | str, reader: Reader) -> None:
+def save_memory(file: Path | str, reader: Reader, model: str = "") -> None:
     """Write what each layer holds (with budgets, each Part of support/ours/budgets.py),
     and what is needed to go on. A file of this name is replaced. Raises UserError."""
     adapted, memory, run, texts, in_turn = reader
@@ -45,6 +45,7 @@ def save_memory(file: Path | str, reader: Reader) -> None:
         tensors |= {f"{what} {n}": t for what, t in memory.stored(n).items()}
     about = dict(owner=owner(adapted), run=str(run.resolve()) if run else "", texts=texts, in_turn=in_turn)
     about["date"] = datetime.now().isoformat(" ", "minutes")
+    about |= {"config": repr(adapted.model.config), "model": model}
     about["counters"] = {name: getattr(memory, name) for name in memory.counters}
     write_file(Path(file), tensors, **about)
 
@@ -54,9 +55,12 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
     was. `given` are settings that the user named, which must be those of the memory. A
     line on standard error says what was read. Raises UserError."""
     tensors, about = read_file(Path(file))
-    if not about.keys() >= {"counters", "owner", "run", "texts", "in_turn", "date"}:
+    if not about.keys() >= {"counters", "owner", "config", "model", "run", "texts"}:
         other = "this is no memory, or one of an older version"
         raise UserError(f"--load-memory {file}: {other}; make it anew by --save-memory")
+    if about["config"] != repr(model.config):
+        made = f"it was saved with another model, {about['model']}; name it by --model"
+        raise UserError(f"--load-memory {file}: {made}")
     saved = about["owner"]
     settings = settings_of(Path(file), saved["settings"])
     refuse_others(given, settings)
