@@ -323,7 +323,8 @@ def main() -> None:
     base, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     # A text that will be asked stands in the first turn of a chat, if the base knows chats.
     asks = flags.ask is not None or flags.save_memory
-    chat = read_chat(flags.model) if asks and not flags.special_tokens else None
+    chat = read_chat(flags.model) if asks else None
+    opened = None if flags.special_tokens else chat  # whoever writes the markup opens the turn
     if flags.ask is not None and not chat:
         note = "this base has no chat template; questions simply continue the text"
         print(f"note: --model {flags.model}: {note}", file=sys.stderr)
@@ -336,8 +337,8 @@ def main() -> None:
         if flags.layer_and_head:
             reader = Reader(first, memory_of_layer(first, *flags.layer_and_head))
         else:
-            reader = Reader(first, first.cache(), run_of(flags), in_turn=chat is not None)
-    ids = prompt_ids(flags, text, tokenizer, chat) if flags.prompt else []
+            reader = Reader(first, first.cache(), run_of(flags), in_turn=opened is not None)
+    ids = prompt_ids(flags, text, tokenizer, opened) if flags.prompt else []
     with machine.precision():
         if flags.page:
             show_page(flags.page, models, ids, tokenizer)

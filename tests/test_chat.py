@@ -119,6 +119,9 @@ def test_a_text_that_is_in_no_turn_is_asked_in_a_turn_of_its_own(run, chatty):
     words = "--model chatty --load-memory m --temperature 0 --max-new-tokens 6 --ask"
     expected = answer_by_hand(chatty, "<s>x = 1</s>", "", "</s>\n<s>user\n", "def f(x):", CLOSES)
     assert asks(run, words, ["def f(x):"])[:2] == (0, f"> def f(x):\n{expected}\n")
+    both = f"{ASK} --model chatty --prompt book --special-tokens --ask"
+    code, out, err = asks(run, both, ["def f(x):"])
+    assert (code, out) == (0, f"> def f(x):\n{expected}\n") and "note" not in err
     code, _, err = asks(run, words.removeprefix("--model chatty "), ["return"])
     assert code == 0, err  # tiny/ is the same model
 
