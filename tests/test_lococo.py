@@ -235,6 +235,9 @@ def test_a_memory_of_few_bits(model, changes):
     outputs = [logits_of(model, cache) for cache in caches]
     assert 0 < (outputs[0] - outputs[1]).abs().mean() < 0.05 < outputs[0].std()
     assert caches[1].nbytes < 0.7 * caches[0].nbytes  # blocks have 8 channels here
+    large = AdaptedLlama(model, replace(settings("h2o", 30), bits=8)).cache()
+    logits_of(model, large, TOKENS[:, :24])  # all but the last segment is packed before M slots are full
+    assert (large.keys[0].packed[0].shape[2], large.keys[0].new.size) == (18, 6)
     other = few.cache()
     for n in range(len(other.keys)):
         other.restore(n, caches[1].copy().stored(n))
