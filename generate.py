@@ -35,7 +35,7 @@ from model import KVCache, Llama, load_base
 from support.command_line import TINY, Parser, at_least, new_file, prepare
 from support.command_line import prompt_ids, question_ids, read_prompt, run_program
 from support.chat import Chat, read_chat
-from support.files import UserError, refuse_not_finite
+from support.files import refuse_not_finite
 from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
 from support.programs.saved_memory import Reader, load_memory, save_memory

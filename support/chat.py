@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jinja2
 import jinja2.sandbox
 
-from support.files import UserError, read_json, read_text
+from support.files import FOREIGN, UserError, read_json, read_text
 
 MARKS = ("\ue000", "\ue001", "\ue002")  # stand for words in a chat; no text has them
 
@@ -25,7 +25,11 @@ def read_chat(folder: Path) -> Chat | None:
     """The template of a model's directory, None if it has none. It is rendered as
     transformers does, in jinja2's sandbox: jinja2 comes with torch. Raises UserError if
     it does not render."""
-    file, text = template_in(folder)
+    try:
+        (file, text), names = template_in(folder), names_in(folder)
+    except FOREIGN as error:
+        file = folder / "tokenizer_config.json"
+        raise UserError(f"{file}: its chat template cannot be read ({error!r})") from None
     if text is None:
         return None
     roles = ("user", "assistant", "user")
@@ -38,7 +42,7 @@ def read_chat(folder: Path) -> Chat | None:
     environment.globals["raise_exception"] = refuse
     try:
         template = environment.from_string(text)
-        chat = template.render(messages=messages, add_generation_prompt=True, **names_in(folder))
+        chat = template.render(messages=messages, add_generation_prompt=True, **names)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         fault = f"its chat template does not render ({error})"
         raise UserError(f"{file}: {fault}; write the chat into --prompt") from None

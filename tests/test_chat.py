@@ -67,6 +67,13 @@ def test_a_template_that_is_no_good_is_refused(tmp_path, template, fault):
         read_chat(tmp_path)
 
 
+@pytest.mark.parametrize("content", ["[]", '{"chat_template": [{"name": "default"}]}'])
+def test_a_file_that_another_program_would_not_write(tmp_path, content):
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(UserError, match="tokenizer_config.json: its chat template cannot be read"):
+        read_chat(tmp_path)
+
+
 def answer_by_hand(folder, *pieces):
     """What the base says to a chat. Its pieces are markup, words, markup ... Nothing is forgotten."""
     base, tokenizer = load_llama(folder), Tokenizer(folder)

@@ -185,18 +185,20 @@ def test_all_that_is_written_is_in_the_cache(model):
     assert torch.equal(*(prefill(model, asked, c, 6) for c in (cache, expected)))
 
 
-@pytest.mark.parametrize("method, positions, dtype", [
-    ("selection", "slots", torch.float32), ("h2o", "text", torch.bfloat16)])
-def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, dtype):
+@pytest.mark.parametrize("method, positions, dtype, bits", [
+    ("selection", "slots", torch.float32, 0), ("h2o", "text", torch.bfloat16, 0),
+    ("selection", "text", torch.float32, 8)])
+def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, dtype, bits):
     """In the middle of a segment, with the settings and the adapter of the file. Another dtype is
     refused."""
     model.config = replace(model.config, context=16)
     model.to(dtype)
     adapted = AdaptedLlama(model, settings(method, positions=positions)).eval()
+    write_adapter(tmp_path, adapted, [], set())
+    adapted.settings = replace(adapted.settings, bits=bits)
     tokens, whole = torch.randint(0, 64, (1, 60)), adapted.cache()
     prefill(model, tokens[:, :27], whole, 6)
-    assert method == "selection" or whole.lowest > 0  # entries have been moved up
-    write_adapter(tmp_path, adapted, [], set())
+    assert positions == "slots" or whole.lowest > 0  # entries have been moved up
     save_memory(tmp_path / "memory", Reader(adapted, whole, tmp_path, ("a book",)), "mine")
     loaded, memory, run, texts, _ = load_memory(tmp_path / "memory", model)
     assert memory.lowest == whole.lowest
@@ -296,11 +298,13 @@ MISTAKES = [
         ("--budgets nowhere", "--budgets nowhere: there is no such file"),
         ("--temperature nan", "--temperature nan: it must be at least 0"),
         ("--budgets tiny.json", "tiny.json: it has no lists of budgets"),
+        ("--method streaming --bits 8", "--bits 8: streaming numbers its keys by slot; take"),
         ("--show-memory p.html --save-memory m", "goes with neither --save-memory nor"),
     ]
 ] + [
     (generate, "", "give --prompt, or --load-memory with --ask"),
     (generate, "--ask who", "give --prompt, or --load-memory with --ask"),
+    (generate, "--prompt text/0.py --adapter adapter --bits 8", "--bits 8: selection numbers its keys"),
     (generate, f"{GENERATE} --ask --save-memory m", "--ask goes with neither --save-memory nor"),
     (generate, f"{GENERATE} --mem 3", "--mem 3: it must be at least 4"),
     (generate, f"{GENERATE} --method lococo", "its convolution must be trained first"),

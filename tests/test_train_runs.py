@@ -6,7 +6,6 @@ import os
 import re
 from dataclasses import asdict
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch

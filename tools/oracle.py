@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import tables
-from lococo import AdaptedLlama, Memory, Settings, attention_weights, segment_losses
+from lococo import AdaptedLlama, Memory, attention_weights, segment_losses
 from lococo import settings_for
 from model import KVCache, Llama, LlamaConfig, load_base
 from support.command_line import PlainParser, prepare, run_program

@@ -9,7 +9,7 @@ stands 5,220 tokens back in an article is found with 15.9 MB in 8 bits, and not 
 in 4 bits; the full cache has 282 MB in float32.
 
 It departs from every other memory in what is stored. Attention is computed in the model's
-dtype. Keys by slot, as in StreamingLLM, are not packed.
+dtype. It does not serve methods that number keys by slot, as StreamingLLM does.
 """
 
 import math
@@ -71,8 +71,8 @@ class PackedEntries(Entries):
 
     def pack_new(self) -> None:
         """Pack all entries that are not packed yet."""
-        both = zip(self.packed, pack(self.new.held, self.bits))
-        self.packed = tuple(torch.cat(parts, dim=2) for parts in both)
+        old_and_new = zip(self.packed, pack(self.new.held, self.bits))
+        self.packed = tuple(torch.cat(pair, dim=2) for pair in old_and_new)
         self.new = Entries(self.new.held[:, :, :0])
 
     def detach(self) -> None:

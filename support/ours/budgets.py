@@ -11,7 +11,7 @@ programs hold every method in its memory, in which all heads have M slots if the
 budgets.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Callable
 
 import torch

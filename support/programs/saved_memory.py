@@ -71,8 +71,9 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
         if not run.exists():
             gone = f"its adapter was {run}, which is not there"
             raise UserError(f"--load-memory {file}: {gone}; name its place by --adapter")
-        sizes = dict(mem=settings.mem, segment=settings.segment, positions=settings.positions)
-        adapted = load_adapter(run, model, budgets=budgets_of(settings), **sizes)
+        sizes = dict(mem=settings.mem, segment=settings.segment, bits=settings.bits)
+        sizes |= dict(budgets=budgets_of(settings), positions=settings.positions)
+        adapted = load_adapter(run, model, **sizes)
     else:
         adapted = AdaptedLlama(model, settings).eval()
     mine = owner(adapted)

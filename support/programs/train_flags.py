@@ -1,6 +1,5 @@
 """The command line of train.py: its flags, and what it refuses before a run begins."""
 
-import argparse
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
