@@ -107,16 +107,6 @@ ROWS = {
                   trained=False, stored="text"),
     "both": Row("**ours with budgets and a learned score**", f"--budgets {BUDGETS}",
                 trained=False, stored="both"),
-    # Beside bases that are tuned by LoRA. Full attention divides its positions if it is made
-    # for more tokens than the base was trained for. The stored cells have positions by slot.
-    "full as it is": Row("full attention, not tuned", "--method full --lora-rank 0 --seq 8192"),
-    "full tuned": Row("full attention, positions divided by 2", "--method full --recompute"),
-    "window as it is": Row("window, not tuned", "--method streaming --lora-rank 0"),
-    "h2o as it is": Row("H2O by slot, not tuned", "--method h2o-slots --lora-rank 0"),
-    "h2o heads as it is": Row("H2O that forgets, with budgets, not tuned",
-                              f"--method h2o+forget --budgets {BUDGETS} --lora-rank 0"),
-    "stored by slot": Row("ours with budgets, not tuned: trained on 8,192 tokens",
-                          f"--budgets {BUDGETS}", trained=False, stored="text"),
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
     "ours, one filter": Row("one filter for all slots", "--method selection-one-filter"),
@@ -141,7 +131,6 @@ class Table:
     steps: int = 60  # of training, if --steps does not say otherwise
     against: str = "h2o"  # the row that others are compared with; or its form "h2o text"
     documents: int = 48  # that are scored, at most
-    trains_on: int | None = None  # tokens of a sequence; None: seq
     segment: int | None = None  # tokens T of a segment; None: M
     by_position: bool = False  # if it shows where in a document the loss is
 
@@ -163,10 +152,13 @@ LONG = Table(
 RESULT = ("full", "window", "h2o text", "lococo+h2o", "official code", *OURS)
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
 SMALL = ("full", "h2o text", "h2o heads", "stored", "both")
-EXTENDED = (
-    "full as it is", "window as it is", "h2o as it is", "h2o heads as it is", "stored by slot",
-    "full tuned", "window", "h2o", "official code", "ours heads",
-)
+# The same rows with other sizes of M + T = 1,024 entries.
+for key, T in product(("h2o text", "h2o heads", "stored"), (512, 256, 64)):
+    row = ROWS[key]
+    sizes = f"--mem {1024 - T} --segment {T}"
+    ROWS[f"{key}, T = {T}"] = replace(row, label=f"{row.label}, T = {T}", flags=f"{row.flags} {sizes}")
+SEGMENTS = [f"{key}, T = {T}" for key in SMALL[1:4] for T in (512, 256, 64)]
+EXTENDED = ("window", *SMALL[1:])
 FACTS = ("window", "h2o", "lococo+h2o by slot", "ours")
 TABLES = {
     "frozen": FROZEN,
@@ -179,11 +171,10 @@ TABLES = {
     "long, M = 128": replace(LONG, rows=OTHER_SIZES, mem=128),
     "long, M = 256": replace(LONG, rows=OTHER_SIZES, mem=256),
     "long, M = 1024": replace(LONG, rows=OTHER_SIZES, mem=1024),
-    "small segments": replace(LONG, rows=SMALL, mem=896, segment=128, documents=8),
-    "extension": replace(
-        LONG, rows=EXTENDED, seq=32768, trains_on=16384, documents=4, steps=6,
-        flags="--recipe inference --lora-rank 8 --lr 3e-4",
+    "small segments": replace(
+        LONG, rows=(*SMALL, *SEGMENTS), mem=896, segment=128, documents=8
     ),
+    "extension": replace(LONG, rows=EXTENDED, mem=896, segment=128, seq=32768, documents=4),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded",
                    steps=400, documents=64),
 }
@@ -231,8 +222,7 @@ def all_flags(row: Row, table: Table) -> str:
     """The flags of train.py that make a row, but for texts, model, steps and seed."""
     M = table.mem
     T = table.segment or M
-    L = table.trains_on or table.seq
-    return f"{table.flags} --mem {M} --segment {T} --seq {L} {row.flags}".strip()
+    return f"{table.flags} --mem {M} --segment {T} --seq {table.seq} {row.flags}".strip()
 
 
 def settings_of(flags: str, options: Options) -> Settings:
@@ -314,7 +304,7 @@ def make_cell(name: dict, table: Table, options: Options, documents: Tensor) -> 
     figures["by document"] = [round(nats, 5) for nats in means.tolist()]
     if table.part == "long":
         position = torch.arange(1, table.seq).expand(len(losses), -1)
-        masks = ranges("", position, table.mem + adapted.settings.segment)
+        masks = ranges("", position, table.mem + (table.segment or table.mem))
         where = {label: losses[mask].double().mean().item() for label, mask in masks.items()}
         figures["by position"] = where
     if table.part == "held-out":
