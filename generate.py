@@ -12,8 +12,9 @@ Show what the slots of layer 2, head 1 hold; or all slots, as a page.
 A text that is read once and asked many times. Without a question, --ask reads questions
 from standard input, one a line:
 
-    python generate.py --prompt book.txt --save-memory book.safetensors
-    python generate.py --load-memory book.safetensors --ask "Who tells this story?"
+    python generate.py --model SmolLM2-135M --method h2o --prompt book.txt --save-memory book
+    python generate.py --model SmolLM2-135M --load-memory book --ask "Who tells this story?"
+    python generate.py --model SmolLM2-135M --load-memory book --prompt more.txt --save-memory both
 
 The text goes to standard output, the figures to standard error. For the method read
 `prefill` and `decode`.
@@ -24,7 +25,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Collection, Iterator
+from typing import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -33,12 +34,12 @@ from tqdm import tqdm
 from lococo import METHODS, AdaptedLlama, Settings
 from model import KVCache, Llama, load_base
 from support.command_line import TINY, Parser, at_least, new_file, prepare
-from support.command_line import prompt_ids, question_ids, read_prompt, run_program
+from support.command_line import joined, prompt_ids, question_ids, read_prompt, run_program
 from support.chat import Chat, read_chat
-from support.files import refuse_not_finite
+from support.files import UserError, checksum, refuse_not_finite
 from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
-from support.programs.saved_memory import Reader, load_memory, save_memory
+from support.programs.saved_memory import Reader, load_memory, named, save_memory, unfinished
 from support.programs.settings import method_sizes, refuse_sizes, untrained
 from support.programs.settings import warn_if_too_long
 from support.programs.show_memory import page_record, what_to_show
@@ -50,13 +51,20 @@ from support.tokenizer import Tokenizer
 
 
 @torch.no_grad()
-def prefill(model: Llama, tokens: Tensor, cache: KVCache, segment: int) -> Tensor:
-    """Read tokens (B, L) into the cache by segments. Returns float32 logits (B, vocab_size)
-    of what comes next. Raises UserError if these are not finite."""
-    segments = tokens.split(segment, dim=1)
+def prefill(
+    model: Llama, tokens: Tensor, cache: KVCache, segment: int,
+    after: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Read tokens (B, L) into the cache by segments, and call `after` each of them. Returns
+    float32 logits (B, vocab_size) of what comes next. Raises UserError if these are not
+    finite."""
     delay = 2 if sys.stderr.isatty() else 10  # seconds before the bar shows
-    for x in tqdm(segments, "reading", leave=False, delay=delay):
-        h = model.hidden(x, cache)
+    bar = tqdm(total=tokens.shape[1], desc="reading", unit=" tokens", leave=False, delay=delay)
+    with bar:
+        for x in tokens.split(segment, dim=1):
+            h = model.hidden(x, cache)
+            after()
+            bar.update(x.shape[1])
     logits = model.logits(h[:, -1])
     refuse_not_finite(logits)
     return logits
@@ -106,7 +114,8 @@ def parse() -> argparse.Namespace:
                     segment="the adapter's, or as --mem")
     parser.add_seed()
     add = parser.add_argument_group("text").add_argument
-    add("--prompt", metavar="FILE", help="a text file; - for standard input")
+    add("--prompt", nargs="+", default=[], metavar="FILE",
+        help="text files, which are read one after the other; - for standard input")
     add("--ask", nargs="?", const="", metavar="QUESTION",
         help="ask as the model's chat template says; without a question, those of standard input")
     add("--follow-up", action="store_true",
@@ -137,7 +146,7 @@ def parse() -> argparse.Namespace:
         parser.error("give --prompt, or --load-memory with --ask")
     if flags.ask is not None and (flags.save_memory or flags.show_memory):
         parser.error("--ask goes with neither --save-memory nor --show-memory")
-    if flags.ask == "" and flags.prompt == "-":
+    if flags.ask == "" and "-" in flags.prompt:
         parser.error("--ask QUESTION: standard input has the text of --prompt -")
     if flags.temperature is None:
         flags.temperature = 0.8 if flags.ask is None else 0.0
@@ -217,10 +226,37 @@ def print_pace(what: str, tokens: int, seconds: float) -> None:
     print(f"{what:17}{pace}", file=sys.stderr)
 
 
-def read_ids(adapted: AdaptedLlama, ids: list[int], cache: KVCache) -> Tensor:
+def read_ids(
+    adapted: AdaptedLlama, ids: list[int], cache: KVCache, after: Callable = lambda: None
+) -> Tensor:
     """Read a text into a cache of the model. Returns the logits of `prefill`."""
     tokens = torch.tensor([ids], device=adapted.model.norm.weight.device)
-    return prefill(adapted.model, tokens, cache, adapted.settings.segment)
+    return prefill(adapted.model, tokens, cache, adapted.settings.segment, after)
+
+
+SAVE_EVERY = 60  # seconds
+
+
+def read_and_save(flags: argparse.Namespace, reader: Reader, ids: list[int]) -> Tensor:
+    """Read a text, and save the memory. Until the end it is also saved every minute, in
+    FILE.part, from where the same command goes on. Returns the logits of `prefill`."""
+    file, part, saved = flags.save_memory, unfinished(flags.save_memory), time.monotonic()
+    model, first = flags.model.name, reader.memory.seen - reader.read
+    of = checksum({}, str(ids))
+    if reader.read and reader.of != of:
+        raise UserError(f"{part}: it has begun another text; remove it, or give that text")
+
+    def keep() -> None:
+        nonlocal saved
+        if time.monotonic() - saved >= SAVE_EVERY:
+            saved = time.monotonic()
+            read = reader.memory.seen - first
+            save_memory(part, reader._replace(read=read, of=of), model)
+
+    logits = read_ids(reader.adapted, ids[reader.read :], reader.memory, keep)
+    save_memory(file, reader._replace(read=0, of=""), model)
+    part.unlink(missing_ok=True)
+    return logits
 
 
 def show_page(
@@ -254,14 +290,14 @@ def continue_text(
     adapted, cache = reader.adapted, reader.memory
     written_later = flags.save_memory or flags.ask is not None
     new_tokens = 0 if written_later else flags.max_new_tokens
-    warn_if_too_long(adapted, cache.seen + len(ids) + new_tokens)
+    warn_if_too_long(adapted, cache.seen - reader.read + len(ids) + new_tokens)
 
-    begun = time.perf_counter()
-    logits = read_ids(adapted, ids, cache)
-    reading = time.perf_counter() - begun
+    begun, before = time.perf_counter(), cache.seen
     if flags.save_memory:
-        texts = *reader.texts, flags.prompt
-        save_memory(flags.save_memory, reader._replace(texts=texts), flags.model.name)
+        logits = read_and_save(flags, reader, ids)
+    else:
+        logits = read_ids(adapted, ids, cache)
+    reading, read = time.perf_counter() - begun, cache.seen - before
     if flags.layer_and_head:
         print(*describe_slots(cache, *flags.layer_and_head, ids, tokenizer), sep="\n")
     begun, written = time.perf_counter(), 0
@@ -270,7 +306,7 @@ def continue_text(
         for written, piece in enumerate(as_text(new, tokenizer, ids), start=1):
             print(piece, end="", flush=True)
         print(flush=True)
-    print_pace("reading", len(ids), reading)
+    print_pace("reading", read, reading)
     if written:
         print_pace("writing", written, time.perf_counter() - begun)
     print_figures(cache, adapted.settings)
@@ -289,11 +325,12 @@ def answers(
             print(f"> {question}")
         asked = memory.copy()
         ids, ends = question_ids(question, in_turn, chat, tokenizer)
+        written = 0
         try:
             logits = read_ids(reader.adapted, ids, asked)
             new = decode(reader.adapted.model, tokenizer, logits, asked, flags.max_new_tokens,
                          flags.temperature, ends)
-            for piece in tokenizer.texts(new, before=tokenizer.x):
+            for written, piece in enumerate(tokenizer.texts(new, before=tokenizer.x), start=1):
                 print(piece, end="", flush=True)
             if flags.follow_up:
                 memory, in_turn = asked, False
@@ -301,6 +338,8 @@ def answers(
             if flags.ask:
                 raise
         print(flush=True)
+        if written == flags.max_new_tokens:
+            print(f"note: cut after --max-new-tokens {written}", file=sys.stderr)
 
 
 def questions(given: str) -> Iterator[str]:
@@ -316,10 +355,25 @@ def questions(given: str) -> Iterator[str]:
     yield given
 
 
+def reader_of(flags: argparse.Namespace, base: Llama, in_turn: bool) -> Reader:
+    """The model and its memory: one that was saved, also while it was reading, or an empty
+    one."""
+    file = flags.load_memory
+    if flags.save_memory and unfinished(flags.save_memory).exists():
+        file = unfinished(flags.save_memory)
+    if file:
+        given = flags.sizes | {"method": flags.method[0] if flags.method else None}
+        return load_memory(file, base, flags.adapter, **given)
+    adapted = next(iter(chosen_models(flags, base).values()))
+    if flags.layer_and_head:
+        return Reader(adapted, memory_of_layer(adapted, *flags.layer_and_head))
+    return Reader(adapted, adapted.cache(), run_of(flags), in_turn=in_turn)
+
+
 def main() -> None:
     flags = parse()
     machine = prepare(flags.device, flags.dtype, flags.seed)
-    text = read_prompt(flags.prompt) if flags.prompt else ""
+    texts = [read_prompt(name) for name in flags.prompt]
     base, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     # A text that will be asked stands in the first turn of a chat, if the base knows chats.
     asks = flags.ask is not None or flags.save_memory
@@ -328,21 +382,17 @@ def main() -> None:
     if flags.ask is not None and not chat:
         note = "this base has no chat template; questions simply continue the text"
         print(f"note: --model {flags.model}: {note}", file=sys.stderr)
-    if flags.load_memory:
-        given = flags.sizes | {"method": flags.method[0] if flags.method else None}
-        reader = load_memory(flags.load_memory, base, flags.adapter, **given)
-    else:
-        models = chosen_models(flags, base)
-        first = next(iter(models.values()))
-        if flags.layer_and_head:
-            reader = Reader(first, memory_of_layer(first, *flags.layer_and_head))
-        else:
-            reader = Reader(first, first.cache(), run_of(flags), in_turn=opened is not None)
-    ids = prompt_ids(flags, text, tokenizer, opened) if flags.prompt else []
+    text = joined(flags.prompt, texts)
+    ids = prompt_ids(flags, text, tokenizer, opened) if texts else []
     with machine.precision():
         if flags.page:
-            show_page(flags.page, models, ids, tokenizer)
-        elif ids:  # there is only one model: `parse` allows several for a page alone
+            show_page(flags.page, chosen_models(flags, base), ids, tokenizer)
+            return
+        reader = reader_of(flags, base, in_turn=opened is not None)
+        if not reader.read:
+            new = map(named, flags.prompt, texts)
+            reader = reader._replace(texts=(*reader.texts, *new))
+        if ids:
             continue_text(flags, reader, ids, tokenizer)
         if flags.ask is not None:
             answers(flags, reader, chat, tokenizer)

@@ -104,6 +104,13 @@ def read_prompt(name: str) -> str:
     return text
 
 
+def joined(names: list[str], texts: list[str]) -> str:
+    """One text as it is, and of several each below its name."""
+    if len(texts) == 1:
+        return texts[0]
+    return "\n\n".join(f"{Path(name).name}\n\n{text}" for name, text in zip(names, texts))
+
+
 def prompt_ids(
     flags: argparse.Namespace, text: str, tokenizer: Tokenizer, chat: Chat | None
 ) -> list[int]:
@@ -116,17 +123,17 @@ def prompt_ids(
         ids = opens + tokenizer.continued(text)
     else:
         ids = tokenizer.encode(text, flags.special_tokens)
-    new = [i for i in ids if i not in tokenizer.prefix]
+    new, named = [i for i in ids if i not in tokenizer.prefix], " ".join(flags.prompt)
     if not new:
         nothing = "the tokenizer has no token for its text; write more"
-        raise UserError(f"--prompt {flags.prompt}: {nothing}")
+        raise UserError(f"--prompt {named}: {nothing}")
     if max(new) >= tokenizer.vocab_size:
         name = tokenizer.tokens.name(max(new))
         raise UserError(f"--special-tokens: the model has no row for {name}; leave it out")
     listed = ", ".join(sorted(tokenizer.special_in(text)))
     if listed and not flags.special_tokens:
         note = "read as plain text; --special-tokens reads them as tokens"
-        print(f"note: --prompt {flags.prompt} has {listed}, {note}", file=sys.stderr)
+        print(f"note: --prompt {named} has {listed}, {note}", file=sys.stderr)
     return ids
 
 

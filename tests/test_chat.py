@@ -128,7 +128,7 @@ def test_a_text_that_is_in_no_turn_is_asked_in_a_turn_of_its_own(run, chatty):
     assert asks(run, words, ["def f(x):"])[:2] == (0, f"> def f(x):\n{expected}\n")
     both = f"{ASK} --model chatty --prompt book --special-tokens --ask"
     code, out, err = asks(run, both, ["def f(x):"])
-    assert (code, out) == (0, f"> def f(x):\n{expected}\n") and "note" not in err
+    assert (code, out) == (0, f"> def f(x):\n{expected}\n") and "template" not in err
     code, _, err = asks(run, words.removeprefix("--model chatty "), ["return"])
     assert code == 0, err  # tiny/ is the same model
 
@@ -149,6 +149,7 @@ def test_a_base_without_a_template_continues_the_text(run):
     Path("book").write_text("x = 1\n")
     code, out, err = asks(run, f"{ASK} --prompt book --ask", ["def f(x):"])
     assert code == 0 and out and "this base has no chat template; questions simply continue" in err
+    assert "note: cut after --max-new-tokens 6\n" in err
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_program(run, chatty, monkeypatch):

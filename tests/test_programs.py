@@ -19,11 +19,11 @@ import generate
 import train
 from generate import decode, prefill, sample
 from lococo import AdaptedLlama, Settings
-from model import load_llama
+from model import Llama, load_llama
 from support.programs.adapter import load_adapter, write_adapter
 from support.command_line import TINY, Machine, run_program
 from support.facts import tell
-from support.files import UserError
+from support.files import UserError, read_file
 from support.programs.saved_memory import Reader, load_memory, save_memory
 from support.programs.settings import untrained, warn_if_too_long
 from support.text import pieces, token_streams
@@ -200,7 +200,7 @@ def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, d
     prefill(model, tokens[:, :27], whole, 6)
     assert positions == "slots" or whole.lowest > 0  # entries have been moved up
     save_memory(tmp_path / "memory", Reader(adapted, whole, tmp_path, ("a book",)), "mine")
-    loaded, memory, run, texts, _ = load_memory(tmp_path / "memory", model)
+    loaded, memory, run, texts, *_ = load_memory(tmp_path / "memory", model)
     assert memory.lowest == whole.lowest
     assert (loaded.settings, run, texts) == (adapted.settings, tmp_path, ("a book",))
     assert torch.equal(*(prefill(model, tokens[:, 27:], m, 6) for m in (whole, memory)))
@@ -225,7 +225,8 @@ def test_a_memory_is_saved_and_asked_again(run, tokenizer):
     ask = "--prompt question --load-memory memory --temperature 0 --max-new-tokens 3"
     code, out, err = run(generate, ask)
     assert code == 0 and expected.endswith(question + out), err
-    assert re.match(r"memory of book, read [-\d]+ [:\d]+: 96 tokens in [\d,]+ bytes\n", err)
+    held = r'memory of book \("def f0_0.*\), read [-\d]+ [:\d]+: 96 tokens in [\d,]+ bytes\n'
+    assert re.match(held, err)
     assert run(generate, f"{ask} {SMALL} --segment 16")[:2] == (0, out)
     for words, sentence in (
         ("--mem 8", "--mem 8: this memory has 16; leave"), ("--bits 8", "--bits 8: this memory has none"),
@@ -236,6 +237,43 @@ def test_a_memory_is_saved_and_asked_again(run, tokenizer):
     ):
         code, _, err = run(generate, f"{ask} {words}")
         assert (code, err.count("\n")) == (2, 1) and sentence in err, err
+
+
+def test_reading_goes_on_after_ctrl_c(run, monkeypatch):
+    """From what was saved meanwhile, to the bit, and not with another text."""
+    Path("book").write_text(Path("text/0.py").read_text()[:300])
+    Path("more").write_text(Path("text/1.py").read_text()[:300])
+    line = f"{SMALL} --prompt book more --save-memory"
+    assert run(generate, f"{line} once")[0] == 0
+    monkeypatch.setattr(generate, "SAVE_EVERY", 0)
+    entered, hidden = [], Llama.hidden
+
+    def interrupted(*args):
+        entered.append(args)
+        if len(entered) == 4:
+            raise KeyboardInterrupt
+        return hidden(*args)
+
+    monkeypatch.setattr(Llama, "hidden", interrupted)
+    assert run(generate, f"{line} stopped")[0] == 130
+    monkeypatch.setattr(Llama, "hidden", hidden)
+    code, _, err = run(generate, f"{SMALL} --prompt book --save-memory stopped")
+    assert code == 2 and "stopped.part: it has begun another text; remove it, or give" in err
+    code, _, err = run(generate, f"{line} stopped")
+    # Both names are told, and 3 segments of 16 tokens were read before.
+    assert re.match(r'memory of book \("def .*"\), more \("def .*"\), read .*: 48 tokens', err)
+    (once, about), (stopped, other) = (read_file(Path(name)) for name in ("once", "stopped"))
+    assert about | {"date": ""} == other | {"date": ""} and once.keys() == stopped.keys()
+    assert all(torch.equal(once[name], stopped[name]) for name in once)
+    assert not Path("stopped.part").exists()
+
+
+def test_several_texts_are_read_below_their_names(run):
+    for name, text in (("a.txt", "def f():"), ("b.txt", "return x"),
+                       ("both", "a.txt\n\ndef f():\n\nb.txt\n\nreturn x")):
+        Path(name).write_text(text)
+    ask = f"{SMALL} --temperature 0 --max-new-tokens 8 --prompt"
+    assert run(generate, f"{ask} a.txt b.txt")[:2] == run(generate, f"{ask} both")[:2]
 
 
 def test_a_prompt_with_special_tokens(run):

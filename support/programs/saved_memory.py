@@ -25,8 +25,22 @@ class Reader(NamedTuple):
     adapted: AdaptedLlama
     memory: KVCache
     run: Path | None = None  # the folder of the adapter, if there is one
-    texts: tuple[str, ...] = ()  # the names of what was read
+    texts: tuple[str, ...] = ()  # what was read: names, and how the texts begin
     in_turn: bool = False  # whether it stands in the first turn of a chat
+    # Of a memory that is saved while it reads: how many tokens of the --prompt are in it, and
+    # the checksum of all of them.
+    read: int = 0
+    of: str = ""
+
+
+def named(name: str, text: str) -> str:
+    """A text as --load-memory tells it."""
+    return f'{name} ("{" ".join(text[:400].split())[:40]}")'
+
+
+def unfinished(file: Path) -> Path:
+    """Where a memory is kept while it reads."""
+    return file.with_name(f"{file.name}.part")
 
 
 def owner(adapted: AdaptedLlama) -> dict:
@@ -38,12 +52,13 @@ def owner(adapted: AdaptedLlama) -> dict:
 def save_memory(file: Path | str, reader: Reader, model: str = "") -> None:
     """Write what each layer holds (with budgets, each Part of support/ours/budgets.py),
     and what is needed to go on. A file of this name is replaced. Raises UserError."""
-    adapted, memory, run, texts, in_turn = reader
+    adapted, memory, run, *about_text = reader
     memory.check_whole()
     tensors = {}
     for n in range(len(memory.keys)):
         tensors |= {f"{what} {n}": t for what, t in memory.stored(n).items()}
-    about = dict(owner=owner(adapted), run=str(run.resolve()) if run else "", texts=texts, in_turn=in_turn)
+    about = {"owner": owner(adapted), "run": str(run.resolve()) if run else ""}
+    about |= zip(Reader._fields[3:], about_text)
     about["date"] = datetime.now().isoformat(" ", "minutes")
     about |= {"config": repr(adapted.model.config), "model": model}
     about["counters"] = {name: getattr(memory, name) for name in memory.counters}
@@ -90,7 +105,8 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
     listed = ", ".join(about["texts"])
     held = f"{memory.seen:,} tokens in {memory.nbytes:,} bytes"
     print(f"memory of {listed}, read {about['date']}: {held}", file=sys.stderr)
-    return Reader(adapted, memory, run, tuple(about["texts"]), about["in_turn"])
+    read = about.get("read", 0), about.get("of", "")  # older files have none
+    return Reader(adapted, memory, run, tuple(about["texts"]), about["in_turn"], *read)
 
 
 def refuse_others(given: dict, settings: Settings) -> None:
