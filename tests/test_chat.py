@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import generate
+import needle
 from model import load_llama
 from support.chat import Chat, read_chat
 from support.command_line import TINY
 from support.files import UserError
+from support.programs.settings import untrained
 from support.tokenizer import Tokenizer
 
 # In the form of Llama-2's and of SmolLM2's.
@@ -131,6 +133,21 @@ def test_a_text_that_is_in_no_turn_is_asked_in_a_turn_of_its_own(run, chatty):
     assert (code, out) == (0, f"> def f(x):\n{expected}\n") and "template" not in err
     code, _, err = asks(run, words.removeprefix("--model chatty "), ["return"])
     assert code == 0, err  # tiny/ is the same model
+
+
+def test_a_needle_is_found_if_the_answer_has_its_word(chatty):
+    """Which is what the model says to the whole chat. The forms are asked at each depth in turn."""
+    base, tokenizer, chat = load_llama(chatty), Tokenizer(chatty), read_chat(chatty)
+    told = [needle.sentences_of(i, tokenizer, chat) for i in range(3)]
+    at_depth_0 = [tokenizer.decode(facts[0].line) for facts in told]
+    assert [line[:9] for line in at_depth_0] == ["The code ", "The passw", "One of th"]
+    line, word, question, ends, most = told[0][0]
+    asked = tokenizer.decode(line).removesuffix(f" is {word}.\n").replace("The", "What is the")
+    assert tokenizer.decode(question).startswith(f"\n\n{asked}?")
+    ids = tokenizer.continued(OPENS, special=True) + tokenizer.continued("x = 1\n")
+    answer = answer_by_hand(chatty, OPENS, "x = 1\n", "", f"\n\n{asked}?", CLOSES)
+    facts = [needle.Fact([], word, question, ends, 6) for word in (answer[-3:], "@@@")]
+    assert [*needle.found(untrained(base, "full", 512, 512), ids, facts, tokenizer)] == [True, False]
 
 
 def test_with_follow_up_an_answer_stays_in_the_memory(run, chatty):

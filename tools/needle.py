@@ -13,13 +13,16 @@ In each text nine facts are told, each once, at nine depths: the first one after
 of the text, the last one an 18th before its end. Each text has facts of its own. A depth
 at which no line break follows has `nan`. A text is read once, and each question is asked
 from a copy of the memory. A fact is found if its word is the first guess.
+
+With --ask the text stands in a chat, in which it is asked. Three sentences are told then, as
+ASKED has them, and a fact is found if the answer has its word.
 """
 
 import argparse
 import math
 import sys
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -27,10 +30,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from generate import prefill
+from generate import decode, read_ids
 from lococo import AdaptedLlama
 from model import load_base
-from support.command_line import Parser, at_least, prepare, run_program
+from support.chat import Chat, read_chat
+from support.command_line import Parser, at_least, prepare, question_ids, run_program
 from support.facts import choose_facts, fact_tokens
 from support.files import UserError, checksum, read_json, write_json
 from support.programs.scoring import add_runs_and_texts, documents_to_score
@@ -39,6 +43,16 @@ from support.programs.scoring import parts_to_score
 from support.tokenizer import Tokenizer
 
 DEPTHS = 9
+# What a chat is told and asked: RULER's sentence, and two plain ones.
+ASKED = (
+    ("The code word of the {who} is {word}.\n", "What is the code word of the {who}?"),
+    ("The password of the {who} is {word}.\n", "What is the password of the {who}?"),
+    ("One of the special magic words for the {who} is: {word}.\n",
+     "What is the special magic word for the {who} mentioned in the provided text?"),
+)
+WHO = ("old sailor", "young baker", "tall miller", "blind beggar", "rich widow")
+WORDS = ("copper", "lemon", "river", "candle", "winter", "velvet", "thunder", "marble")
+ANSWER = 24  # tokens of an answer in a chat, at most
 
 
 def plant(
@@ -59,39 +73,71 @@ def plant(
     return torch.tensor(told[:cut]), sum(end <= cut for end in ends)
 
 
-@torch.no_grad()
+class Fact(NamedTuple):
+    line: list[int]  # its ids
+    word: str
+    question: list[int]  # its ids, up to where the answer begins
+    ends: set[int]  # ids that end an answer
+    most: int  # tokens of an answer
+
+
+def facts_of(i: int, tokenizer: Tokenizer, form: str) -> list[Fact]:
+    """Those of text number i, in the order of their depths."""
+    rng, facts = np.random.default_rng((0, i)), []
+    _, _, before, between, _ = fact_tokens(tokenizer, form)
+    asked = len(before) + 2 + len(between)
+    for line in choose_facts(DEPTHS, "held-out", rng, tokenizer, form).values():
+        word = tokenizer.piece(line[asked]).strip()
+        facts.append(Fact(line, word, line[:asked], set(), 1))
+    return facts
+
+
+def sentences_of(i: int, tokenizer: Tokenizer, chat: Chat) -> list[Fact]:
+    """Those of text number i that a chat is asked for. The forms change their places from
+    text to text."""
+    rng, facts = np.random.default_rng((0, i)), []
+    for who, word, n in zip(rng.permutation(WHO), rng.permutation(WORDS), range(len(ASKED))):
+        sentence, question = ASKED[(i + n) % len(ASKED)]
+        line = tokenizer.continued(sentence.format(who=who, word=word))
+        ids, ends = question_ids(question.format(who=who), True, chat, tokenizer)
+        facts.append(Fact(line, word, ids, ends, ANSWER))
+    return facts
+
+
 def found(
-    adapted: AdaptedLlama, text: Tensor, lines: list[list[int]], asked: int
+    adapted: AdaptedLlama, ids: list[int], facts: list[Fact], tokenizer: Tokenizer
 ) -> Iterator[bool]:
-    """Read a text (L,), and ask for the word of each line from a copy of the memory. The
-    question is the first `asked` ids of the line, and the word the next one."""
-    segment, device = adapted.settings.segment, adapted.model.norm.weight.device
+    """Read a text, and ask for the word of each fact from a copy of the memory."""
     cache = adapted.cache()
-    prefill(adapted.model, text[None].to(device), cache, segment)
-    for line in lines:
-        question = torch.tensor([line[:asked]], device=device)
-        logits = prefill(adapted.model, question, cache.copy(), segment)
-        yield int(logits.argmax()) == line[asked]
+    read_ids(adapted, ids, cache)
+    for _, word, question, ends, most in facts:
+        copy = cache.copy()
+        logits = read_ids(adapted, question, copy)
+        answer = [*decode(adapted.model, tokenizer, logits, copy, most, 0, ends)]
+        yield word in tokenizer.decode(answer)
 
 
 def panel(
     adapted: AdaptedLlama, documents: dict[int, Tensor], tokenizer: Tokenizer, form: str,
-    bar: tqdm,
+    bar: tqdm, chat: Chat | None = None,
 ) -> dict[int, list[float]]:
-    """By length the share of facts that are found at each depth."""
-    _, breaks, before, between, _ = fact_tokens(tokenizer, form)
-    asked = len(before) + 2 + len(between)
+    """By length the share of facts that are found at each depth. With a chat its opening
+    begins the text, in the place of BOS."""
+    breaks = fact_tokens(tokenizer, form).breaks
+    opens = tokenizer.continued(chat.opens, special=True) if chat else None
     shares = {}
     for L, rows in documents.items():
-        hits, missing = [], [math.nan] * DEPTHS  # what is not told counts for nothing
+        hits = []
         for i, row in enumerate(rows):
-            rng = np.random.default_rng((0, i))
-            lines = [*choose_facts(DEPTHS, "held-out", rng, tokenizer, form).values()]
-            text, told = plant(row, lines, breaks)
+            facts = sentences_of(i, tokenizer, chat) if chat else facts_of(i, tokenizer, form)
+            text, told = plant(row, [fact.line for fact in facts], breaks)
             if not told:
                 none = "it has no line break behind which a fact could be told"
                 raise UserError(f"a text of {L:,} tokens: {none}; take other --data")
-            hits.append([*found(adapted, text, lines[:told], asked)] + missing[told:])
+            ids = text.tolist()
+            ids[:1] = opens or ids[:1]
+            missing = [math.nan] * (len(facts) - told)  # what is not told counts for nothing
+            hits.append([*found(adapted, ids, facts[:told], tokenizer)] + missing)
             bar.update(L)
         shares[L] = torch.tensor(hits, dtype=torch.float64).nanmean(dim=0).tolist()
     return shares
@@ -116,6 +162,7 @@ def parse() -> argparse.Namespace:
         help="tokens of a text (default: 1024 2048 4096 8192, if the texts are so long)")
     add("--documents", type=at_least(1), default=8, metavar="N",
         help="texts of each length (default: 8)")
+    add("--ask", action="store_true", help="ask in a chat, as said above")
     return parse_models(parser)
 
 
@@ -123,13 +170,18 @@ def main() -> None:
     flags = parse()
     machine = prepare(flags.device, flags.dtype)
     model, tokenizer = load_base(flags.model, machine.dtype, machine.device)
+    chat = read_chat(flags.model) if flags.ask else None
+    if flags.ask and not chat:
+        raise UserError(f"--ask: {flags.model} has no chat template; leave it out")
+    form = "line" if chat else flags.fact_form
     models = models_to_score(flags, model, with_baselines=True)
     parts, lengths = parts_to_score(flags), (1024, 2048, 4096, 8192)
     documents = documents_to_score(flags, parts, tokenizer, lengths)
     note_limits(models, [*documents])
     about = {"texts": {str(L): len(rows) for L, rows in documents.items()}}
     of_texts = {str(L): rows for L, rows in documents.items()}
-    about["of"] = checksum(of_texts, f"{flags.model.name} {flags.fact_form} {machine.dtype}")
+    asked = "asked" if chat else form
+    about["of"] = checksum(of_texts, f"{flags.model.name} {asked} {machine.dtype}")
     figures = stored_panels(flags, about)
     for name in figures.keys() & models.keys():
         del models[name]
@@ -138,7 +190,7 @@ def main() -> None:
     bar = tqdm(total=total, desc="reading", unit=" tokens", leave=False, disable=None)
     with machine.precision(), bar:
         for name, adapted in models.items():
-            figures[name] = panel(adapted, documents, tokenizer, flags.fact_form, bar)
+            figures[name] = panel(adapted, documents, tokenizer, form, bar, chat)
             print(f"\n{name}: facts found at each depth, from the first tokens to the last")
             for L, shares in figures[name].items():
                 print(f"{L:>8,} tokens ", *(f"{share:5.2f}" for share in shares), flush=True)
