@@ -168,30 +168,32 @@ def turned(k, positions, adapted):
     return torch.cat((pairs.real, pairs.imag), dim=-1)
 
 
-def learned_score(score, k, v, received, age):
-    """The score of one entry, whose key (D,) is not rotated."""
+def learned_score(which, score, k, v, received, age):
+    """One of the two scores of one entry, whose key (D,) is not rotated."""
     x = [*k, *v, (received + 1e-4).log(), math.log(age)]
     x = [(a - m) / d for a, m, d in zip(x, score.mean.double(), score.deviation.double())]
-    total = score.linear.bias[0] + sum(a * w for a, w in zip(x, score.linear.weight[0].double()))
-    for unit, weight in enumerate(score.out.weight[0].double()):
+    total = sum(a * w for a, w in zip(x, score.linear.weight[which].double()))
+    for unit, weight in enumerate(score.out.weight[which].double()):
         z = score.hidden.bias[unit].double()
         z = z + sum(a * w for a, w in zip(x, score.hidden.weight[unit].double()))
         total = total + weight * z * (1 + torch.erf(z / 2**0.5)) / 2  # GELU
-    return total
+    return float(total + score.linear.bias[which])
 
 
 def slow_compress(k, v, scores, places, from_slot, seen, adapted, s):
     """k, v (S, D), scores and places (S,), and which entries have had a slot that is not a recent
     one -> those of the M slots."""
     S, compressors = len(k), adapted.compressors
-    preferred = scores
-    if s.compressor.endswith("learned"):
-        plain = turned(k, -places, adapted)
-        entries = zip(plain, v, scores, seen - places)
-        preferred = [learned_score(compressors[-1].score, *entry).item() for entry in entries]
-    by_score = sorted(range(s.sinks, S - s.recent), key=lambda i: -preferred[i])
-    kept = [*range(s.sinks), *sorted(by_score[: s.heavy])]
-    rest = sorted(by_score[s.heavy :])
+    preferred = [scores] * s.heavy  # by each heavy slot
+    if s.compressor == "learned":
+        entries = [*zip(turned(k, -places, adapted), v, scores, seen - places)]
+        both = [[learned_score(n, compressors[-1].score, *e) for e in entries] for n in (0, 1)]
+        preferred = [both[slot >= s.heavy * 3 // 5] for slot in range(s.heavy)]
+    rest, heavy = [*range(s.sinks, S - s.recent)], []
+    for score in preferred:
+        heavy.append(max(rest, key=lambda i: score[i]))
+        rest.remove(heavy[-1])
+    kept = [*range(s.sinks), *sorted(heavy)]
     W = torch.zeros(s.mem, S, dtype=torch.float64)
     for slot, i in enumerate(kept):
         W[slot, i] = 1

@@ -347,7 +347,7 @@ MISTAKES = [
     (generate, f"{GENERATE} --mem 3", "--mem 3: it must be at least 4"),
     (generate, f"{GENERATE} --method lococo", "its convolution must be trained first"),
     (generate, f"{GENERATE} --method learned", "its score must be fitted first, by tools/fit_scores"),
-    (train, f"{TRAIN} --method selection+learned", "its score must be fitted first, by tools/fit"),
+    (train, f"{TRAIN} --method learned", "its score must be fitted first, by tools/fit_scores"),
     (train, f"{TRAIN} --seq 33", "so that nothing is compressed"),
     (train, f"{TRAIN} --model missing", "missing: there is no such"),
     (train, f"{TRAIN} --model text", "no default recipe; give --recipe with one of paper, "),

@@ -102,7 +102,7 @@ def test_a_window_finds_what_it_holds_and_ours_finds_all(run):
 
 
 @torch.no_grad()
-def test_what_a_score_learns_is_the_largest_attention_to_come(in_float64, model, monkeypatch):
+def test_what_a_score_learns_is_the_attention_to_come(in_float64, model, monkeypatch):
     """Of sampled entries, by hand from the attention of the whole text in the first layer."""
     for name, value in dict(SEGMENT=8, MOMENTS=1, SAMPLES=5).items():
         monkeypatch.setattr(fit_scores, name, value)
@@ -119,41 +119,38 @@ def test_what_a_score_learns_is_the_largest_attention_to_come(in_float64, model,
         both = torch.cat((k, v), dim=-1)[0, head, place]
         assert torch.allclose(entries[head, n].double(), both, atol=0.02)  # stored in float16
         own = shares[head, :, :, place]
-        assert target[head, n] == pytest.approx(own[:, 24:].max().item())
+        in_all = own.mean(dim=0)[24:].sum().item()
+        assert target[head, n].tolist() == pytest.approx([in_all, own[:, 24:].max().item()])
         parts = own.mean(dim=0)[:24].view(3, 8).sum(dim=1)
         assert received[head, n].item() == pytest.approx((parts @ torch.tensor([0.25, 0.5, 1.0])).item())
 
 
 def test_a_score_is_fitted(monkeypatch):
-    """Attention that grows with one channel is learnt: the score follows it."""
+    """Attention that grows with one channel is learnt: the scores follow it, each its own."""
     torch.manual_seed(0)
     monkeypatch.setattr(fit_scores, "STEPS", 100)
     monkeypatch.setattr(fit_scores, "RATE", 0.05)
     entries, score = torch.randn(2, 2000, 8), fit_scores.Score(4)
-    target = entries[:, :, 3].exp() * torch.tensor([[1.0], [20.0]])  # heads have other means
+    target = entries[:, :, [3, 5]].exp() * torch.tensor([1.0, 20.0])[:, None, None]  # heads differ
     received, age = torch.rand(2, 2000), 1.0 + torch.randint(99, (2, 2000))
     fit_scores.fit(score, entries, received, age, target)
     with torch.no_grad():
         found = score(entries, received, age)
-    assert np.corrcoef(found.flatten(), entries[:, :, 3].flatten())[0, 1] > 0.95
+    for n, channel in enumerate((3, 5)):
+        same = np.corrcoef(found[..., n].flatten(), entries[..., channel].flatten())
+        assert same[0, 1] > 0.95
 
 
-@pytest.mark.parametrize("words, compressor", [
-    ("", "learned"), ("--adapter adapter", "selection+learned")])
-def test_scores_make_an_adapter(run, stock, words, compressor, monkeypatch):
+def test_scores_make_an_adapter(run, monkeypatch):
     """It can be read, and its heavy slots keep other entries than those that were attended to."""
-    Path("adapter").symlink_to(stock / "adapter")
     monkeypatch.setattr(fit_scores, "STEPS", 5)
-    line = f"--model {TINY} --data {argparse.__file__} --length 1024 --documents 1 {words}"
+    line = f"--model {TINY} --data {argparse.__file__} --length 1024 --documents 1"
     code, out, err = run(fit_scores, f"{line} --mem 28 --segment 16 --out scores")
     assert code == 0 and "adapter: scores/adapter.safetensors" in out, err
     base = load_llama(TINY)
     adapted = load_adapter("scores", base)
-    assert (adapted.settings.compressor, adapted.settings.mem) == (compressor, 28)
+    assert (adapted.settings.compressor, adapted.settings.mem) == ("learned", 28)
     assert adapted.compressors[0].score.deviation.max() > 1
-    if words:  # the filters are those of the adapter
-        filters = (load_adapter(run, base).compressors[0].conv.weight for run in ("adapter", "scores"))
-        assert torch.equal(*filters)
     tokens = torch.randint(0, 2048, (1, 100))
     memories = [adapted.cache(), untrained(base, "h2o", 28, 16).cache()]
     for memory in memories:

@@ -1,14 +1,14 @@
 """Fit the scores of support/ours/learned_score.py to the attention of a base.
 
-    python tools/fit_scores.py --model SmolLM2-135M --data books/ --out runs/scores
-    python tools/fit_scores.py --model SmolLM2-135M --data books/ --out runs/both \\
-        --adapter adapters/smollm2-135m/text    # its heavy slots get the scores
+    python tools/fit_scores.py --model SmolLM2-135M --data books/ --out runs/scores \\
+        --budgets budgets.json
 
-Full attention reads pieces of the texts, into which facts of many forms are written, and it is noted
-how much attention each entry receives from each segment. Then the score of each layer learns, at
-moments within a piece, the largest share of its attention that a later token will pay to an entry.
-No gradient goes through the model. For SmolLM2 this takes NN minutes of a core. The folder --out
-gets an adapter, as train.py writes it.
+Full attention reads pieces of the texts, into which facts of many forms are written, and it
+is noted how much attention each entry receives from each segment. Then the score of each
+layer learns, at moments within a piece, how much attention an entry will receive in all, and
+the largest share of its attention that a later token will pay to it. No gradient goes through
+the model. For SmolLM2 this takes 25 minutes of a core. The folder --out gets an adapter, as
+train.py writes it.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from model import KVCache, Llama, LlamaConfig, load_base
 from support.command_line import Parser, at_least, named_path, prepare, run_program
 from support.facts import tell
 from support.files import UserError
-from support.ours.learned_score import Score, with_scores
-from support.programs.adapter import load_adapter, write_adapter
+from support.ours.learned_score import Score
+from support.programs.adapter import write_adapter
 from support.programs.run_folder import refuse_used
 from support.programs.settings import make_settings
 from support.text import PARTS, fingerprints, pieces, token_streams
@@ -88,8 +88,9 @@ STEPS, BATCH, RATE = 600, 1024, 3e-3
 
 
 def sampled(noted: Noted, layer: int, forget: float, generator: torch.Generator) -> list[Tensor]:
-    """Entries (G, n, 2D), the attention that they have received and their age, as Score takes them,
-    and the largest share of its attention that a later query pays to them; all others (G, n)."""
+    """Entries (G, n, 2D), the attention that they have received and their age, both (G, n), as Score
+    takes them. And what comes, (G, n, 2): the attention in all, and the largest share of its own that
+    a later query pays to them."""
     entries = torch.cat(noted.entries[layer], dim=1)
     count = len(noted.sums[layer])
     found = []
@@ -102,9 +103,10 @@ def sampled(noted: Noted, layer: int, forget: float, generator: torch.Generator)
         for sums in noted.sums[layer][: moment + 1]:
             received *= forget
             received[:, : sums.shape[1]] += sums
+        in_all = sum(sums[:, some] for sums in noted.sums[layer][moment + 1 :])
         later = [largest[:, some] for largest in noted.largest[layer][moment + 1 :]]
-        target = torch.stack(later).amax(dim=0)
-        age = (seen - some).float().expand_as(target)
+        target = torch.stack((in_all, torch.stack(later).amax(dim=0)), dim=-1)
+        age = (seen - some).float().expand_as(in_all)
         found.append((entries[:, some], received[:, some], age, target))
     return [torch.cat(parts, dim=1) for parts in zip(*found)]
 
@@ -148,7 +150,6 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument_group("text and output").add_argument
     add("--data", type=named_path, nargs="+", metavar="PATH", required=True,
         help="files and folders")
-    add("--adapter", type=Path, metavar="RUN", help="an adapter of ours that gets the scores")
     add("--length", type=at_least(1024), default=8192, metavar="L",
         help="tokens of a piece of text (default: 8192)")
     add("--documents", type=at_least(1), default=12, metavar="N",
@@ -164,12 +165,8 @@ def main() -> None:
     machine = prepare(options.device, options.dtype, options.seed)
     model, tokenizer = load_base(options.model, machine.dtype, machine.device)
     documents, trained = texts_of(options, tokenizer)
-    sizes = dict(mem=options.mem, segment=options.segment, budgets=options.budgets)
-    if options.adapter:
-        adapted = with_scores(load_adapter(options.adapter, model, **sizes), model)
-    else:
-        settings = make_settings("learned", length=options.length, lora_rank=0, **sizes)
-        adapted = AdaptedLlama(model, settings)
+    sizes = options.mem, options.segment, options.length, options.budgets
+    adapted = AdaptedLlama(model, make_settings("learned", *sizes, lora_rank=0))
     s = adapted.settings
     with machine.precision():
         samples = samples_of(model, documents, s.forget ** (SEGMENT / s.forget_in))

@@ -105,8 +105,8 @@ ROWS = {
     "ours heads": Row("**ours with budgets**", f"--budgets {BUDGETS}"),
     "stored": Row("**ours with budgets**, trained with 512 slots", f"--budgets {BUDGETS}",
                   trained=False, stored="text"),
-    "both": Row("**ours with budgets and a learned score**", f"--budgets {BUDGETS}",
-                trained=False, stored="both"),
+    "learned": Row("**a learned score, with budgets**", f"--budgets {BUDGETS}", trained=False,
+                   stored="learned"),
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
     "ours, one filter": Row("one filter for all slots", "--method selection-one-filter"),
@@ -151,14 +151,14 @@ LONG = Table(
 )
 RESULT = ("full", "window", "h2o text", "lococo+h2o", "official code", *OURS)
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
-SMALL = ("full", "h2o text", "h2o heads", "stored", "both")
+SMALL = ("full", "h2o text", "h2o heads", "stored", "learned")
 # The same rows with other sizes of M + T = 1,024 entries.
-for key, T in product(("h2o text", "h2o heads", "stored"), (512, 256, 64)):
+for key, T in product(("h2o text", "h2o heads", "learned"), (512, 256, 64)):
     row = ROWS[key]
     sizes = f"--mem {1024 - T} --segment {T}"
     ROWS[f"{key}, T = {T}"] = replace(row, label=f"{row.label}, T = {T}", flags=f"{row.flags} {sizes}")
-SEGMENTS = [f"{key}, T = {T}" for key in SMALL[1:4] for T in (512, 256, 64)]
-EXTENDED = ("window", *SMALL[1:])
+SEGMENTS = [key for key in ROWS if ", T = " in key]
+EXTENDED = ("window", "h2o text", "h2o heads", "learned")
 FACTS = ("window", "h2o", "lococo+h2o by slot", "ours")
 TABLES = {
     "frozen": FROZEN,

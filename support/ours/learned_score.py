@@ -2,35 +2,26 @@
 that have received it.
 
 As KVzap (arXiv 2601.07891) and KVP (arXiv 2602.10238) do after a whole prompt, a small
-network says of each entry how much attention a later token will pay to it. It is fitted to
-what full attention paid in some texts (tools/fit_scores.py), in minutes of a core and
-without a gradient through the model. On SmolLM2 with 1,024 entries in a head, ours with
-budgets finds 56 % of the facts in 8,192 tokens with such a score, and 17 % without; the
-full cache finds 57 % (docs/results.md; standard error 6 points).
+network says of each entry how much attention it will receive. It is fitted to what full
+attention pays in some texts (tools/fit_scores.py), in minutes of a core and without a
+gradient through the model. Two things are learnt: the attention in all, which helps prose,
+and the largest share that one later token will pay, which finds facts.
 
 It departs from H2O in what is heavy, and from the paper in that this is learned.
 """
-
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lococo import COMPRESSORS, MEMORIES, METHODS, AdaptedLlama, Compressor
-from model import Llama, rotate, widened
+from lococo import COMPRESSORS, MEMORIES, METHODS, Compressor
+from model import rotate, widened
 from support.ours.budgets import BudgetMemory
-from support.ours.selection import Selection
 
-HIDDEN = 8  # units of the network; 32 were no better
+HIDDEN = 16  # units of the network
 
-# Six of seven slots keep what the score prefers, and the others the last tokens.
 METHODS["learned"] = lambda M: dict(
-    heavy=M * 6 // 7, recent=M - M * 6 // 7, forget=0.75, forget_in=512, compressor="learned"
-)
-# Ours, whose heavy slots have the score.
-METHODS["selection+learned"] = lambda M: METHODS["selection"](M) | dict(
-    forget_in=512, compressor="selection+learned"
+    heavy=M * 5 // 8, recent=M - M * 5 // 8, forget=0.75, forget_in=128, compressor="learned"
 )
 
 
@@ -44,9 +35,9 @@ class Score(nn.Module):
         # Of the features, in the texts of the fit. They are stored with the rest.
         self.mean = nn.Parameter(torch.zeros(features))
         self.deviation = nn.Parameter(torch.ones(features))
-        self.linear = nn.Linear(features, 1)
+        self.linear = nn.Linear(features, 2)
         self.hidden = nn.Linear(features, HIDDEN)
-        self.out = nn.Linear(HIDDEN, 1, bias=False)
+        self.out = nn.Linear(HIDDEN, 2, bias=False)
 
     @staticmethod
     def features(entries: Tensor, received: Tensor, age: Tensor) -> Tensor:
@@ -55,11 +46,11 @@ class Score(nn.Module):
 
     def forward(self, entries: Tensor, received: Tensor, age: Tensor) -> Tensor:
         """Entries (..., S, 2D), whose keys are not rotated, received (..., S), and age
-        (..., S) in tokens -> the logarithm of the attention to come, up to a constant of
-        each head, (..., S).
+        (..., S) in tokens -> two logarithms, each up to a constant of a head, (..., S, 2):
+        of the attention to come, and of the largest share that one token will pay.
         """
         x = (self.features(entries, received, age) - self.mean) / self.deviation
-        return (self.linear(x) + self.out(F.gelu(self.hidden(x)))).squeeze(-1)
+        return self.linear(x) + self.out(F.gelu(self.hidden(x)))
 
 
 class LearnedScore(Compressor):
@@ -79,43 +70,28 @@ class LearnedScore(Compressor):
         return entries.new_zeros(len(entries), 0, entries.shape[2])
 
 
-class ScoredSelection(Selection):
-    """Ours, with a score by which heavy slots are chosen. train.py does not change the
-    score, as no gradient flows through a choice."""
-
-    memory_name = "scored"
-    fitted_by = "tools/fit_scores.py"
-
-    def __init__(self, head_dim: int, *args, **more):
-        super().__init__(head_dim, *args, **more)
-        self.score = Score(head_dim)
-
-
 class ScoredMemory(BudgetMemory):
     """A memory whose heavy slots keep the entries of the highest scores."""
 
     def choose(self, n: int, k: Tensor, v: Tensor, received: Tensor) -> Tensor:
-        """As Memory.choose, with the score in the place of the attention received."""
-        positions = self.positions_of(n)
+        """As Memory.choose. Three of five heavy slots keep the entries that will receive
+        most attention in all, and the others, of the rest, those to which one token will
+        pay most."""
+        s, positions = self.of_layer[n], self.positions_of(n)
         with torch.autocast(k.device.type, enabled=False):
             k = rotate(widened(k), *self.rotation(-positions))  # as it was before its rotation
             entries = torch.cat((k, widened(v)), dim=-1)
             age = self.seen - positions
-            score = self.compressors[n].score(entries, received, age)
-        return super().choose(n, k, v, score)
+            in_all, at_once = self.compressors[n].score(entries, received, age).unbind(dim=-1)
+        chosen = torch.zeros_like(in_all, dtype=torch.bool)
+        chosen[:, :, : s.sinks] = True
+        older = k.shape[2] - s.recent
+        for score, slots in ((in_all, s.heavy * 3 // 5), (at_once, s.heavy - s.heavy * 3 // 5)):
+            others = score.masked_fill(chosen, -torch.inf)
+            best = others[:, :, :older].topk(slots, dim=2).indices
+            chosen.scatter_(2, best, True)
+        return chosen
 
 
-def with_scores(adapted: AdaptedLlama, model: Llama) -> AdaptedLlama:
-    """An adapter of ours on its base, with scores that are not fitted yet."""
-    name = "selection+learned"
-    changes = dict(method=name, compressor=name, forget_in=512)
-    scored = AdaptedLlama(model, replace(adapted.settings, **changes)).eval()
-    trained = adapted.trained()
-    for name, p in scored.trained().items():
-        if name in trained:
-            p.data = trained[name].data
-    return scored
-
-
-COMPRESSORS |= {"learned": LearnedScore, "selection+learned": ScoredSelection}
+COMPRESSORS["learned"] = LearnedScore
 MEMORIES["scored"] = ScoredMemory
