@@ -84,7 +84,7 @@ def texts_of(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Tensor,
 
 MOMENTS = 10  # in a piece, at which entries are sampled
 SAMPLES = 300  # entries of a head at a moment; 40 % of them are of the newest segment
-STEPS, BATCH, RATE = 600, 1024, 3e-3
+STEPS, BATCH, RATE = 600, 1024, 1e-2
 
 
 def sampled(noted: Noted, layer: int, forget: float, generator: torch.Generator) -> list[Tensor]:
