@@ -74,6 +74,7 @@ class Row:
     label: str
     flags: str  # of train.py, after those of the table
     trained: bool = True  # if there is something to train
+    bits: int = 0  # in which its entries are stored; 0: those of --dtype
     sharpness: int | None = None  # of our compressor, when it is scored; None: as in use
     stored: str = ""  # the adapter of the repository that it is, in the sizes of the table
 
@@ -107,6 +108,12 @@ ROWS = {
                   trained=False, stored="text"),
     "learned": Row("**a learned score, with budgets**", f"--budgets {BUDGETS}", trained=False,
                    stored="learned"),
+    "8 bits": Row("the same in 8 bits", f"--budgets {BUDGETS}", trained=False, stored="learned",
+                  bits=8),
+    "4 bits": Row("the same in 4 bits", f"--budgets {BUDGETS}", trained=False, stored="learned",
+                  bits=4),
+    "8 bits, M = 1,920": Row("in 8 bits, with M = 1,920", f"--budgets {BUDGETS} --mem 1920",
+                             trained=False, stored="learned", bits=8),
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
     "ours, one filter": Row("one filter for all slots", "--method selection-one-filter"),
@@ -151,14 +158,15 @@ LONG = Table(
 )
 RESULT = ("full", "window", "h2o text", "lococo+h2o", "official code", *OURS)
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
-SMALL = ("full", "h2o text", "h2o heads", "stored", "learned")
-# The same rows with other sizes of M + T = 1,024 entries.
-for key, T in product(("h2o text", "h2o heads", "learned"), (512, 256, 64)):
+SMALL = ("full", "h2o text", "h2o heads", "stored", "learned", "8 bits", "4 bits", "8 bits, M = 1,920")
+# The same rows with other numbers of slots M and of tokens T.
+SIZED = ("h2o text", "h2o heads", "learned")
+for key, (M, T) in product(SIZED, ((192, 64), (384, 128), (512, 512), (768, 256), (960, 64), (1792, 256))):
     row = ROWS[key]
-    sizes = f"--mem {1024 - T} --segment {T}"
-    ROWS[f"{key}, T = {T}"] = replace(row, label=f"{row.label}, T = {T}", flags=f"{row.flags} {sizes}")
-SEGMENTS = [key for key in ROWS if ", T = " in key]
+    flags = f"{row.flags} --mem {M} --segment {T}"
+    ROWS[f"{key} @ {M} + {T}"] = replace(row, flags=flags)
 EXTENDED = ("window", "h2o text", "h2o heads", "learned")
+SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 FACTS = ("window", "h2o", "lococo+h2o by slot", "ours")
 TABLES = {
     "frozen": FROZEN,
@@ -171,9 +179,8 @@ TABLES = {
     "long, M = 128": replace(LONG, rows=OTHER_SIZES, mem=128),
     "long, M = 256": replace(LONG, rows=OTHER_SIZES, mem=256),
     "long, M = 1024": replace(LONG, rows=OTHER_SIZES, mem=1024),
-    "small segments": replace(
-        LONG, rows=(*SMALL, *SEGMENTS), mem=896, segment=128, documents=8
-    ),
+    "small segments": SMALL_SEGMENTS,
+    "sizes": replace(SMALL_SEGMENTS, rows=(*SIZED, *(key for key in ROWS if "@" in key))),
     "extension": replace(LONG, rows=EXTENDED, mem=896, segment=128, seq=32768, documents=4),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded",
                    steps=400, documents=64),
@@ -276,7 +283,7 @@ def model_of(name: dict, row: Row, options: Options) -> AdaptedLlama:
         adapted = load_adapter(run, model)
     elif row.stored:
         settings = settings_of(name["flags"], options)
-        sizes = {size: getattr(settings, size) for size in SIZES}
+        sizes = {size: getattr(settings, size) for size in SIZES} | {"bits": row.bits}
         adapted = load_adapter(STORED / row.stored, model, **sizes)
     else:
         adapted = AdaptedLlama(model, settings_of(name["flags"], options)).eval()
@@ -457,6 +464,18 @@ def loss_table(table: Table, lines: Lines) -> str:
     return text
 
 
+def sizes_table(table: Table, lines: Lines) -> str:
+    """The loss in nats per token of each method with M slots and T tokens."""
+    sizes = {key: key.partition(" @ ")[2] or f"{table.mem} + {table.segment}" for key in lines}
+    columns = sorted(set(sizes.values()), key=lambda size: [*map(int, size.split(" + "))])
+    text = f"| M + T | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}\n"
+    for label in dict.fromkeys(line.label for line in lines.values()):
+        found = {sizes[key]: line.mean() for key, line in lines.items() if line.label == label}
+        cells = [f"{found[size]:.4f}" if size in found else "" for size in columns]
+        text += f"| {label} | {' | '.join(cells)} |\n"
+    return text
+
+
 def facts_table(table: Table, lines: Lines) -> str:
     """Each figure is that of one seed, in their order."""
     text = "| memory | steps | perplexity | recalled, % |\n|---|---|---|---|\n"
@@ -478,6 +497,7 @@ def all_tables(cells: list[dict]) -> dict[str, str]:
             lines = lines_of(table, some)
             if lines:
                 form = facts_table if table.part == "held-out" else loss_table
+                form = sizes_table if name == "sizes" else form
                 made[f"{name}, {model}, {dtype}"] = form(table, lines)
     return made
 
