@@ -10,7 +10,7 @@ def cell(row, nats, seed=0, steps=60, **about):
     trained = tables.ROWS[row].trained and "h2o" not in row
     steps = steps if trained and row != "full" else 0
     return {"row": row, "seed": seed, "steps": steps, "mem": 64, "seq": 1024, "part": "test",
-            "documents": 48, "model": "M", "dtype": "float32", "by document": nats} | about
+            "documents": 48, "model": "M", "dtype": "float32", "by document": nats, "cache bytes": 3e6} | about
 
 
 def rows_of(text):
@@ -30,13 +30,13 @@ def test_the_table_by_hand(monkeypatch):
               cell("ours", [8.0, 8.0], steps=40, scored="s", base="x")]
     made = tables.all_tables(stored)
     assert rows_of(made["frozen, M, float32"]) == [
-        ["-", "2.0000", "-2.0000 ± 0.0000", "100 |"],
-        ["-", "4.0000", "+0.0000 ± 0.0000", "0 |"],
-        ["60 steps, 2 seeds", "3.2500", "-0.7500 ± 0.0000", "50, 25 |"],
+        ["3", "-", "2.0000", "-2.0000 ± 0.0000", "100 |"],
+        ["3", "-", "4.0000", "+0.0000 ± 0.0000", "0 |"],
+        ["3", "60 steps, 2 seeds", "3.2500", "-0.7500 ± 0.0000", "50, 25 |"],
     ]
     # Another base: nothing of the old one is beside it. Some cells do not say their base.
     other = tables.all_tables([*stored, cell("window", [7.0, 7.0], base="y", scored="s")])
-    losses = [row[1] for row in rows_of(other["frozen, M, float32"])]
+    losses = [row[2] for row in rows_of(other["frozen, M, float32"])]
     assert losses == ["7.0000", "4.0000", "9.0000"]
 
 
@@ -46,8 +46,8 @@ def test_a_gap_on_two_texts():
     stored = [cell("full", [1.0, 3.0], **long), cell("h2o text", [3.0, 7.0], **long),
               cell("ours heads", [2.0, 4.0], steps=15, **long),
               cell("ours heads", [1.0, 4.0], steps=15, seed=1, **long)]
-    rows = rows_of(tables.all_tables(stored)["result, M, float32"])
-    assert [row[3] for row in rows] == ["100, 100 |", "0, 0 |", "75, 75 |"]
+    rows = rows_of(tables.all_tables(stored)["long, M, float32"])
+    assert [row[4] for row in rows] == ["100, 100 |", "0, 0 |", "75, 75 |"]
 
 
 def test_each_cell_has_a_line_of_its_own(monkeypatch, tmp_path):

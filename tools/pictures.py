@@ -7,7 +7,7 @@
     python tools/pictures.py memory           # from the embedded adapter
 
 mechanism: one compression, as LoCoCo makes it and as ours.
-result: the loss of each memory above that of full attention, on a frozen SmolLM2.
+result: the loss of memories of many sizes above that of full attention, on a frozen SmolLM2.
 needle: which facts each memory finds again, by their depth in texts of several lengths.
 memory: what three memories have of assets/prompt.txt at the end, as Chromium shows it.
 """
@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -102,40 +103,51 @@ def draw_mechanism(file: Path) -> None:
 
 # --- The result -------------------------------------------------------------------------
 
-LABELS = {
-    "official code": "LoCoCo's code",
-    "window": "window",
-    "h2o text": "H2O",
-    "h2o heads": "H2O that forgets, with budgets",
-    "ours heads": "ours with budgets",
+CURVES = {  # methods, and their colours, which all can tell apart
+    "h2o text": ("H2O", "#999999"),
+    "h2o heads": ("H2O that forgets, with budgets", "#0072b2"),
+    "learned": ("a learned score, with budgets", "#d55e00"),
 }
-BASELINE, OURS = "#999999", "#d55e00"  # all can tell them apart
-COLOURS = {"ours heads": OURS}
+ALONG = ("384 + 128", "896 + 128", "1792 + 256")  # M + T, which a curve joins
 
 
-def losses_above_full() -> dict[str, float]:
-    """By row, in nats per token."""
+def points(table: str) -> dict[str, tuple[float, float]]:
+    """By row the MB that a memory holds, and its nats per token above full attention."""
     about = {"model": "SmolLM2-135M", "dtype": "float32"}
     cells = [cell for cell in tables.stored_cells() if about.items() <= cell.items()]
-    table = tables.TABLES["long"]
-    lines = tables.lines_of(table, cells)
-    above = {}
-    for row in LABELS:
-        above[row] = lines[row].mean() - lines["full"].mean()
-    return above
+    full = replace(tables.TABLES[table], rows=("full", *tables.TABLES[table].rows))
+    lines = tables.lines_of(full, cells)
+    held = {row: [*line.cells.values()][-1]["cache bytes"] / 1e6 for row, line in lines.items()}
+    return {row: (held[row], line.mean() - lines["full"].mean()) for row, line in lines.items()}
 
 
 def draw_result(file: Path) -> None:
-    above = losses_above_full()
-    figure, axes = pyplot.subplots(figsize=(9, 2.6), layout="constrained")
-    for row, nats in above.items():
-        axes.barh(LABELS[row], nats, color=COLOURS.get(row, BASELINE), height=0.65)
-        axes.text(nats, LABELS[row], f" {nats:.3f}", va="center")
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.15 * max(above.values()))
-    axes.set_xlabel("nats per token above full attention (less is better)")
-    axes.set_title("SmolLM2-135M, frozen: 512 slots, 8,192 tokens", loc="left")
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    found, of_bits = points("sizes"), points("small segments")
+    for row, (label, colour) in CURVES.items():
+        sizes = {key.partition(" @ ")[2] or "896 + 128": at for key, at in found.items()
+                 if key.partition(" @ ")[0] == row}
+        curve = np.array([sizes[size] for size in ALONG if size in sizes])
+        axes.plot(*curve.T, "o-", color=colour, label=label)
+        for size in sizes.keys() - {*ALONG}:  # as many entries, with another T
+            axes.plot(*sizes[size], "o", color=colour, alpha=0.4, markersize=4)
+    for bits in (8, 4):
+        held, nats = of_bits[f"{bits} bits"]
+        axes.plot(held, nats, "*", color=CURVES["learned"][1], markersize=12)
+        axes.annotate(f"{bits} bits", (held, nats), (0, 9), textcoords="offset points", ha="center")
+    for row, label in (("official code", "LoCoCo's code"), ("window", "window")):
+        held, nats = points("long")[row]
+        axes.plot(held, nats, "kx")
+        axes.annotate(f" {label}, M = T = 512", (held, nats), va="center")
+    axes.set_xscale("log")
+    axes.set_xticks([5, 10, 20, 40, 80], ["5", "10", "20", "40", "80"])
+    axes.minorticks_off()
+    axes.set_xlabel("MB that a memory holds (the full cache: 377 MB)")
+    axes.set_ylabel("nats per token above full attention")
+    axes.set_title("Budgets and a learned score lose less with fewer bytes", loc="left")
+    axes.axhline(0, color="#333333", lw=0.8)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
     write_picture(file, figure)
 
 

@@ -44,7 +44,7 @@ from support.programs.adapter import identity, load_adapter
 from support.command_line import HERE, SIZES, TINY, PlainParser, at_least, counted, prepare
 from support.command_line import run_program
 from support.facts import tell_all
-from support.files import UserError, as_json, checksum, read_text
+from support.files import UserError, as_json, checksum, read_json, read_text
 from support.files import write_text
 from support.programs.settings import untrained
 from support.text import long_documents, read_rows, token_streams
@@ -112,8 +112,6 @@ ROWS = {
                   bits=8),
     "4 bits": Row("the same in 4 bits", f"--budgets {BUDGETS}", trained=False, stored="learned",
                   bits=4),
-    "8 bits, M = 1,920": Row("in 8 bits, with M = 1,920", f"--budgets {BUDGETS} --mem 1920",
-                             trained=False, stored="learned", bits=8),
     # Ours with one thing made otherwise.
     "ours untrained": Row("ours before training", "", trained=False),
     "ours, one filter": Row("one filter for all slots", "--method selection-one-filter"),
@@ -153,18 +151,19 @@ ABLATIONS = (
     "ours, paper's compressor", "ours, 3 taps", "ours, no forgetting",
 )
 LONG = Table(
-    ("full", "window", "h2o text", *PAPERS[2:], "h2o facts", *OURS), 512, 8192, "long",
+    ("full", "window", "h2o text", *PAPERS[2:], "h2o facts", *OURS, "learned @ 896 + 128"), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
 )
-RESULT = ("full", "window", "h2o text", "lococo+h2o", "official code", *OURS)
+RESULT = ("full", "window", "h2o text", "official code", "h2o heads", "learned @ 896 + 128")
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
-SMALL = ("full", "h2o text", "h2o heads", "stored", "learned", "8 bits", "4 bits", "8 bits, M = 1,920")
+SMALL = ("full", "h2o text", "h2o heads", "stored", "learned", "8 bits", "4 bits")
 # The same rows with other numbers of slots M and of tokens T.
-SIZED = ("h2o text", "h2o heads", "learned")
-for key, (M, T) in product(SIZED, ((192, 64), (384, 128), (512, 512), (768, 256), (960, 64), (1792, 256))):
-    row = ROWS[key]
-    flags = f"{row.flags} --mem {M} --segment {T}"
-    ROWS[f"{key} @ {M} + {T}"] = replace(row, flags=flags)
+SIZED = ("h2o heads", "learned")
+SIZES_OF = ((384, 128), (512, 512), (960, 64), (1792, 256))
+for key, (M, T) in product(SIZED, (*SIZES_OF, (896, 128))):
+    flags = f"{ROWS[key].flags} --mem {M} --segment {T}"
+    ROWS[f"{key} @ {M} + {T}"] = replace(ROWS[key], flags=flags)
+SIZED_ROWS = ("h2o text", *SIZED, *(f"{key} @ {M} + {T}" for key in SIZED for M, T in SIZES_OF))
 EXTENDED = ("window", "h2o text", "h2o heads", "learned")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 FACTS = ("window", "h2o", "lococo+h2o by slot", "ours")
@@ -180,7 +179,7 @@ TABLES = {
     "long, M = 256": replace(LONG, rows=OTHER_SIZES, mem=256),
     "long, M = 1024": replace(LONG, rows=OTHER_SIZES, mem=1024),
     "small segments": SMALL_SEGMENTS,
-    "sizes": replace(SMALL_SEGMENTS, rows=(*SIZED, *(key for key in ROWS if "@" in key))),
+    "sizes": replace(SMALL_SEGMENTS, rows=SIZED_ROWS),
     "extension": replace(LONG, rows=EXTENDED, mem=896, segment=128, seq=32768, documents=4),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded",
                    steps=400, documents=64),
@@ -380,6 +379,10 @@ class Line:
         every = [cell["by position"] for cell in self.cells.values()]
         return {place: float(np.mean([cell[place] for cell in every])) for place in every[0]}
 
+    def megabytes(self) -> str:
+        *_, newest = self.cells.values()
+        return f"{newest['cache bytes'] / 1e6:.0f}"
+
     def mean(self) -> float:
         return float(np.mean([cell["by document"] for cell in self.cells.values()]))
 
@@ -441,10 +444,11 @@ def gap_closed(line: Line, h2o: Line | None, full: Line | None, texts: int) -> s
 
 
 def loss_table(table: Table, lines: Lines) -> str:
-    """Losses are in nats per token, the mean of a row's seeds."""
+    """Losses are in nats per token, the mean of a row's seeds. MB is what a memory holds after
+    a text."""
     texts = len(SCORED[table.part])
     other = "ours" if table.against == "ours" else "H2O"
-    columns = ["memory", "trained", "nats per token", f"from {other}"]
+    columns = ["memory", "MB", "trained", "nats per token", f"from {other}"]
     if "full" in table.rows:
         columns.append("gap closed, %" + " (novel, articles)" * (texts > 1))
     *_, last = lines.values()
@@ -456,11 +460,32 @@ def loss_table(table: Table, lines: Lines) -> str:
     for line in lines.values():
         seeds = counted(len(line.cells), "seed")
         trained = f"{line.steps} steps, {seeds}" if line.steps else "-"
-        cells = [line.label, trained, f"{line.mean():.4f}", difference(line, against)]
+        cells = [line.label, line.megabytes(), trained, f"{line.mean():.4f}", difference(line, against)]
         if "full" in table.rows:
             cells.append(gap_closed(line, h2o, lines.get("full"), texts))
         cells += [f"{line.where()[place]:.4f}" for place in places]
         text += "| " + " | ".join(cells) + " |\n"
+    return text
+
+
+FOUND = {  # the panels of docs/needle.json
+    "full": "base, full",
+    "window": "base, streaming M=512",
+    "h2o text": "base, h2o M=512",
+    "h2o heads": "base, h2o+forget M=512 budgets",
+    "learned @ 896 + 128": "adapters/smollm2-135m/learned",
+}
+
+
+def result_table(table: Table, lines: Lines) -> str:
+    """What README.md shows: bytes, loss and facts in texts of 8,192 tokens."""
+    panels = read_json(HERE / "docs" / "needle.json")["found"]
+    text = "| memory | MB | nats per token above full attention | facts found, % |\n|---|---|---|---|\n"
+    for key, line in lines.items():
+        shares = panels.get(FOUND.get(key), {}).get(str(table.seq), [])
+        found = f"{100 * np.nanmean(np.array(shares, dtype=float)):.0f}" if shares else ""
+        above = difference(line, lines.get("full"))
+        text += f"| {line.label} | {line.megabytes()} | {above} | {found} |\n"
     return text
 
 
@@ -487,6 +512,9 @@ def facts_table(table: Table, lines: Lines) -> str:
     return text
 
 
+FORMS = {"result": result_table, "sizes": sizes_table}
+
+
 def all_tables(cells: list[dict]) -> dict[str, str]:
     """By name, for each model and dtype that has cells."""
     groups, made = {}, {}
@@ -496,8 +524,7 @@ def all_tables(cells: list[dict]) -> dict[str, str]:
         for name, table in TABLES.items():
             lines = lines_of(table, some)
             if lines:
-                form = facts_table if table.part == "held-out" else loss_table
-                form = sizes_table if name == "sizes" else form
+                form = facts_table if table.part == "held-out" else FORMS.get(name, loss_table)
                 made[f"{name}, {model}, {dtype}"] = form(table, lines)
     return made
 
