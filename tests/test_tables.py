@@ -18,16 +18,16 @@ def rows_of(text):
 
 
 def test_the_table_by_hand(monkeypatch):
-    """Full attention is 2 below H2O. Ours is 1 and, with another seed, 0.5 below it. The
+    """Full attention is 2 below H2O. Selection is 1 and, with another seed, 0.5 below it. The
     newest cell counts, of those after the most steps."""
-    rows = ("full", "window", "h2o", "ours")
+    rows = ("full", "window", "h2o", "selection")
     monkeypatch.setitem(tables.TABLES, "frozen", replace(tables.FROZEN, rows=rows))
-    old = [cell("ours", [9.0, 9.0]), cell("full", [1.0, 3.0], base="x"),
-           cell("ours", [9.0, 9.0], mem=128)]
+    old = [cell("selection", [9.0, 9.0]), cell("full", [1.0, 3.0], base="x"),
+           cell("selection", [9.0, 9.0], mem=128)]
     stored = [*old, cell("h2o", [3.0, 5.0]),
-              cell("ours", [2.0, 4.0], scored="s", base="x"),
-              cell("ours", [2.5, 4.5], seed=1, scored="s", base="x"),
-              cell("ours", [8.0, 8.0], steps=40, scored="s", base="x")]
+              cell("selection", [2.0, 4.0], scored="s", base="x"),
+              cell("selection", [2.5, 4.5], seed=1, scored="s", base="x"),
+              cell("selection", [8.0, 8.0], steps=40, scored="s", base="x")]
     made = tables.all_tables(stored)
     assert rows_of(made["frozen, M, float32"]) == [
         ["3", "-", "2.0000", "-2.0000 ± 0.0000", "100 |"],
@@ -44,8 +44,8 @@ def test_a_gap_on_two_texts():
     """Documents are of two texts, one after the other: a mean of the seeds for each text."""
     long = dict(mem=512, seq=8192, part="long", documents=16) | {"by position": {}}
     stored = [cell("full", [1.0, 3.0], **long), cell("h2o text", [3.0, 7.0], **long),
-              cell("ours heads", [2.0, 4.0], steps=15, **long),
-              cell("ours heads", [1.0, 4.0], steps=15, seed=1, **long)]
+              cell("selection heads", [2.0, 4.0], steps=15, **long),
+              cell("selection heads", [1.0, 4.0], steps=15, seed=1, **long)]
     rows = rows_of(tables.all_tables(stored)["long, M, float32"])
     assert [row[4] for row in rows] == ["100, 100 |", "0, 0 |", "75, 75 |"]
 

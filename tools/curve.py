@@ -1,11 +1,11 @@
-"""Learning curves: how far does a longer training take LoCoCo's code, the paper's row and ours?
+"""Learning curves: how far does a longer training take LoCoCo's code, the paper's row and selection?
 
-    python tools/curve.py code-1-0.5@5e-2:60 ours@2e-2:240:1 \\
+    python tools/curve.py code-1-0.5@5e-2:60 selection@2e-2:240:1 \\
         --model SmolLM2-135M --prose prose --out docs/curves.jsonl
 
 A cell is NAME@RATE:STEPS[:SEED]. The base is frozen, M = T = 64, and a step has four sequences of
 1,024 tokens. NAME is `code-START-GATE`, which is LoCoCo's code with these first values, `paper`
-for the paper's `lococo+h2o`, or `ours`. What trains, and what is scored, is as in the table
+for the paper's `lococo+h2o`, or `selection`. What trains, and what is scored, is as in the table
 "frozen" of tools/tables.py. A run goes on where it was stopped.
 
 A cell becomes one line of the file: the nats of each document of the choosing and of the test

@@ -6,7 +6,7 @@
     python tools/pictures.py needle           # assets/needle.png, from docs/needle.json
     python tools/pictures.py memory           # from the embedded adapter
 
-mechanism: one compression, as LoCoCo makes it and as ours.
+mechanism: one compression, as LoCoCo makes it and as selection.
 result: the loss of memories of many sizes above that of full attention, on a frozen SmolLM2.
 needle: which facts each memory finds again, by their depth in texts of several lengths.
 memory: what three memories have of assets/prompt.txt at the end, as Chromium shows it.
@@ -40,7 +40,7 @@ def write_picture(file: Path, figure: pyplot.Figure) -> None:
     write_whole(file, partial(figure.savefig, dpi=100, facecolor="white", format="png"))
 
 
-# --- One compression, as the paper makes it and as ours ---------------------------------
+# --- One compression, as the paper makes it and as selection ---------------------------------
 
 KIND_COLOURS = {"heavy": "#009e73", "merged": "#e69f00", "recent": "#0072b2", "new": "white"}
 TOP, BOTTOM, SIZE = 2.5, 0.0, 0.84  # heights of both rows; the side of an entry
@@ -92,7 +92,7 @@ def draw_mechanism(file: Path) -> None:
     mixed = "a merged slot: a weighted\nmean of many entries"
     chosen = "a merged slot:\none entry"
     draw_compression(panels[0], LOCOCO, LOCOCO_PARTS, "LoCoCo mixes", mixed)
-    draw_compression(panels[1], KEPT, KEPT_PARTS, "Ours chooses", chosen)
+    draw_compression(panels[1], KEPT, KEPT_PARTS, "Selection chooses", chosen)
     labels = {"heavy": "heavy: most attended", "merged": "merged: learned",
               "recent": "recent: the last ones"}
     boxes = [Rectangle((0, 0), 1, 1, facecolor=KIND_COLOURS[kind]) for kind in labels]

@@ -1,8 +1,8 @@
 """Make the tables of README.md and docs/: what does each memory lose, or recall?
 
     python tools/tables.py frozen --model SmolLM2-135M --prose prose --seeds 0 1 2
-    python tools/tables.py frozen --model SmolLM2-135M --prose prose --rows h2o ours
-    python tools/tables.py facts --rows window ours    # the embedded model
+    python tools/tables.py frozen --model SmolLM2-135M --prose prose --rows h2o selection
+    python tools/tables.py facts --rows window selection    # the embedded model
     python tools/tables.py                             # print all stored tables
     python tools/tables.py --write                     # write them into the pages
 
@@ -101,10 +101,10 @@ ROWS = {
                      f"--method h2o+forget --budgets {BUDGETS}"),
     "h2o facts": Row("H2O with budgets for facts",
                      "--method h2o --budgets adapters/smollm2-135m/budgets-facts.json"),
-    "ours soft": Row("ours as mixtures: not sharpened in use", "", sharpness=1),
-    "ours": Row("**ours**", ""),
-    "ours heads": Row("**ours with budgets**", f"--budgets {BUDGETS}"),
-    "stored": Row("**ours with budgets**, trained with 512 slots", f"--budgets {BUDGETS}",
+    "selection soft": Row("selection as mixtures: not sharpened in use", "", sharpness=1),
+    "selection": Row("**selection**", ""),
+    "selection heads": Row("**selection with budgets**", f"--budgets {BUDGETS}"),
+    "stored": Row("**selection with budgets**, trained with 512 slots", f"--budgets {BUDGETS}",
                   trained=False, stored="text"),
     "learned": Row("**a learned score, with budgets**", f"--budgets {BUDGETS}", trained=False,
                    stored="learned"),
@@ -112,15 +112,15 @@ ROWS = {
                   bits=8),
     "4 bits": Row("the same in 4 bits", f"--budgets {BUDGETS}", trained=False, stored="learned",
                   bits=4),
-    # Ours with one thing made otherwise.
-    "ours untrained": Row("ours before training", "", trained=False),
-    "ours, one filter": Row("one filter for all slots", "--method selection-one-filter"),
-    "ours, top-k": Row("one filter, copies are taken, too (top-k)", "--method selection-top-k"),
-    "ours, at once": Row("all slots choose at once", "--method selection-at-once"),
-    "ours, unattended": Row("without the attention received", "--method selection-unattended"),
-    "ours, paper's compressor": Row("the paper's compressor in ours", f"--method selection-paper {PAPER}"),
-    "ours, 3 taps": Row("3 taps instead of 1", "--method selection-3-taps"),
-    "ours, no forgetting": Row("no forgetting", "--method selection-no-forgetting"),
+    # Selection with one thing made otherwise.
+    "selection untrained": Row("selection before training", "", trained=False),
+    "selection, one filter": Row("one filter for all slots", "--method selection-one-filter"),
+    "selection, top-k": Row("one filter, copies are taken, too (top-k)", "--method selection-top-k"),
+    "selection, at once": Row("all slots choose at once", "--method selection-at-once"),
+    "selection, unattended": Row("without the attention received", "--method selection-unattended"),
+    "selection, paper's compressor": Row("the paper's compressor in selection", f"--method selection-paper {PAPER}"),
+    "selection, 3 taps": Row("3 taps instead of 1", "--method selection-3-taps"),
+    "selection, no forgetting": Row("no forgetting", "--method selection-no-forgetting"),
 }
 
 
@@ -141,14 +141,14 @@ class Table:
 
 
 PAPERS = ("window", "h2o", "official h2o", "lococo", "lococo+h2o", "official code")
-OURS = ("h2o 5/8 forget", "h2o heads", "ours", "ours heads")
+OURS = ("h2o 5/8 forget", "h2o heads", "selection", "selection heads")
 FROZEN = Table(
     ("full", "window", "h2o", *OURS, "stored"), 64, 1024, "test", "--recipe inference"
 )
 ABLATIONS = (
-    "full", "h2o text", "h2o 5/8 forget", "ours", "ours untrained", "ours soft",
-    "ours, one filter", "ours, top-k", "ours, at once", "ours, unattended",
-    "ours, paper's compressor", "ours, 3 taps", "ours, no forgetting",
+    "full", "h2o text", "h2o 5/8 forget", "selection", "selection untrained", "selection soft",
+    "selection, one filter", "selection, top-k", "selection, at once", "selection, unattended",
+    "selection, paper's compressor", "selection, 3 taps", "selection, no forgetting",
 )
 LONG = Table(
     ("full", "window", "h2o text", *PAPERS[2:], "h2o facts", *OURS, "learned @ 896 + 128"), 512, 8192, "long",
@@ -166,12 +166,12 @@ for key, (M, T) in product(SIZED, (*SIZES_OF, (896, 128))):
 SIZED_ROWS = ("h2o text", *SIZED, *(f"{key} @ {M} + {T}" for key in SIZED for M, T in SIZES_OF))
 EXTENDED = ("window", "h2o text", "h2o heads", "learned")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
-FACTS = ("window", "h2o", "lococo+h2o by slot", "ours")
+FACTS = ("window", "h2o", "lococo+h2o by slot", "selection")
 TABLES = {
     "frozen": FROZEN,
     "frozen, paper": replace(FROZEN, rows=PAPERS),
     "ablations": replace(
-        FROZEN, rows=ABLATIONS, part="choosing", steps=40, against="ours"
+        FROZEN, rows=ABLATIONS, part="choosing", steps=40, against="selection"
     ),
     "result": replace(LONG, rows=RESULT, by_position=False),
     "long": LONG,
@@ -447,7 +447,7 @@ def loss_table(table: Table, lines: Lines) -> str:
     """Losses are in nats per token, the mean of a row's seeds. MB is what a memory holds after
     a text."""
     texts = len(SCORED[table.part])
-    other = "ours" if table.against == "ours" else "H2O"
+    other = "selection" if table.against == "selection" else "H2O"
     columns = ["memory", "MB", "trained", "nats per token", f"from {other}"]
     if "full" in table.rows:
         columns.append("gap closed, %" + " (novel, articles)" * (texts > 1))
@@ -456,7 +456,7 @@ def loss_table(table: Table, lines: Lines) -> str:
     columns += places
     text = "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n"
     h2o = lines.get("h2o", lines.get("h2o text"))  # a table has one of them
-    against = lines.get("ours") if table.against == "ours" else h2o
+    against = lines.get("selection") if table.against == "selection" else h2o
     for line in lines.values():
         seeds = counted(len(line.cells), "seed")
         trained = f"{line.steps} steps, {seeds}" if line.steps else "-"

@@ -1,4 +1,4 @@
-"""Ablations: ours with one of its parts made otherwise, and methods with positions by slot.
+"""Ablations: selection with one of its parts made otherwise, and methods with positions by slot.
 
 tools/tables.py imports this module, which adds the names to COMPRESSORS and METHODS. To use one
 in another program, write `import tools.variants` there.
@@ -53,7 +53,7 @@ class TopK(OneFilter):
 
 
 def changed(**changes) -> Callable[[int], dict]:
-    """The row of ours with these changes."""
+    """The row of selection with these changes."""
     return lambda M: METHODS["selection"](M) | changes
 
 

@@ -16,7 +16,6 @@ TITLES = {  # of methods, as README.md calls them
     "streaming": "window (streaming)",
     "h2o": "H2O",
     "h2o+forget": "H2O that forgets",
-    "selection": "ours (selection)",
 }
 
 
