@@ -150,6 +150,25 @@ def test_a_needle_is_found_if_the_answer_has_its_word(chatty):
     assert [*needle.found(untrained(base, "full", 512, 512), ids, facts, tokenizer)] == [True, False]
 
 
+def test_the_text_of_a_needle_stands_in_the_chat(run, chatty, monkeypatch):
+    """Behind its opening, which takes the place of BOS."""
+    asked, tokenizer = [], Tokenizer(chatty)
+
+    def found(adapted, ids, facts, tokenizer):
+        asked.append((ids, facts))
+        return [True] * len(facts)
+
+    monkeypatch.setattr(needle, "found", found)
+    words = "--model chatty --method h2o --ask --lengths 500 --documents 1 --json n.json"
+    code, out, err = run(needle, f"{words} --data {json.__file__} --part all")
+    opens = tokenizer.continued(OPENS, special=True)
+    (ids, facts), _ = asked  # of the full cache and of H2O
+    assert code == 0 and "1.00" in out and ids[: len(opens)] == opens, err
+    assert ids[len(opens)] not in tokenizer.prefix and len(facts) <= 3
+    code, _, err = run(needle, "--ask")
+    assert code == 2 and "has no chat template; leave it out" in err
+
+
 def test_with_follow_up_an_answer_stays_in_the_memory(run, chatty):
     Path("book").write_text("x = 1\n")
     words = f"{ASK} --model chatty --prompt book --ask"

@@ -50,6 +50,21 @@ def test_a_gap_on_two_texts():
     assert [row[4] for row in rows] == ["100, 100 |", "0, 0 |", "75, 75 |"]
 
 
+def test_what_readme_and_other_sizes_show(monkeypatch):
+    """By hand: bytes, the difference from full attention, facts; and a column for each size."""
+    panel = {"8192": [0.25, None, 0.75]}
+    monkeypatch.setattr(tables, "read_json", lambda file: {"found": {"base, h2o M=512": panel}})
+    long = dict(mem=512, seq=8192, part="long", documents=16) | {"by position": {}}
+    stored = [cell("full", [1.0, 3.0], **long), cell("h2o text", [3.0, 6.0], **long)]
+    small = long | dict(mem=896, documents=8)
+    stored += [cell("h2o heads", [2.0, 3.0], **small), cell("h2o heads @ 384 + 128", [5.0], **small)]
+    made = tables.all_tables(stored)
+    assert rows_of(made["result, M, float32"]) == [
+        ["3", "+0.0000 ± 0.0000", " |"], ["3", "+2.5000 ± 0.5000", "50 |"]]
+    columns, _, row = made["sizes, M, float32"].splitlines()
+    assert columns == "| M + T | 384 + 128 | 896 + 128 |" and row.endswith("| 5.0000 | 2.5000 |")
+
+
 def test_each_cell_has_a_line_of_its_own(monkeypatch, tmp_path):
     """Also behind a line that an editor has left without a line break."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path / "results.jsonl")

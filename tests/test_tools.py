@@ -139,6 +139,8 @@ def test_a_score_is_fitted(monkeypatch):
     for n, channel in enumerate((3, 5)):
         same = np.corrcoef(found[..., n].flatten(), entries[..., channel].flatten())
         assert same[0, 1] > 0.95
+    # What is expected is divided by its mean in each head.
+    assert torch.allclose(found.exp().mean(dim=1), torch.ones(2, 2), atol=0.3)
 
 
 def test_scores_make_an_adapter(run, monkeypatch):
