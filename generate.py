@@ -36,10 +36,11 @@ from model import KVCache, Llama, load_base
 from support.command_line import TINY, Parser, at_least, new_file, prepare
 from support.command_line import joined, prompt_ids, question_ids, read_prompt, run_program
 from support.chat import Chat, read_chat
-from support.files import UserError, checksum, refuse_not_finite
+from support.files import checksum, refuse_not_finite
 from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
-from support.programs.saved_memory import Reader, load_memory, named, save_memory, unfinished
+from support.programs.saved_memory import Reader, go_on, load_memory, named, owner
+from support.programs.saved_memory import save_memory, unfinished
 from support.programs.settings import method_sizes, refuse_sizes, untrained
 from support.programs.settings import warn_if_too_long
 from support.programs.show_memory import page_record, what_to_show
@@ -55,9 +56,9 @@ def prefill(
     model: Llama, tokens: Tensor, cache: KVCache, segment: int,
     after: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Read tokens (B, L) into the cache by segments, and call `after` each of them. Returns
-    float32 logits (B, vocab_size) of what comes next. Raises UserError if these are not
-    finite."""
+    """Read tokens (B, L) into the cache by segments, and call `after()` behind each segment.
+    Returns float32 logits (B, vocab_size) of what comes next. Raises UserError if these are
+    not finite."""
     delay = 2 if sys.stderr.isatty() else 10  # seconds before the bar shows
     bar = tqdm(total=tokens.shape[1], desc="reading", unit=" tokens", leave=False, delay=delay)
     with bar:
@@ -238,23 +239,27 @@ SAVE_EVERY = 60  # seconds
 
 
 def read_and_save(flags: argparse.Namespace, reader: Reader, ids: list[int]) -> Tensor:
-    """Read a text, and save the memory. Until the end it is also saved every minute, in
+    """Read a text, and save the memory. While it reads, the memory is saved every minute in
     FILE.part, from where the same command goes on. Returns the logits of `prefill`."""
-    file, part, saved = flags.save_memory, unfinished(flags.save_memory), time.monotonic()
-    model, first = flags.model.name, reader.memory.seen - reader.read
-    of = checksum({}, str(ids))
-    if reader.read and reader.of != of:
-        raise UserError(f"{part}: it has begun another text; remove it, or give that text")
+    adapted, memory, model = reader.adapted, reader.memory, flags.model.name
+    part, start, saved = unfinished(flags.save_memory), memory.seen, time.monotonic()
+    end, of = start + len(ids), checksum({}, f"{ids} {start} {reader.texts} {owner(adapted)}")
+    if part.exists():
+        go_on(part, memory, of, adapted.model.norm.weight.device)
 
     def keep() -> None:
         nonlocal saved
-        if time.monotonic() - saved >= SAVE_EVERY:
+        if time.monotonic() - saved >= SAVE_EVERY and memory.seen < end:
             saved = time.monotonic()
-            read = reader.memory.seen - first
-            save_memory(part, reader._replace(read=read, of=of), model)
+            save_memory(part, reader._replace(of=of), model)
 
-    logits = read_ids(reader.adapted, ids[reader.read :], reader.memory, keep)
-    save_memory(file, reader._replace(read=0, of=""), model)
+    try:
+        logits = read_ids(adapted, ids[memory.seen - start :], memory, keep)
+    except KeyboardInterrupt:
+        if part.exists():
+            print(f"the same command goes on from {part}", file=sys.stderr)
+        raise
+    save_memory(flags.save_memory, reader, model)
     part.unlink(missing_ok=True)
     return logits
 
@@ -290,7 +295,7 @@ def continue_text(
     adapted, cache = reader.adapted, reader.memory
     written_later = flags.save_memory or flags.ask is not None
     new_tokens = 0 if written_later else flags.max_new_tokens
-    warn_if_too_long(adapted, cache.seen - reader.read + len(ids) + new_tokens)
+    warn_if_too_long(adapted, cache.seen + len(ids) + new_tokens)
 
     begun, before = time.perf_counter(), cache.seen
     if flags.save_memory:
@@ -356,14 +361,10 @@ def questions(given: str) -> Iterator[str]:
 
 
 def reader_of(flags: argparse.Namespace, base: Llama, in_turn: bool) -> Reader:
-    """The model and its memory: one that was saved, also while it was reading, or an empty
-    one."""
-    file = flags.load_memory
-    if flags.save_memory and unfinished(flags.save_memory).exists():
-        file = unfinished(flags.save_memory)
-    if file:
+    """The model and its memory: one that was saved, or an empty one."""
+    if flags.load_memory:
         given = flags.sizes | {"method": flags.method[0] if flags.method else None}
-        return load_memory(file, base, flags.adapter, **given)
+        return load_memory(flags.load_memory, base, flags.adapter, **given)
     adapted = next(iter(chosen_models(flags, base).values()))
     if flags.layer_and_head:
         return Reader(adapted, memory_of_layer(adapted, *flags.layer_and_head))
@@ -389,9 +390,8 @@ def main() -> None:
             show_page(flags.page, chosen_models(flags, base), ids, tokenizer)
             return
         reader = reader_of(flags, base, in_turn=opened is not None)
-        if not reader.read:
-            new = map(named, flags.prompt, texts)
-            reader = reader._replace(texts=(*reader.texts, *new))
+        new = map(named, flags.prompt, texts)
+        reader = reader._replace(texts=(*reader.texts, *new))
         if ids:
             continue_text(flags, reader, ids, tokenizer)
         if flags.ask is not None:

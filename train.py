@@ -302,7 +302,7 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
         raise UserError(f"--model {model}: this base has no default recipe; {remedy}")
     name = given.get("recipe", "embedded")
     config = completed(TrainConfig(**{"recipe": name} | RECIPES[name] | given))
-    # The rate that a recipe of ours sets does not suit the paper's convolution.
+    # The rate that a recipe for selection sets does not suit the paper's convolution.
     if "conv_lr" not in given and settings_of(config).compressor == "paper":
         config = replace(config, conv_lr=TrainConfig.conv_lr)
     return config, None

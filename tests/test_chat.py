@@ -1,6 +1,7 @@
 """generate.py --ask: questions as a chat template writes them."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -135,19 +136,22 @@ def test_a_text_that_is_in_no_turn_is_asked_in_a_turn_of_its_own(run, chatty):
     assert code == 0, err  # tiny/ is the same model
 
 
-def test_a_needle_is_found_if_the_answer_has_its_word(chatty):
+def test_a_needle_is_found_if_the_answer_has_its_word(chatty, monkeypatch):
     """Which is what the model says to the whole chat. The forms are asked at each depth in turn."""
     base, tokenizer, chat = load_llama(chatty), Tokenizer(chatty), read_chat(chatty)
     told = [needle.sentences_of(i, tokenizer, chat) for i in range(3)]
     at_depth_0 = [tokenizer.decode(facts[0].line) for facts in told]
     assert [line[:9] for line in at_depth_0] == ["The code ", "The passw", "One of th"]
-    line, word, question, ends, most = told[0][0]
+    line, question, word, ends = told[0][0]
     asked = tokenizer.decode(line).removesuffix(f" is {word}.\n").replace("The", "What is the")
     assert tokenizer.decode(question).startswith(f"\n\n{asked}?")
     ids = tokenizer.continued(OPENS, special=True) + tokenizer.continued("x = 1\n")
-    answer = answer_by_hand(chatty, OPENS, "x = 1\n", "", f"\n\n{asked}?", CLOSES)
-    facts = [needle.Fact([], word, question, ends, 6) for word in (answer[-3:], "@@@")]
-    assert [*needle.found(untrained(base, "full", 512, 512), ids, facts, tokenizer)] == [True, False]
+    chat = [OPENS, "x = 1\n", "", f"\n\n{asked}?", CLOSES]
+    monkeypatch.setattr(needle, "ANSWER", 6)
+    said = max(re.findall(r"\w+", answer_by_hand(chatty, *chat).lower()), key=len)
+    facts = [needle.Fact([], question, word, ends) for word in (said, said[:-1], f"x{said}")]
+    found = [*needle.found(untrained(base, "full", 512, 512), ids, facts, tokenizer)]
+    assert len(said) > 1 and found == [True, False, False]
 
 
 def test_the_text_of_a_needle_stands_in_the_chat(run, chatty, monkeypatch):

@@ -260,15 +260,31 @@ def test_reading_goes_on_after_ctrl_c(run, monkeypatch, before):
     assert run(generate, f"{line} stopped")[0] == 130
     monkeypatch.setattr(Llama, "hidden", hidden)
     code, _, err = run(generate, f"{SMALL} {before} --prompt book --save-memory stopped")
-    assert code == 2 and "stopped.part: it has begun another text; remove it, or give" in err
+    begun = "stopped.part: another text, or another memory, was begun there; remove it, or name"
+    assert code == 2 and begun in err
+    code, _, err = run(generate, f"{line.replace('--mem 16', '--mem 8')} stopped")
+    assert code == 2
+    code, _, err = run(generate, "--load-memory stopped.part --prompt book --save-memory other")
+    assert code == 2 and "its text is not read to the end; run the command again that" in err
     code, _, err = run(generate, f"{line} stopped")
-    names = r'book \("def .*"\), ' * (2 if before else 1) + r'more \("def .*"\), read .*: (\d+) tokens'
-    seen = re.match(f"memory of {names}", err)[1]
-    assert before or seen == "48"  # 3 segments of 16 tokens
+    assert code == 0 and "going on from stopped.part, with " in err
+    assert before or "with 48 tokens" in err  # 3 segments of 16 tokens
     (once, about), (stopped, other) = (read_file(Path(name)) for name in ("once", "stopped"))
     assert about | {"date": ""} == other | {"date": ""} and once.keys() == stopped.keys()
     assert all(torch.equal(once[name], stopped[name]) for name in once)
     assert not Path("stopped.part").exists()
+    with monkeypatch.context() as patch:  # stopped while the whole memory is saved
+
+        def fails(file, *args):
+            if file.name == "last":
+                raise KeyboardInterrupt
+            save_memory(file, *args)
+
+        patch.setattr(generate, "save_memory", fails)
+        assert run(generate, f"{line} last")[0] == 130
+    assert run(generate, f"{line} last")[0] == 0
+    last, _ = read_file(Path("last"))
+    assert all(torch.equal(once[name], last[name]) for name in once)
 
 
 def test_several_texts_are_read_below_their_names(run):

@@ -10,7 +10,8 @@ def cell(row, nats, seed=0, steps=60, **about):
     trained = tables.ROWS[row].trained and "h2o" not in row
     steps = steps if trained and row != "full" else 0
     return {"row": row, "seed": seed, "steps": steps, "mem": 64, "seq": 1024, "part": "test",
-            "documents": 48, "model": "M", "dtype": "float32", "by document": nats, "cache bytes": 3e6} | about
+            "documents": 48, "model": "M", "dtype": "float32", "by document": nats,
+            "cache bytes": 3e6} | about
 
 
 def rows_of(text):
@@ -53,16 +54,17 @@ def test_a_gap_on_two_texts():
 def test_what_readme_and_other_sizes_show(monkeypatch):
     """By hand: bytes, the difference from full attention, facts; and a column for each size."""
     panel = {"8192": [0.25, None, 0.75]}
-    monkeypatch.setattr(tables, "read_json", lambda file: {"found": {"base, h2o M=512": panel}})
-    long = dict(mem=512, seq=8192, part="long", documents=16) | {"by position": {}}
-    stored = [cell("full", [1.0, 3.0], **long), cell("h2o text", [3.0, 6.0], **long)]
-    small = long | dict(mem=896, documents=8)
+    monkeypatch.setattr(tables, "read_json", lambda file: {"found": {"base, h2o M=896 T=128": panel}})
+    small = dict(mem=896, seq=8192, part="long", documents=8) | {"by position": {}}
+    stored = [cell("full", [1.0, 3.0], **small), cell("h2o text", [3.0, 6.0], **small)]
     stored += [cell("h2o heads", [2.0, 3.0], **small), cell("h2o heads @ 384 + 128", [5.0], **small)]
     made = tables.all_tables(stored)
     assert rows_of(made["result, M, float32"]) == [
-        ["3", "+0.0000 ± 0.0000", " |"], ["3", "+2.5000 ± 0.5000", "50 |"]]
-    columns, _, row = made["sizes, M, float32"].splitlines()
-    assert columns == "| M + T | 384 + 128 | 896 + 128 |" and row.endswith("| 5.0000 | 2.5000 |")
+        ["3", "+0.0000 ± 0.0000", " |"], ["3", "+2.5000 ± 0.5000", "50 |"],
+        ["3", "+0.5000 ± 0.5000", " |"]]
+    columns, _, h2o, heads = made["sizes, M, float32"].splitlines()
+    assert columns == "| M + T | 384 + 128 | 896 + 128 |"
+    assert h2o.endswith(" |  | 4.5000 |") and heads.endswith("| 5.0000 | 2.5000 |")
 
 
 def test_each_cell_has_a_line_of_its_own(monkeypatch, tmp_path):

@@ -147,6 +147,8 @@ def test_scores_make_an_adapter(run, monkeypatch):
     """It can be read, and its heavy slots keep other entries than those that were attended to."""
     monkeypatch.setattr(fit_scores, "STEPS", 5)
     line = f"--model {TINY} --data {argparse.__file__} --length 1024 --documents 1"
+    code, _, err = run(fit_scores, f"{line.replace('1024', '1025')} --out scores")
+    assert code == 2 and "--length 1025: full attention would pass the base's context" in err
     code, out, err = run(fit_scores, f"{line} --mem 28 --segment 16 --out scores")
     assert code == 0 and "adapter: scores/adapter.safetensors" in out, err
     base = load_llama(TINY)

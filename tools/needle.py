@@ -20,6 +20,7 @@ ASKED has them, and a fact is found if the answer has its word.
 
 import argparse
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Iterator, NamedTuple
@@ -75,21 +76,18 @@ def plant(
 
 class Fact(NamedTuple):
     line: list[int]  # its ids
-    word: str
-    question: list[int]  # its ids, up to where the answer begins
-    ends: set[int]  # ids that end an answer
-    most: int  # tokens of an answer
+    question: list[int]  # ids, up to where the answer begins
+    word: str = ""  # that an answer in a chat must have; else it is the next id of the line
+    ends: frozenset[int] = frozenset()  # ids that end an answer
 
 
 def facts_of(i: int, tokenizer: Tokenizer, form: str) -> list[Fact]:
     """Those of text number i, in the order of their depths."""
-    rng, facts = np.random.default_rng((0, i)), []
+    rng = np.random.default_rng((0, i))
     _, _, before, between, _ = fact_tokens(tokenizer, form)
     asked = len(before) + 2 + len(between)
-    for line in choose_facts(DEPTHS, "held-out", rng, tokenizer, form).values():
-        word = tokenizer.piece(line[asked]).strip()
-        facts.append(Fact(line, word, line[:asked], set(), 1))
-    return facts
+    lines = choose_facts(DEPTHS, "held-out", rng, tokenizer, form).values()
+    return [Fact(line, line[:asked]) for line in lines]
 
 
 def sentences_of(i: int, tokenizer: Tokenizer, chat: Chat) -> list[Fact]:
@@ -100,7 +98,7 @@ def sentences_of(i: int, tokenizer: Tokenizer, chat: Chat) -> list[Fact]:
         sentence, question = ASKED[(i + n) % len(ASKED)]
         line = tokenizer.continued(sentence.format(who=who, word=word))
         ids, ends = question_ids(question.format(who=who), True, chat, tokenizer)
-        facts.append(Fact(line, word, ids, ends, ANSWER))
+        facts.append(Fact(line, ids, str(word), frozenset(ends)))
     return facts
 
 
@@ -110,11 +108,14 @@ def found(
     """Read a text, and ask for the word of each fact from a copy of the memory."""
     cache = adapted.cache()
     read_ids(adapted, ids, cache)
-    for _, word, question, ends, most in facts:
+    for line, question, word, ends in facts:
         copy = cache.copy()
         logits = read_ids(adapted, question, copy)
-        answer = [*decode(adapted.model, tokenizer, logits, copy, most, 0, ends)]
-        yield word in tokenizer.decode(answer)
+        if not word:
+            yield int(logits.argmax()) == line[len(question)]
+            continue
+        answer = decode(adapted.model, tokenizer, logits, copy, ANSWER, 0, ends)
+        yield word in re.findall(r"\w+", tokenizer.decode([*answer]).lower())
 
 
 def panel(

@@ -117,13 +117,13 @@ def points(table: str) -> dict[str, tuple[float, float]]:
     cells = [cell for cell in tables.stored_cells() if about.items() <= cell.items()]
     full = replace(tables.TABLES[table], rows=("full", *tables.TABLES[table].rows))
     lines = tables.lines_of(full, cells)
-    held = {row: [*line.cells.values()][-1]["cache bytes"] / 1e6 for row, line in lines.items()}
-    return {row: (held[row], line.mean() - lines["full"].mean()) for row, line in lines.items()}
+    zero = lines["full"].mean()
+    return {row: (line.megabytes(), line.mean() - zero) for row, line in lines.items()}
 
 
 def draw_result(file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    found, of_bits = points("sizes"), points("small segments")
+    found, of_bits, of_paper = points("sizes"), points("small segments"), points("long")
     for row, (label, colour) in CURVES.items():
         sizes = {key.partition(" @ ")[2] or "896 + 128": at for key, at in found.items()
                  if key.partition(" @ ")[0] == row}
@@ -136,7 +136,7 @@ def draw_result(file: Path) -> None:
         axes.plot(held, nats, "*", color=CURVES["learned"][1], markersize=12)
         axes.annotate(f"{bits} bits", (held, nats), (0, 9), textcoords="offset points", ha="center")
     for row, label in (("official code", "LoCoCo's code"), ("window", "window")):
-        held, nats = points("long")[row]
+        held, nats = of_paper[row]
         axes.plot(held, nats, "kx")
         axes.annotate(f" {label}, M = T = 512", (held, nats), va="center")
     axes.set_xscale("log")

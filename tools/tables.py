@@ -115,10 +115,13 @@ ROWS = {
     # Selection with one thing made otherwise.
     "selection untrained": Row("selection before training", "", trained=False),
     "selection, one filter": Row("one filter for all slots", "--method selection-one-filter"),
-    "selection, top-k": Row("one filter, copies are taken, too (top-k)", "--method selection-top-k"),
+    "selection, top-k": Row("one filter, copies are taken, too (top-k)",
+                            "--method selection-top-k"),
     "selection, at once": Row("all slots choose at once", "--method selection-at-once"),
-    "selection, unattended": Row("without the attention received", "--method selection-unattended"),
-    "selection, paper's compressor": Row("the paper's compressor in selection", f"--method selection-paper {PAPER}"),
+    "selection, unattended": Row("without the attention received",
+                                 "--method selection-unattended"),
+    "selection, paper's compressor": Row("the paper's compressor in selection",
+                                         f"--method selection-paper {PAPER}"),
     "selection, 3 taps": Row("3 taps instead of 1", "--method selection-3-taps"),
     "selection, no forgetting": Row("no forgetting", "--method selection-no-forgetting"),
 }
@@ -151,21 +154,22 @@ ABLATIONS = (
     "selection, paper's compressor", "selection, 3 taps", "selection, no forgetting",
 )
 LONG = Table(
-    ("full", "window", "h2o text", *PAPERS[2:], "h2o facts", *OURS, "learned @ 896 + 128"), 512, 8192, "long",
+    ("full", "window", "h2o text", *PAPERS[2:], "h2o facts", *OURS), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
 )
-RESULT = ("full", "window", "h2o text", "official code", "h2o heads", "learned @ 896 + 128")
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
-SMALL = ("full", "h2o text", "h2o heads", "stored", "learned", "8 bits", "4 bits")
-# The same rows with other numbers of slots M and of tokens T.
-SIZED = ("h2o heads", "learned")
-SIZES_OF = ((384, 128), (512, 512), (960, 64), (1792, 256))
-for key, (M, T) in product(SIZED, (*SIZES_OF, (896, 128))):
-    flags = f"{ROWS[key].flags} --mem {M} --segment {T}"
-    ROWS[f"{key} @ {M} + {T}"] = replace(ROWS[key], flags=flags)
-SIZED_ROWS = ("h2o text", *SIZED, *(f"{key} @ {M} + {T}" for key in SIZED for M, T in SIZES_OF))
-EXTENDED = ("window", "h2o text", "h2o heads", "learned")
+RESULT = ("full", "window", "h2o text", "h2o heads", "learned", "8 bits")
+SMALL = (*RESULT[:4], "stored", *RESULT[4:], "4 bits")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
+# The same rows with other numbers of slots M and of tokens T.
+SIZED = ["h2o text"]
+for method in ("h2o heads", "learned"):
+    SIZED.append(method)
+    for sizes in ("384 + 128", "512 + 512", "960 + 64", "1792 + 256"):
+        flags = "{} --mem {} --segment {}".format(ROWS[method].flags, *sizes.split(" + "))
+        ROWS[f"{method} @ {sizes}"] = replace(ROWS[method], flags=flags)
+        SIZED.append(f"{method} @ {sizes}")
+EXTENDED = ("window", "h2o text", "h2o heads", "learned")
 FACTS = ("window", "h2o", "lococo+h2o by slot", "selection")
 TABLES = {
     "frozen": FROZEN,
@@ -173,13 +177,13 @@ TABLES = {
     "ablations": replace(
         FROZEN, rows=ABLATIONS, part="choosing", steps=40, against="selection"
     ),
-    "result": replace(LONG, rows=RESULT, by_position=False),
+    "result": replace(SMALL_SEGMENTS, rows=RESULT),
     "long": LONG,
     "long, M = 128": replace(LONG, rows=OTHER_SIZES, mem=128),
     "long, M = 256": replace(LONG, rows=OTHER_SIZES, mem=256),
     "long, M = 1024": replace(LONG, rows=OTHER_SIZES, mem=1024),
     "small segments": SMALL_SEGMENTS,
-    "sizes": replace(SMALL_SEGMENTS, rows=SIZED_ROWS),
+    "sizes": replace(SMALL_SEGMENTS, rows=tuple(SIZED)),
     "extension": replace(LONG, rows=EXTENDED, mem=896, segment=128, seq=32768, documents=4),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded",
                    steps=400, documents=64),
@@ -379,9 +383,9 @@ class Line:
         every = [cell["by position"] for cell in self.cells.values()]
         return {place: float(np.mean([cell[place] for cell in every])) for place in every[0]}
 
-    def megabytes(self) -> str:
+    def megabytes(self) -> float:
         *_, newest = self.cells.values()
-        return f"{newest['cache bytes'] / 1e6:.0f}"
+        return newest["cache bytes"] / 1e6
 
     def mean(self) -> float:
         return float(np.mean([cell["by document"] for cell in self.cells.values()]))
@@ -460,7 +464,8 @@ def loss_table(table: Table, lines: Lines) -> str:
     for line in lines.values():
         seeds = counted(len(line.cells), "seed")
         trained = f"{line.steps} steps, {seeds}" if line.steps else "-"
-        cells = [line.label, line.megabytes(), trained, f"{line.mean():.4f}", difference(line, against)]
+        cells = [line.label, f"{line.megabytes():.0f}", trained, f"{line.mean():.4f}"]
+        cells.append(difference(line, against))
         if "full" in table.rows:
             cells.append(gap_closed(line, h2o, lines.get("full"), texts))
         cells += [f"{line.where()[place]:.4f}" for place in places]
@@ -468,24 +473,25 @@ def loss_table(table: Table, lines: Lines) -> str:
     return text
 
 
-FOUND = {  # the panels of docs/needle.json
+FOUND = {  # the panels of docs/needle.json, by row
     "full": "base, full",
-    "window": "base, streaming M=512",
-    "h2o text": "base, h2o M=512",
-    "h2o heads": "base, h2o+forget M=512 budgets",
-    "learned @ 896 + 128": "adapters/smollm2-135m/learned",
+    "window": "base, streaming M=896 T=128",
+    "h2o text": "base, h2o M=896 T=128",
+    "h2o heads": "base, h2o+forget M=896 T=128 budgets",
+    "learned": "adapters/smollm2-135m/learned",
 }
 
 
 def result_table(table: Table, lines: Lines) -> str:
-    """What README.md shows: bytes, loss and facts in texts of 8,192 tokens."""
+    """What README.md shows of SmolLM2: bytes, loss and facts in texts of 8,192 tokens."""
     panels = read_json(HERE / "docs" / "needle.json")["found"]
-    text = "| memory | MB | nats per token above full attention | facts found, % |\n|---|---|---|---|\n"
+    columns = "memory", "MB", "nats per token above full attention", "facts found, %"
+    text = f"| {' | '.join(columns)} |\n|---|---|---|---|\n"
     for key, line in lines.items():
         shares = panels.get(FOUND.get(key), {}).get(str(table.seq), [])
         found = f"{100 * np.nanmean(np.array(shares, dtype=float)):.0f}" if shares else ""
         above = difference(line, lines.get("full"))
-        text += f"| {line.label} | {line.megabytes()} | {above} | {found} |\n"
+        text += f"| {line.label} | {line.megabytes():.0f} | {above} | {found} |\n"
     return text
 
 
@@ -512,7 +518,7 @@ def facts_table(table: Table, lines: Lines) -> str:
     return text
 
 
-FORMS = {"result": result_table, "sizes": sizes_table}
+FORMS = {"result": result_table, "sizes": sizes_table, "facts": facts_table}
 
 
 def all_tables(cells: list[dict]) -> dict[str, str]:
@@ -524,7 +530,7 @@ def all_tables(cells: list[dict]) -> dict[str, str]:
         for name, table in TABLES.items():
             lines = lines_of(table, some)
             if lines:
-                form = facts_table if table.part == "held-out" else FORMS.get(name, loss_table)
+                form = FORMS.get(name, loss_table)
                 made[f"{name}, {model}, {dtype}"] = form(table, lines)
     return made
 

@@ -5,6 +5,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from lococo import AdaptedLlama, Settings
 from model import KVCache, Llama
 from support.ours.budgets import budgets_of, scaled
@@ -27,10 +29,7 @@ class Reader(NamedTuple):
     run: Path | None = None  # the folder of the adapter, if there is one
     texts: tuple[str, ...] = ()  # what was read: names, and how the texts begin
     in_turn: bool = False  # whether it stands in the first turn of a chat
-    # Of a memory that is saved while it reads: how many tokens of the --prompt are in it, and
-    # the checksum of all of them.
-    read: int = 0
-    of: str = ""
+    of: str = ""  # of a memory that was saved while it read: what it was to read, as a checksum
 
 
 def named(name: str, text: str) -> str:
@@ -52,13 +51,13 @@ def owner(adapted: AdaptedLlama) -> dict:
 def save_memory(file: Path | str, reader: Reader, model: str = "") -> None:
     """Write what each layer holds (with budgets, each Part of support/ours/budgets.py),
     and what is needed to go on. A file of this name is replaced. Raises UserError."""
-    adapted, memory, run, *about_text = reader
+    adapted, memory, run, texts, in_turn, of = reader
     memory.check_whole()
     tensors = {}
     for n in range(len(memory.keys)):
         tensors |= {f"{what} {n}": t for what, t in memory.stored(n).items()}
     about = {"owner": owner(adapted), "run": str(run.resolve()) if run else ""}
-    about |= zip(Reader._fields[3:], about_text)
+    about |= {"texts": texts, "in_turn": in_turn, "of": of}
     about["date"] = datetime.now().isoformat(" ", "minutes")
     about |= {"config": repr(adapted.model.config), "model": model}
     about["counters"] = {name: getattr(memory, name) for name in memory.counters}
@@ -70,9 +69,13 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
     was. `given` are settings that the user named, which must be those of the memory. A
     line on standard error says what was read. Raises UserError."""
     tensors, about = read_file(Path(file))
-    if not about.keys() >= {"counters", "owner", "config", "model", "run", "texts"}:
+    needed = "counters owner config model run texts in_turn date".split()
+    if not about.keys() >= {*needed}:
         other = "this is no memory, or one of an older version"
         raise UserError(f"--load-memory {file}: {other}; make it anew by --save-memory")
+    if about.get("of"):
+        goes_on = "run the command again that made it"
+        raise UserError(f"--load-memory {file}: its text is not read to the end; {goes_on}")
     if about["config"] != repr(model.config):
         made = f"it was saved with another model, {about['model']}; name it by --model"
         raise UserError(f"--load-memory {file}: {made}")
@@ -96,17 +99,31 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
         if saved[name] != mine[name]:
             raise UserError(f"--load-memory {file}: it was saved with another {remedy}")
     memory = adapted.cache()
-    device = adapted.model.norm.weight.device
-    for n in range(len(memory.keys)):
-        own = {name: t.to(device) for name, t in tensors.items() if name.endswith(f" {n}")}
-        memory.restore(n, {name.rpartition(" ")[0]: t for name, t in own.items()})
-    for name, value in about["counters"].items():
-        setattr(memory, name, value)
+    fill(memory, tensors, about["counters"], adapted.model.norm.weight.device)
     listed = ", ".join(about["texts"])
     held = f"{memory.seen:,} tokens in {memory.nbytes:,} bytes"
     print(f"memory of {listed}, read {about['date']}: {held}", file=sys.stderr)
-    read = about.get("read", 0), about.get("of", "")  # older files have none
-    return Reader(adapted, memory, run, tuple(about["texts"]), about["in_turn"], *read)
+    return Reader(adapted, memory, run, tuple(about["texts"]), about["in_turn"])
+
+
+def fill(memory: KVCache, tensors: dict, counters: dict, device: torch.device) -> None:
+    """Put what was saved into a memory."""
+    for n in range(len(memory.keys)):
+        own = {name: t.to(device) for name, t in tensors.items() if name.endswith(f" {n}")}
+        memory.restore(n, {name.rpartition(" ")[0]: t for name, t in own.items()})
+    for name, value in counters.items():
+        setattr(memory, name, value)
+
+
+def go_on(part: Path, memory: KVCache, of: str, device: torch.device) -> None:
+    """Fill a memory with what was read before. `of` says what is to be read, and how. Raises
+    UserError if something else was begun in this file."""
+    tensors, about = read_file(part)
+    if about.get("of") != of:
+        other = "another text, or another memory, was begun there"
+        raise UserError(f"{part}: {other}; remove it, or name another --save-memory")
+    fill(memory, tensors, about["counters"], device)
+    print(f"going on from {part}, with {memory.seen:,} tokens", file=sys.stderr)
 
 
 def refuse_others(given: dict, settings: Settings) -> None:
