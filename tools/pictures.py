@@ -131,10 +131,9 @@ def draw_result(file: Path) -> None:
         axes.plot(*curve.T, "o-", color=colour, label=label)
         for size in sizes.keys() - {*ALONG}:  # as many entries, with another T
             axes.plot(*sizes[size], "o", color=colour, alpha=0.4, markersize=4)
-    for bits in (8, 4):
-        held, nats = of_bits[f"{bits} bits"]
-        axes.plot(held, nats, "*", color=CURVES["learned"][1], markersize=12)
-        axes.annotate(f"{bits} bits", (held, nats), (0, 9), textcoords="offset points", ha="center")
+    held, nats = of_bits["8 bits"]
+    axes.plot(held, nats, "*", color=CURVES["learned"][1], markersize=12)
+    axes.annotate("8 bits", (held, nats), (0, 9), textcoords="offset points", ha="center")
     for row, label in (("official code", "LoCoCo's code"), ("window", "window")):
         held, nats = of_paper[row]
         axes.plot(held, nats, "kx")

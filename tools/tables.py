@@ -110,8 +110,6 @@ ROWS = {
                    stored="learned"),
     "8 bits": Row("the same in 8 bits", f"--budgets {BUDGETS}", trained=False, stored="learned",
                   bits=8),
-    "4 bits": Row("the same in 4 bits", f"--budgets {BUDGETS}", trained=False, stored="learned",
-                  bits=4),
     # Selection with one thing made otherwise.
     "selection untrained": Row("selection before training", "", trained=False),
     "selection, one filter": Row("one filter for all slots", "--method selection-one-filter"),
@@ -159,7 +157,7 @@ LONG = Table(
 )
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
 RESULT = ("full", "window", "h2o text", "h2o heads", "learned", "8 bits")
-SMALL = (*RESULT[:4], "stored", *RESULT[4:], "4 bits")
+SMALL = (*RESULT[:4], "stored", *RESULT[4:])
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 # The same rows with other numbers of slots M and of tokens T.
 SIZED = ["h2o text"]
