@@ -4,9 +4,10 @@ those of float32.
 Blocks of 32 channels of a key or a value share a power of two as their scale, and each
 channel has 8 bits, as in the format MXINT8 (arXiv 2310.10537). A power of two makes it
 exact to pack again what was unpacked, so that a kept slot is rounded once, as KIVI (arXiv
-2402.02750) keeps what it stored. The last segment stays as it is. On SmolLM2 a code that
-stands 5,220 tokens back in an article is found with 15.9 MB in 8 bits, and not with 10.7 MB
-in 4 bits; the full cache has 282 MB in float32.
+2402.02750) keeps what it stored. The last segment stays as it is. On SmolLM2 8 bits change
+the loss of a learned score by 0.0000 +- 0.0001 nats per token over eight texts of 8,192
+tokens, and the memory holds 16 MB instead of 47 (docs/results.md). Reading takes longer. The
+loss with 4 bits was not measured.
 
 It departs from every other memory in what is stored. Attention is computed in the model's
 dtype. It does not serve methods that number keys by slot, as StreamingLLM does.
