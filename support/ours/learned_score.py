@@ -8,8 +8,8 @@ gradient through the model. Two things are learnt: the attention in all, which h
 and the largest share that one later token will pay, which finds facts. On SmolLM2 with
 1,024 entries in a head and budgets it finds 51 % of the facts in 8,192 tokens, H2O that
 forgets with the same budgets 28 %, and the full cache 57 % (docs/results.md; the standard
-error is 6 points). Its loss is 0.0020 +- 0.0006 nats per token lower than that of the
-former, over eight texts.
+error is 6 points). Over eight texts its loss is 0.0020 +- 0.0006 nats per token lower than
+that of H2O that forgets.
 
 It departs from H2O in what is heavy, and from the paper in that this is learned.
 """
