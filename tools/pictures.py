@@ -168,7 +168,8 @@ def draw_needle(figures: Path, file: Path) -> None:
     found = content.get("found") if isinstance(content, dict) else None
     if not isinstance(found, dict):
         raise UserError(f"{figures}: there are no panels in it; tools/needle.py makes them")
-    found = dict(sorted(found.items(), key=lambda panel: not panel[0].startswith("base")))
+    shown = [name for name in tables.FOUND.values() if name in found]
+    found = {name: found[name] for name in shown or found}  # of docs/needle.json not all
     size = dict(figsize=(2.6 * len(found), 2.6), layout="constrained", sharey=True)
     panels, [places] = pyplot.subplots(1, len(found), squeeze=False, **size)
     for axes, (name, shares) in zip(places, found.items()):
