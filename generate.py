@@ -238,14 +238,18 @@ def read_ids(
 SAVE_EVERY = 60  # seconds
 
 
-def read_and_save(flags: argparse.Namespace, reader: Reader, ids: list[int]) -> Tensor:
+def read_and_save(
+    flags: argparse.Namespace, reader: Reader, ids: list[int]
+) -> tuple[Tensor, int]:
     """Read a text, and save the memory. While it reads, the memory is saved every minute in
-    FILE.part, from where the same command goes on. Returns the logits of `prefill`."""
+    FILE.part, from where the same command goes on. Returns the logits of `prefill`, and how
+    many tokens were read now."""
     adapted, memory, model = reader.adapted, reader.memory, flags.model.name
     part, start, saved = unfinished(flags.save_memory), memory.seen, time.monotonic()
     end, of = start + len(ids), checksum({}, f"{ids} {start} {reader.texts} {owner(adapted)}")
     if part.exists():
         go_on(part, memory, of, adapted.model.norm.weight.device)
+    rest = ids[memory.seen - start :]
 
     def keep() -> None:
         nonlocal saved
@@ -254,14 +258,14 @@ def read_and_save(flags: argparse.Namespace, reader: Reader, ids: list[int]) -> 
             save_memory(part, reader._replace(of=of), model)
 
     try:
-        logits = read_ids(adapted, ids[memory.seen - start :], memory, keep)
+        logits = read_ids(adapted, rest, memory, keep)
     except KeyboardInterrupt:
         if part.exists():
             print(f"the same command goes on from {part}", file=sys.stderr)
         raise
     save_memory(flags.save_memory, reader, model)
     part.unlink(missing_ok=True)
-    return logits
+    return logits, len(rest)
 
 
 def show_page(
@@ -297,12 +301,12 @@ def continue_text(
     new_tokens = 0 if written_later else flags.max_new_tokens
     warn_if_too_long(adapted, cache.seen + len(ids) + new_tokens)
 
-    begun, before = time.perf_counter(), cache.seen
+    begun, read = time.perf_counter(), len(ids)
     if flags.save_memory:
-        logits = read_and_save(flags, reader, ids)
+        logits, read = read_and_save(flags, reader, ids)
     else:
         logits = read_ids(adapted, ids, cache)
-    reading, read = time.perf_counter() - begun, cache.seen - before
+    reading = time.perf_counter() - begun
     if flags.layer_and_head:
         print(*describe_slots(cache, *flags.layer_and_head, ids, tokenizer), sep="\n")
     begun, written = time.perf_counter(), 0

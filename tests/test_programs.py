@@ -269,6 +269,8 @@ def test_reading_goes_on_after_ctrl_c(run, monkeypatch, before):
     code, _, err = run(generate, f"{line} stopped")
     assert code == 0 and "going on from stopped.part, with " in err
     assert before or "with 48 tokens" in err  # 3 segments of 16 tokens
+    left = int(re.search(r"reading +(\d+) tokens in", err)[1])
+    assert before or left == read_file(Path("stopped"))[1]["counters"]["seen"] - 48
     (once, about), (stopped, other) = (read_file(Path(name)) for name in ("once", "stopped"))
     assert about | {"date": ""} == other | {"date": ""} and once.keys() == stopped.keys()
     assert all(torch.equal(once[name], stopped[name]) for name in once)
