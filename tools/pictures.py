@@ -123,30 +123,29 @@ def points(table: str) -> dict[str, tuple[float, float]]:
 
 def draw_result(file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    found, of_bits, of_paper = points("sizes"), points("small segments"), points("long")
+    of_sizes, of_small, of_paper = points("sizes"), points("small segments"), points("long")
     for row, (label, colour) in CURVES.items():
-        sizes = {key.partition(" @ ")[2] or "896 + 128": at for key, at in found.items()
+        sizes = {key.partition(" @ ")[2] or "896 + 128": at for key, at in of_sizes.items()
                  if key.partition(" @ ")[0] == row}
         curve = np.array([sizes[size] for size in ALONG if size in sizes])
         axes.plot(*curve.T, "o-", color=colour, label=label)
-        for size in sizes.keys() - {*ALONG}:  # as many entries, with another T
-            axes.plot(*sizes[size], "o", color=colour, alpha=0.4, markersize=4)
-    held, nats = of_bits["8 bits"]
+    held, nats = of_small["8 bits"]
     axes.plot(held, nats, "*", color=CURVES["learned"][1], markersize=12)
     axes.annotate("8 bits", (held, nats), (0, 9), textcoords="offset points", ha="center")
-    for row, label in (("official code", "LoCoCo's code"), ("window", "window")):
-        held, nats = of_paper[row]
+    others = {"window": of_small["window"], "LoCoCo's code, T = 512": of_paper["official code"],
+              "T = 512": of_sizes["h2o heads @ 512 + 512"]}
+    for label, (held, nats) in others.items():
         axes.plot(held, nats, "kx")
-        axes.annotate(f" {label}, M = T = 512", (held, nats), va="center")
+        axes.annotate(f"{label}  ", (held, nats), va="center", ha="right")
     axes.set_xscale("log")
-    axes.set_xticks([5, 10, 20, 40, 80], ["5", "10", "20", "40", "80"])
+    axes.set_xticks([10, 20, 40, 80], ["10", "20", "40", "80"])
     axes.minorticks_off()
     axes.set_xlabel("MB that a memory holds (the full cache: 377 MB)")
     axes.set_ylabel("nats per token above full attention")
     axes.set_title("Budgets and a learned score lose less with fewer bytes", loc="left")
     axes.axhline(0, color="#333333", lw=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(loc="upper left", frameon=False)
     write_picture(file, figure)
 
 
