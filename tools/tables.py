@@ -76,11 +76,11 @@ class Row:
     trained: bool = True  # if there is something to train
     bits: int = 0  # in which its entries are stored; 0: those of --dtype
     sharpness: int | None = None  # of our compressor, when it is scored; None: as in use
-    stored: str = ""  # the adapter of the repository that it is, in the sizes of the table
+    stored: str = ""  # the folder of the adapter that it is, in the sizes of the table
 
 
-STORED = HERE / "adapters" / "smollm2-135m"
-BUDGETS = "adapters/smollm2-135m/budgets.json"
+STORED = "adapters/smollm2-135m"
+BUDGETS = f"{STORED}/budgets.json"
 PAPER = "--conv-lr 5e-2"
 ROWS = {
     "full": Row("full attention", "--method full"),
@@ -100,16 +100,14 @@ ROWS = {
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
     "h2o facts": Row("H2O with budgets for facts",
-                     "--method h2o --budgets adapters/smollm2-135m/budgets-facts.json"),
+                     f"--method h2o --budgets {STORED}/budgets-facts.json"),
     "selection soft": Row("selection as mixtures: not sharpened in use", "", sharpness=1),
     "selection": Row("**selection**", ""),
     "selection heads": Row("**selection with budgets**", f"--budgets {BUDGETS}"),
     "stored": Row("**selection with budgets**, trained with 512 slots", f"--budgets {BUDGETS}",
-                  trained=False, stored="text"),
+                  trained=False, stored=f"{STORED}/text"),
     "learned": Row("**a learned score, with budgets**", f"--budgets {BUDGETS}", trained=False,
-                   stored="learned"),
-    "8 bits": Row("the same in 8 bits", f"--budgets {BUDGETS}", trained=False, stored="learned",
-                  bits=8),
+                   stored=f"{STORED}/learned"),
     # Selection with one thing made otherwise.
     "selection untrained": Row("selection before training", "", trained=False),
     "selection, one filter": Row("one filter for all slots", "--method selection-one-filter"),
@@ -123,6 +121,13 @@ ROWS = {
     "selection, 3 taps": Row("3 taps instead of 1", "--method selection-3-taps"),
     "selection, no forgetting": Row("no forgetting", "--method selection-no-forgetting"),
 }
+# The learned score with its entries in fewer bits, and a second fit of it (`fit_scores.py
+# --seed 1 --out runs/learned-1`).
+ROWS["8 bits"] = replace(ROWS["learned"], label="the same in 8 bits", bits=8)
+ROWS["4 bits"] = replace(ROWS["learned"], label="the same in 4 bits", bits=4)
+ROWS["learned again"] = replace(
+    ROWS["learned"], label="a learned score, fitted with another seed", stored="runs/learned-1"
+)
 
 
 @dataclass(frozen=True)
@@ -157,13 +162,13 @@ LONG = Table(
 )
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
 RESULT = ("full", "window", "h2o text", "h2o heads", "learned", "8 bits")
-SMALL = (*RESULT[:4], "stored", *RESULT[4:])
+SMALL = (*RESULT[:4], "stored", *RESULT[4:], "4 bits", "learned again")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 # The same rows with other numbers of slots M and of tokens T.
 SIZED = ["h2o text"]
-for method in ("h2o heads", "learned"):
+for method in ("h2o heads", "learned", "8 bits"):
     SIZED.append(method)
-    for sizes in ("384 + 128", "512 + 512", "960 + 64", "1792 + 256"):
+    for sizes in ("384 + 128", "512 + 512", "768 + 256", "960 + 64", "1792 + 256"):
         flags = "{} --mem {} --segment {}".format(ROWS[method].flags, *sizes.split(" + "))
         ROWS[f"{method} @ {sizes}"] = replace(ROWS[method], flags=flags)
         SIZED.append(f"{method} @ {sizes}")
@@ -285,7 +290,7 @@ def model_of(name: dict, row: Row, options: Options) -> AdaptedLlama:
     elif row.stored:
         settings = settings_of(name["flags"], options)
         sizes = {size: getattr(settings, size) for size in SIZES} | {"bits": row.bits}
-        adapted = load_adapter(STORED / row.stored, model, **sizes)
+        adapted = load_adapter(HERE / row.stored, model, **sizes)
     else:
         adapted = AdaptedLlama(model, settings_of(name["flags"], options)).eval()
     for compressor in adapted.compressors if row.sharpness else ():
