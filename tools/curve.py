@@ -3,9 +3,9 @@
     python tools/curve.py code-1-0.5@5e-2:60 selection@2e-2:240:1 \\
         --model SmolLM2-135M --prose prose --out docs/curves.jsonl
 
-A cell is NAME@RATE:STEPS[:SEED]. The base is frozen, M = T = 64, and a step has four sequences of
-1,024 tokens. NAME is `code-START-GATE`, which is LoCoCo's code with these first values, `paper`
-for the paper's `lococo+h2o`, or `selection`. What trains, and what is scored, is as in the table
+A cell is NAME@RATE:STEPS[:SEED[:BATCH]]. The base is frozen, M = T = 64, and a step has four
+sequences of 1,024 tokens, or BATCH. NAME is `code-START-GATE`, which is LoCoCo's code with
+these first values, `paper` for the paper's `lococo+h2o`, or `selection`. What trains, and what is scored, is as in the table
 "frozen" of tools/tables.py. A run goes on where it was stopped.
 
 A cell becomes one line of the file: the nats of each document of the choosing and of the test
@@ -43,11 +43,14 @@ class ClosedGate(official_code.OfficialCompressor):
 COMPRESSORS["official-closed"] = ClosedGate
 
 
-def train_cell(name: str, rate: str, steps: str, seed: str, out: Path, options) -> None:
+def train_cell(
+    name: str, rate: str, steps: str, seed: str, batch: str, out: Path, options
+) -> None:
     """Train, or go on."""
-    line = ["--recipe", "inference", "--conv-lr", rate, "--steps", steps, "--seed", seed]
+    line = ["--recipe", "inference", "--conv-lr", rate, "--steps", steps]
+    line += ["--seed", seed, "--batch", batch]
     line += ["--model", str(options.model), "--dtype", options.dtype, "--device", "cpu"]
-    line += ["--score-tokens", "0", "--save-every", "4", "--out", str(out)]
+    line += ["--score-tokens", "0", "--save-every", "8", "--out", str(out)]
     line += ["--data", *(str(options.prose / book) for book in tables.BOOKS)]
     if name == "paper":
         line += ["--method", "lococo+h2o"]
@@ -66,7 +69,7 @@ def train_cell(name: str, rate: str, steps: str, seed: str, out: Path, options) 
 def main() -> None:
     parser = PlainParser(__doc__)
     add = parser.add_argument
-    add("cells", nargs="+", metavar="CELL", help="NAME@RATE:STEPS[:SEED]")
+    add("cells", nargs="+", metavar="CELL", help="NAME@RATE:STEPS[:SEED[:BATCH]]")
     add("--model", type=Path, required=True, help="directory of the base")
     add("--prose", type=Path, required=True, help="as of tools/tables.py")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
@@ -80,12 +83,13 @@ def main() -> None:
         table = replace(tables.FROZEN, part=part)
         parts[part] = tables.documents_of(table, options, tokenizer)
     for cell in options.cells:
-        kind, steps, seed = [*cell.split(":"), "0"][:3]
+        kind, steps, *more = cell.split(":")
+        seed, batch = [*more, *("0", "4")[len(more) :]]
         name, rate = kind.split("@")
         out = HERE / "runs" / "curve" / cell.replace(":", "-")
         if not (out / "adapter.safetensors").is_file():
             with redirect_stdout(sys.stderr):
-                train_cell(name, rate, steps, seed, out, options)
+                train_cell(name, rate, steps, seed, batch, out, options)
         adapted = load_adapter(out, model)
         row = {"cell": cell, "dtype": options.dtype} | tables.origin()
         for part, documents in parts.items():

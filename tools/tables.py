@@ -96,6 +96,8 @@ ROWS = {
                               f"--method lococo+h2o-slots {PAPER}"),
     "official code": Row("LoCoCo's code: M/2 heavy, M/2 merged",
                          f"--method lococo-code {PAPER}"),
+    "official code, 0.02": Row("the same, with first weights of a deviation of 0.02",
+                               f"--method lococo-code-0.02 {PAPER}"),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
@@ -146,7 +148,10 @@ class Table:
     by_position: bool = False  # if it shows where in a document the loss is
 
 
-PAPERS = ("window", "h2o", "official h2o", "lococo", "lococo+h2o", "official code")
+PAPERS = (
+    "window", "h2o", "official h2o", "lococo", "lococo+h2o", "official code",
+    "official code, 0.02",
+)
 OURS = ("h2o 5/8 forget", "h2o heads", "selection", "selection heads")
 FROZEN = Table(
     ("full", "window", "h2o", *OURS, "stored"), 64, 1024, "test", "--recipe inference"
