@@ -77,6 +77,7 @@ class Settings:
     recent: int = 0
     positions: str = "text"  # or "slots", see `position_divisor`
     compressor: str = "paper"  # or another of COMPRESSORS
+    memory: str = ""  # one of MEMORIES; if empty, that of the compressor
     kernel: int = 21  # taps of the convolution; section 4.1
     start: float = 1.0  # standard deviation of its first weights, as in the official code
     lora_rank: int = 8  # section 4.1
@@ -109,7 +110,7 @@ class Settings:
     @property
     def memory_name(self) -> str:
         """The one of MEMORIES that holds the slots."""
-        return COMPRESSORS[self.compressor].memory_name
+        return self.memory or COMPRESSORS[self.compressor].memory_name
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
@@ -259,13 +260,15 @@ class Memory(KVCache):
     """
 
     counters = ("seen",)  # numbers that a saved memory needs beside what `stored` returns
+    reads_received = True  # if heavy slots are chosen by the attention received
 
     def __init__(
         self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList
     ):
         super().__init__(config, position_divisor(config, settings))
         self.settings, self.compressors = settings, compressors
-        self.counts_attention = settings.heavy > 0 or any(c.reads_received for c in compressors)
+        self.counts_attention = settings.heavy > 0 and self.reads_received
+        self.counts_attention |= any(c.reads_received for c in compressors)
         # With positions by slot a key has a new place after each compression. The key
         # without a rotation is kept, too, as rotating it again and again would add up
         # errors. With positions of the text `unrotated` stays empty.
@@ -325,26 +328,32 @@ class Memory(KVCache):
         return super().attend(layer, q, k, v)
 
     def read(self, layer: int, q: Tensor) -> Tensor:
-        """Attend as a KVCache does, and count the attention that each entry receives.
-
-        Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in
-        sum over all queries so far and as a mean of the query heads that share a
-        key/value head. When T tokens enter, earlier attention is multiplied by `forget`
-        ** (T / segment): by `forget` for a whole segment.
-        """
+        """Attend as a KVCache does, and count the attention that each entry receives."""
         if not self.counts_attention:
             return super().read(layer, q)
         k, v = self.keys[layer].held, self.values[layer].held
         attention = attention_weights(q, k)
-        T, group = q.shape[2], q.shape[1] // k.shape[1]  # H/G query heads
-        received = attention.detach().sum(dim=2) / group  # (B, G, S)
+        group = q.shape[1] // k.shape[1]  # H/G query heads
+        self.received[layer] = self.count(layer, attention.detach(), group)
+        output = attention.type_as(q) @ v  # (B, G, H/G * T, D)
+        return output.unflatten(2, (group, -1)).flatten(1, 2)
+
+    def count(self, layer: int, attention: Tensor, group: int) -> Tensor:
+        """What entries have received with the attention (B, G, group * T, S) of T new
+        tokens, (B, G, S).
+
+        Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in
+        sum over all queries so far and as a mean of the `group` of query heads that share
+        a key/value head. When T tokens enter, earlier attention is multiplied by `forget`
+        ** (T / segment): by `forget` for a whole segment.
+        """
+        T = attention.shape[2] // group
+        received = attention.sum(dim=2) / group
         if self.received[layer] is not None:
             span = self.settings.forget_in or self.settings.segment
             factor = self.settings.forget ** (T / span)
             received[:, :, :-T] += factor * self.received[layer]  # the older entries
-        self.received[layer] = received
-        output = attention.type_as(q) @ v  # (B, G, H/G * T, D)
-        return output.unflatten(2, (group, T)).flatten(1, 2)
+        return received
 
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         """The operator C of (3), steps 4 and 5 of algorithm 2: S entries become M slots,
@@ -430,19 +439,22 @@ class Memory(KVCache):
     def choose(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
         """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S).
 
-        For another rule change this function, or override it in a subclass (see
-        MEMORIES). Each head must choose `s.pinned` entries, and none of the last
-        `s.recent` ones, which the recent slots keep. Here s are the settings of the
-        layer.
+        For another rule override this function or `scores` in a subclass (see MEMORIES).
+        Each head must choose `s.pinned` entries, and none of the last `s.recent` ones,
+        which the recent slots keep. Here s are the settings of the layer.
         """
         s = self.of_layer[layer]
         chosen = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
         chosen[:, :, : s.sinks] = True
         if s.heavy:
-            others = received.masked_fill(chosen, -torch.inf)
+            others = self.scores(layer, k, v, received).masked_fill(chosen, -torch.inf)
             heaviest = others[:, :, : k.shape[2] - s.recent].topk(s.heavy, dim=2).indices
             chosen.scatter_(2, heaviest, True)
         return chosen
+
+    def scores(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
+        """Heavy slots keep the entries with the highest scores, (B, G, S)."""
+        return received
 
     def copy(self) -> "Memory":
         other = super().copy()

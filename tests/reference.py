@@ -180,11 +180,36 @@ def learned_score(which, score, k, v, received, age):
     return float(total + score.linear.bias[which])
 
 
-def slow_compress(k, v, scores, places, from_slot, seen, adapted, s):
+def rule(s, adapted, k, v, scores, seen, q):
+    """The score of each entry by a rule of support/ours/field.py. `scores` are the attention
+    received, and q (heads, tokens, D) all queries so far, which are not rotated."""
+    S, D = k.shape
+    if s.memory == "snapkv":
+        near = [scores[max(0, i - 2) : i + 3] for i in range(S)]
+        return torch.stack([some.mean() for some in near])
+    if s.memory == "key-norm":
+        return torch.stack([-key.pow(2).sum().sqrt() for key in k])
+    if s.memory == "keydiff":
+        unit = torch.stack([key / key.norm() for key in k])
+        anchor = unit.sum(dim=0)
+        return torch.stack([-key @ anchor / anchor.norm() for key in unit])
+    if s.memory == "expected-attention":
+        shares = torch.zeros(S, dtype=torch.float64)
+        for own in q:
+            later = [turned(own, [p] * len(own), adapted) for p in range(seen, seen + 512)]
+            later = torch.stack(later).mean(dim=0) / D**0.5
+            covariance = torch.cov(later.T, correction=0)
+            logits = [later.mean(dim=0) @ key + key @ covariance @ key / 2 for key in k]
+            shares += torch.stack(logits).softmax(dim=0) / len(q)
+        return shares * v.pow(2).sum(dim=1).sqrt()
+    return scores
+
+
+def slow_compress(k, v, scores, places, from_slot, seen, adapted, s, q):
     """k, v (S, D), scores and places (S,), and which entries have had a slot that is not a recent
     one -> those of the M slots."""
     S, compressors = len(k), adapted.compressors
-    preferred = [scores] * s.heavy  # by each heavy slot
+    preferred = [rule(s, adapted, k, v, scores, seen, q)] * s.heavy  # by each heavy slot
     if s.compressor == "learned":
         entries = [*zip(turned(k, -places, adapted), v, scores, seen - places)]
         both = [[learned_score(n, compressors[-1].score, *e) for e in entries] for n in (0, 1)]
@@ -215,11 +240,12 @@ def slow_memory(adapted, s, segments):
     from_slot, seen, places = torch.zeros(0).bool(), 0, torch.zeros(0).double()
     reach, ceiling = adapted.model.config.context, adapted.model.config.context - s.segment
     lowest = 0
-    for q, k_new, v_new in segments:
+    for number, (q, k_new, v_new) in enumerate(segments):
         T, q, k_new = len(k_new), q.double(), k_new.double()
         if len(k) + T > s.mem + s.segment:
+            queries = torch.cat([earlier.double() for earlier, *_ in segments[:number]], dim=1)
             k, v, scores, places, from_slot = slow_compress(
-                k, v, scores, places, from_slot, seen, adapted, s
+                k, v, scores, places, from_slot, seen, adapted, s, queries
             )
         if s.positions == "text":
             if seen and seen + T - lowest > reach:  # the last new token would be too far away
@@ -233,13 +259,17 @@ def slow_memory(adapted, s, segments):
         if s.positions == "slots":
             read = turned(k, range(len(k)), adapted)
             q = turned(q, range(len(k) - T, len(k)), adapted)
-        scores = F.pad(s.forget ** (T / (s.forget_in or s.segment)) * scores, (0, T))
+        earlier = F.pad(scores, (0, T))
+        scores = s.forget ** (T / (s.forget_in or s.segment)) * earlier
         from_slot = torch.cat((from_slot, torch.zeros(T).bool()))
         out = torch.zeros_like(q)
         for t in range(T):
             n = len(k) - T + t + 1  # entries that query t may see
             p = (q[:, t] @ read[:n].T / D**0.5).softmax(dim=1)  # (1), a row for each head
-            scores[:n] += p.mean(dim=0)
+            if s.memory == "largest-share":
+                scores = earlier = torch.maximum(earlier, F.pad(p.amax(dim=0), (0, len(k) - n)))
+            else:
+                scores[:n] += p.mean(dim=0)
             out[:, t] = p @ v[:n]
         outputs.append(out)
         seen += T

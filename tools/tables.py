@@ -46,6 +46,7 @@ from support.command_line import run_program
 from support.facts import tell_all
 from support.files import UserError, as_json, checksum, read_json, read_text
 from support.files import write_text
+from support.ours.field import RULES
 from support.programs.settings import untrained
 from support.text import long_documents, read_rows, token_streams
 from support.tokenizer import Tokenizer
@@ -130,6 +131,27 @@ ROWS["4 bits"] = replace(ROWS["learned"], label="the same in 4 bits", bits=4)
 ROWS["learned again"] = replace(
     ROWS["learned"], label="a learned score, fitted with another seed", stored="runs/learned-1"
 )
+# What each paper of support/ours/field.py is called, with equal slots and with our budgets.
+FIELD = {
+    "H2O": ("h2o text", ""),
+    "H2O that forgets": ("h2o 5/8 forget", "h2o heads"),
+    "**a learned score**": ("learned, equal slots", "learned"),
+    "SnapKV": ("snapkv", "snapkv heads"),
+    "TOVA": ("tova", "tova heads"),
+    "the largest share": ("largest-share", "largest-share heads"),
+    "the norm of keys": ("key-norm", "key-norm heads"),
+    "KeyDiff": ("keydiff", "keydiff heads"),
+    "Expected Attention": ("expected-attention", "expected-attention heads"),
+    "SnapKV with PyramidKV's budgets": ("", "pyramid"),
+    "DuoAttention": ("", "duo"),
+    "H2O that forgets, budgets within layers": ("", "layers"),
+}
+for rule in RULES:
+    ROWS[rule] = Row(rule, f"--method {rule}")
+    ROWS[f"{rule} heads"] = Row(rule, f"--method {rule} --budgets {BUDGETS}")
+for name, method in (("pyramid", "snapkv"), ("duo", "duo-attention"), ("layers", "h2o+forget")):
+    ROWS[name] = Row(name, f"--method {method} --budgets {STORED}/budgets-{name}.json")
+ROWS["learned, equal slots"] = replace(ROWS["learned"], flags="")
 
 
 @dataclass(frozen=True)
@@ -191,6 +213,7 @@ TABLES = {
     "long, M = 256": replace(LONG, rows=OTHER_SIZES, mem=256),
     "long, M = 1024": replace(LONG, rows=OTHER_SIZES, mem=1024),
     "small segments": SMALL_SEGMENTS,
+    "field": replace(SMALL_SEGMENTS, rows=("full", *filter(None, sum(FIELD.values(), ())))),
     "sizes": replace(SMALL_SEGMENTS, rows=tuple(SIZED)),
     "extension": replace(LONG, rows=EXTENDED, mem=896, segment=128, seq=32768, documents=4),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded",
@@ -503,6 +526,30 @@ def result_table(table: Table, lines: Lines) -> str:
     return text
 
 
+def field_table(table: Table, lines: Lines) -> str:
+    """Nats per token above full attention, and the lines found in texts of 4,096 tokens."""
+    files = (HERE / "docs" / name for name in ("needle.json", "needle-field.json"))
+    panels = {key: panel for file in files for key, panel in read_json(file)["found"].items()}
+    text = "| what is kept | equal slots | with budgets | lines found, % |\n|---|---|---|---|\n"
+    rows = []
+    for label, keys in FIELD.items():
+        cells = [difference(lines[key], lines["full"]) if key in lines else "" for key in keys]
+        shares = panels.get(found_name(keys), {}).get("4096", [])
+        cells.append(f"{100 * np.nanmean(np.array(shares)):.0f}" if shares else "")
+        losses = [lines[key].mean() for key in keys if key in lines]
+        rows.append((min(losses, default=np.inf), f"| {label} | {' | '.join(cells)} |\n"))
+    return text + "".join(row for loss, row in sorted(rows) if loss < np.inf)
+
+
+def found_name(keys: tuple[str, str]) -> str:
+    """The panel of a row of the field, in the files of tools/needle.py."""
+    key = keys[1] or keys[0]
+    if key in FOUND:
+        return FOUND[key]
+    method = ROWS[key].flags.split()[1]
+    return f"base, {method} M=896 T=128 budgets"
+
+
 def sizes_table(table: Table, lines: Lines) -> str:
     """The loss in nats per token of each method with M slots and T tokens."""
     sizes = {key: key.partition(" @ ")[2] or f"{table.mem} + {table.segment}" for key in lines}
@@ -526,7 +573,7 @@ def facts_table(table: Table, lines: Lines) -> str:
     return text
 
 
-FORMS = {"result": result_table, "sizes": sizes_table, "facts": facts_table}
+FORMS = {"result": result_table, "field": field_table, "sizes": sizes_table, "facts": facts_table}
 
 
 def all_tables(cells: list[dict]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings, position_divisor
+from lococo import COMPRESSORS, MEMORIES, METHODS, AdaptedLlama, Settings, position_divisor
 from model import Llama, sampled
 from support.ours.budgets import HeadSettings, budgets_of, check_budgets, with_ours
 from support.command_line import resume_command
@@ -98,6 +98,10 @@ def check_settings(run: Path, settings: dict) -> None:
     if compressor not in COMPRESSORS:
         known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
         raise UserError(f"{run}: its compressor {compressor!r} is unknown; {known}")
+    memory = settings.get("memory", "")
+    if memory and memory not in MEMORIES:
+        known = f"lococo.MEMORIES has {', '.join(MEMORIES)}"
+        raise UserError(f"{run}: its memory {memory!r} is unknown; {known}")
 
 
 def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:

@@ -1,0 +1,134 @@
+"""The field: what others have published since H2O, in the same memory.
+
+Each rule gives the older entries of a head a score, and heavy slots keep the best. The rows
+have the heavy and recent slots of H2O that forgets (forgetting.py), so that a comparison says
+what a rule is worth. docs/results.md has their losses, the facts that they find, and what
+each costs.
+
+They depart from their papers in one point: most rules were made to prune once, after a
+prompt was read with full attention. Here they choose again and again while a text is read.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lococo import MEMORIES, METHODS
+from model import rotate, widened
+from support.ours.budgets import BudgetMemory
+
+# --- Rules that read the attention ------------------------------------------------------
+
+
+class SnapKV(BudgetMemory):
+    """SnapKV (arXiv 2404.14469): the attention of the queries that entered last, averaged
+    over five neighbours."""
+
+    def scores(self, n: int, k: Tensor, v: Tensor, received: Tensor) -> Tensor:
+        return F.avg_pool1d(received, 5, stride=1, padding=2, count_include_pad=False)
+
+
+class TOVA(BudgetMemory):
+    """TOVA (arXiv 2401.06104): the attention of the last query alone, as a mean of all heads
+    of the layer (with budgets, of those with equally many slots)."""
+
+    def count(self, n: int, attention: Tensor, group: int) -> Tensor:
+        of_last = attention.unflatten(2, (group, -1))[:, :, :, -1]  # (B, G, group, S)
+        return of_last.mean(dim=(1, 2), keepdim=True)[:, :, 0].expand_as(of_last[:, :, 0])
+
+
+class LargestShare(BudgetMemory):
+    """The largest share of its attention that a query has paid to an entry, as in KVzip
+    (arXiv 2505.23416), which reads the prompt a second time for it."""
+
+    def count(self, n: int, attention: Tensor, group: int) -> Tensor:
+        largest = attention.amax(dim=2)
+        if self.received[n] is not None:
+            older = largest[:, :, : self.received[n].shape[2]]
+            torch.maximum(older, self.received[n], out=older)
+        return largest
+
+
+# --- Rules that read keys ---------------------------------------------------------------
+
+
+class KeyNorm(BudgetMemory):
+    """The entries with the shortest keys (Devoto et al., arXiv 2406.11430)."""
+
+    reads_received = False
+
+    def scores(self, n: int, k: Tensor, v: Tensor, received: None) -> Tensor:
+        return -widened(k).norm(dim=-1)
+
+
+class KeyDiff(BudgetMemory):
+    """KeyDiff (arXiv 2504.15364): the entries whose keys are least like the mean key."""
+
+    reads_received = False
+
+    def scores(self, n: int, k: Tensor, v: Tensor, received: None) -> Tensor:
+        unit = F.normalize(widened(k), dim=-1)
+        return -F.cosine_similarity(unit, unit.mean(dim=2, keepdim=True), dim=-1)
+
+
+class ExpectedAttention(BudgetMemory):
+    """Expected Attention (arXiv 2510.00636): the attention of later queries, if they are
+    normally distributed as the last ones are, times the norm of the value."""
+
+    reads_received = False
+    LAST, FUTURE = 128, 512  # queries that are known, and positions of later ones
+
+    def empty(self, slots: list) -> None:
+        super().empty(slots)
+        self.queries: list[Tensor | None] = [None] * len(slots)  # the last, not rotated
+
+    def read(self, n: int, q: Tensor) -> Tensor:
+        positions = self.positions_of(n)[:, :1, -q.shape[2] :]  # of the last T entries
+        new = rotate(widened(q), *self.rotation(-positions))
+        older = new[:, :, :0] if self.queries[n] is None else self.queries[n]
+        self.queries[n] = torch.cat((older, new), dim=2)[:, :, -self.LAST :].detach()
+        return super().read(n, q)
+
+    def scores(self, n: int, k: Tensor, v: Tensor, received: None) -> Tensor:
+        future = self.seen + torch.arange(self.FUTURE, device=k.device)
+        cos, sin = (x.mean(dim=0, keepdim=True) for x in self.rotation(future))
+        q = rotate(self.queries[n], cos, sin) / k.shape[-1] ** 0.5  # as a mean of rotations
+        q = q.unflatten(1, (k.shape[1], -1))  # (B, G, H/G, T, D)
+        mean = q.mean(dim=3, keepdim=True)
+        keys = widened(k)[:, :, None].mT
+        # The logarithm of the mean of exp(q k): that of q, and half of its variance.
+        logits = (mean @ keys)[..., 0, :] + ((q - mean) @ keys).square().mean(dim=3) / 2
+        return logits.softmax(dim=-1).mean(dim=2) * widened(v).norm(dim=-1)
+
+    def stored(self, n: int) -> dict[str, Tensor]:
+        return super().stored(n) | {"queries": self.queries[n]}
+
+    def restore(self, n: int, stored: dict[str, Tensor]) -> None:
+        super().restore(n, stored)
+        self.queries[n] = stored["queries"]
+
+    def copy(self) -> "ExpectedAttention":
+        other = super().copy()
+        other.queries = [*self.queries]
+        return other
+
+
+# --- Their rows -------------------------------------------------------------------------
+
+RULES = {
+    "snapkv": SnapKV, "tova": TOVA, "largest-share": LargestShare, "key-norm": KeyNorm,
+    "keydiff": KeyDiff, "expected-attention": ExpectedAttention,
+}
+MEMORIES |= RULES
+
+
+def with_rule(name: str, M: int) -> dict:
+    """A row of METHODS. What received attention before the last segment does not count."""
+    heavy = M * 5 // 8
+    return dict(heavy=heavy, recent=M - heavy, forget=0.0, memory=name)
+
+
+for name in RULES:
+    METHODS[name] = lambda M, name=name: with_rule(name, M)
+# DuoAttention (arXiv 2410.10819) with budgets: a few heads keep all, the others a window.
+METHODS["duo-attention"] = lambda M: dict(sinks=4, recent=M - 4)
