@@ -181,7 +181,7 @@ def learned_score(which, score, k, v, received, age):
 
 
 def rule(s, adapted, k, v, scores, seen, q):
-    """The score of each entry by a rule of support/ours/field.py. `scores` are the attention
+    """The score of each entry by a rule of support/ours/published.py. `scores` are the attention
     received, and q (heads, tokens, D) all queries so far, which are not rotated."""
     S, D = k.shape
     if s.memory == "snapkv":

@@ -1,4 +1,4 @@
-"""Budgets as in other papers, for the rows of support/ours/field.py.
+"""Budgets as in other papers, for the rows of support/ours/published.py.
 
     python tools/field_budgets.py adapters/smollm2-135m/budgets.json
 

@@ -4,12 +4,15 @@
     python tools/pictures.py mechanism        # assets/mechanism.png
     python tools/pictures.py result           # assets/result.png, from docs/results.jsonl
     python tools/pictures.py needle           # assets/needle.png, from docs/needle.json
+    python tools/pictures.py heads            # assets/heads.png, from SmolLM2's budgets
     python tools/pictures.py memory           # from the embedded adapter
 
-mechanism: one compression, as LoCoCo makes it and as selection.
+mechanism: one compression, as LoCoCo makes it and with a learned score.
 result: the loss of memories of many sizes above that of full attention, on a frozen SmolLM2.
 needle: which facts each memory finds again, by their depth in texts of several lengths.
-memory: what three memories have of assets/prompt.txt at the end, as Chromium shows it.
+heads: which heads need more slots, for prose and for facts.
+memory: what three memories have of assets/prompt.txt at the end, as Chromium shows it, and
+    the page itself, assets/memory.html.
 """
 
 import os
@@ -40,7 +43,7 @@ def write_picture(file: Path, figure: pyplot.Figure) -> None:
     write_whole(file, partial(figure.savefig, dpi=100, facecolor="white", format="png"))
 
 
-# --- One compression, as the paper makes it and as selection ---------------------------------
+# --- One compression, as the paper makes it and with a learned score ------------------------
 
 KIND_COLOURS = {"heavy": "#009e73", "merged": "#e69f00", "recent": "#0072b2", "new": "white"}
 TOP, BOTTOM, SIZE = 2.5, 0.0, 0.84  # heights of both rows; the side of an entry
@@ -59,8 +62,8 @@ LOCOCO_PARTS = {
     7: {8: 0.3, 11: 0.3, 13: 0.7, 14: 0.9, 15: 0.8},
 }
 FAINT = {4, 6, 7}  # mixed like slot 5, which is drawn in full
-KEPT = ["heavy"] * 3 + ["merged"] * 2 + ["recent"] * 3
-KEPT_PARTS = {slot: {entry: 1} for slot, entry in enumerate((0, 2, 9, 4, 11, 13, 14, 15))}
+KEPT = ["heavy"] * 5 + ["recent"] * 3
+KEPT_PARTS = {slot: {entry: 1} for slot, entry in enumerate((0, 2, 3, 9, 11, 13, 14, 15))}
 
 
 def draw_entries(axes, kinds: list[str], height: float) -> None:
@@ -89,11 +92,11 @@ def draw_compression(axes, kinds: list[str], parts: dict, title: str, below: str
 def draw_mechanism(file: Path) -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(12, 4), layout="constrained")
     figure.get_layout_engine().set(wspace=0.06)
-    mixed = "a merged slot: a weighted\nmean of many entries"
-    chosen = "a merged slot:\none entry"
-    draw_compression(panels[0], LOCOCO, LOCOCO_PARTS, "LoCoCo mixes", mixed)
-    draw_compression(panels[1], KEPT, KEPT_PARTS, "Selection chooses", chosen)
-    labels = {"heavy": "heavy: most attended", "merged": "merged: learned",
+    mixed = "merged slots: weighted\nmeans of many entries"
+    chosen = "heavy slots: entries that\nwill be attended to"
+    draw_compression(panels[0], LOCOCO, LOCOCO_PARTS, "LoCoCo mixes entries", mixed)
+    draw_compression(panels[1], KEPT, KEPT_PARTS, "A learned score chooses them", chosen)
+    labels = {"heavy": "heavy: attended to", "merged": "merged: a mixture",
               "recent": "recent: the last ones"}
     boxes = [Rectangle((0, 0), 1, 1, facecolor=KIND_COLOURS[kind]) for kind in labels]
     look = dict(ncols=3, fontsize=16, frameon=False, handlelength=1)
@@ -151,12 +154,12 @@ def draw_result(file: Path) -> None:
 
 # --- Needles ----------------------------------------------------------------------------
 
-
-NAMES = {  # of methods without training
+NAMES = {  # of what is drawn of docs/needle.json
     "full": "full cache",
     "streaming": "window",
     "h2o": "H2O",
     "h2o+forget": "H2O that forgets",
+    "adapters/smollm2-135m/learned": "a learned score",
 }
 
 
@@ -175,14 +178,34 @@ def draw_needle(figures: Path, file: Path) -> None:
         grid = np.array([*shares.values()], dtype=float)  # null becomes NaN
         picture = axes.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         method = name.removeprefix("base, ").split()[0]
-        budgets = ", with budgets" if name.endswith(" budgets") else ""
-        axes.set_title(NAMES.get(method, f"adapter {Path(name).name}") + budgets)
+        budgets = ",\nwith budgets" if name.endswith(" budgets") else ""
+        axes.set_title(NAMES.get(method, method) + budgets)
         axes.set_xticks([0, len(grid[0]) - 1], ["first", "last"])
         axes.set_yticks(range(len(shares)), [f"{int(L):,}" for L in shares])
         axes.set_xlabel("where the fact is")
     places[0].set_ylabel("tokens of the text")
     panels.colorbar(picture, ax=places, label="share found")
+    panels.suptitle("A learned score finds facts where the full cache does, H2O only the last ones", x=0.01, ha="left")
     write_picture(file, panels)
+
+
+# --- Heads --------------------------------------------------------------------------------
+
+
+def draw_heads(file: Path) -> None:
+    """How much each key/value head of SmolLM2 needs more slots, as a share of all needs."""
+    folder = HERE / "adapters" / "smollm2-135m"
+    files = {"prose": "budgets.json", "facts": "budgets-facts.json"}
+    figure, panels = pyplot.subplots(2, 1, figsize=(9, 3.2), layout="constrained", sharex=True)
+    for axes, (what, name) in zip(panels, files.items()):
+        needs = np.array(read_json(folder / name)["needs"]).clip(min=0)
+        picture = axes.imshow(100 * needs.T / needs.sum(), cmap="Blues", vmin=0, vmax=30)
+        axes.set_yticks(range(needs.shape[1]))
+        axes.set_ylabel(f"head\n({what})")
+    panels[1].set_xlabel("layer")
+    figure.colorbar(picture, ax=panels, label="% of all needs")
+    figure.suptitle("A few of 90 heads need most of the slots", x=0.01, ha="left")
+    write_picture(file, figure)
 
 
 # --- A page of the memory ---------------------------------------------------------------
@@ -201,7 +224,7 @@ def draw_memory(file: Path) -> None:
     flags += ["--virtual-time-budget=2000"]  # milliseconds that the page is given
     flags += ["--no-sandbox"] * (os.geteuid() == 0)  # with a sandbox it refuses root
     with TemporaryDirectory() as folder:
-        page, picture = Path(folder) / "page.html", Path(folder) / "page.png"
+        page, picture = file.with_suffix(".html"), Path(folder) / "page.png"
         program = [sys.executable, str(HERE / "generate.py"), *words]
         subprocess.run([*program, "--show-memory", str(page)], check=True)
         view = f"{page.as_uri()}#compression=17&layer=1&head=0&token=72"
@@ -215,7 +238,7 @@ def draw_memory(file: Path) -> None:
 
 # --- The program ------------------------------------------------------------------------
 
-DRAWN = ("mechanism", "result", "needle", "memory")
+DRAWN = ("mechanism", "result", "needle", "heads", "memory")
 
 
 def main() -> None:
@@ -235,6 +258,8 @@ def main() -> None:
             draw_result(file)
         elif name == "needle":
             draw_needle(flags.figures, file)
+        elif name == "heads":
+            draw_heads(file)
         else:
             draw_memory(file)
         print(file)

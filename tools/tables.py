@@ -46,7 +46,7 @@ from support.command_line import run_program
 from support.facts import tell_all
 from support.files import UserError, as_json, checksum, read_json, read_text
 from support.files import write_text
-from support.ours.field import RULES
+from support.ours.published import RULES
 from support.programs.settings import untrained
 from support.text import long_documents, read_rows, token_streams
 from support.tokenizer import Tokenizer
@@ -131,7 +131,7 @@ ROWS["4 bits"] = replace(ROWS["learned"], label="the same in 4 bits", bits=4)
 ROWS["learned again"] = replace(
     ROWS["learned"], label="a learned score, fitted with another seed", stored="runs/learned-1"
 )
-# What each paper of support/ours/field.py is called, with equal slots and with our budgets.
+# What each paper of support/ours/published.py is called, with equal slots and with our budgets.
 FIELD = {
     "H2O": ("h2o text", ""),
     "H2O that forgets": ("h2o 5/8 forget", "h2o heads"),

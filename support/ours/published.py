@@ -1,4 +1,4 @@
-"""The field: what others have published since H2O, in the same memory.
+"""Rules that others have published since H2O, in the same memory.
 
 Each rule gives the older entries of a head a score, and heavy slots keep the best. The rows
 have the heavy and recent slots of H2O that forgets (forgetting.py), so that a comparison says
