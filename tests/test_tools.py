@@ -20,7 +20,7 @@ from lococo import AdaptedLlama
 from model import KVCache, load_llama, rope, rotate
 from support.command_line import TINY
 from support.programs.adapter import load_adapter
-from support.programs.settings import untrained
+from support.programs.settings import make_settings, untrained
 
 
 def test_needs_become_budgets():
@@ -62,13 +62,16 @@ def test_needs_can_be_measured_in_bfloat16(model):
 
 
 @torch.no_grad()
-def test_an_oracle_keeps_what_the_next_segment_reads(in_float64, model):
-    """Of 16 entries those 8 that tokens 16 to 23 attend to most. In the first layer keys and
-    queries are those of full attention."""
+@pytest.mark.parametrize("slots", [[8, 8], [4, 12]])
+def test_an_oracle_keeps_what_later_segments_read(in_float64, model, monkeypatch, slots):
+    """Of 16 entries those that tokens 16 to 23 attend to most: 8 or, with budgets, 4 and 12. In
+    the first layer keys and queries are those of full attention."""
+    monkeypatch.setattr(oracle, "T", 8)
     tokens, full = torch.randint(0, 64, (1, 24)), oracle.Witness(model.config)
     prefill(model, tokens, full, 8)
-    adapted = AdaptedLlama(model, settings("h2o", 8, 8, heavy=8, recent=0))
-    memory = adapted.cache(partial(oracle.Oracle, witness=full, segments=1))
+    layers = model.config.n_layers
+    s = make_settings("h2o", 8, 8, 24, [slots] * layers, heavy=8, recent=0, lora_rank=0)
+    memory = AdaptedLlama(model, s).cache(partial(oracle.Oracle, witness=full))
     prefill(model, tokens, memory, 8)
     block, turns = model.layers[0], rope(torch.arange(24.0), model.config)
     q, k, _ = block.project(model.tok_embeddings(tokens))
@@ -77,8 +80,10 @@ def test_an_oracle_keeps_what_the_next_segment_reads(in_float64, model):
     shares = logits.masked_fill(later, -torch.inf).softmax(dim=-1)
     received = shares.sum(dim=1)[:, :16].view(2, 2, 16).sum(dim=1)
     for head in range(2):
-        expected = received[head].sort(descending=True).indices[:8].sort().values
-        assert memory.received[0][0, head, :8].tolist() == expected.tolist()
+        kept = received[head].sort(descending=True).indices[: slots[head]].sort().values
+        [n] = [n for n, part in enumerate(memory.parts) if part.layer == 0 and head in part.heads]
+        positions = memory.positions_of(n)[0, memory.parts[n].heads.index(head), : slots[head]]
+        assert positions.tolist() == kept.tolist()
 
 
 def test_a_window_finds_what_it_holds_and_ours_finds_all(run):

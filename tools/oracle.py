@@ -1,13 +1,14 @@
-"""How much of the gap could a memory of equal slots close, if it knew what is read next?
+"""How much of the gap could a memory close, if it knew what is read next?
 
-    python tools/oracle.py --model SmolLM2-135M --prose prose
+    python tools/oracle.py --model SmolLM2-135M --prose prose \\
+        --budgets adapters/smollm2-135m/budgets.json
 
 Full attention reads a text first, and the attention that each entry receives from each
-segment is noted. Then a memory of 512 slots reads it, and keeps the entries that receive
-most from the next segment, or from all that follow. No memory can know this. The share of
-the gap between H2O and full attention that it closes says what a better choice of entries
-by their attention could gain. Two pieces of the novel and two of joined articles are
-read; the table "long" of tools/tables.py has eight of each.
+segment is noted. Then a memory of 896 slots reads it, and keeps the entries that receive
+most from all segments that follow, with equal slots and with the budgets. No memory can know
+this. The share of the gap between H2O and full attention that it closes says what a better
+choice of entries by their attention could gain. Two pieces of the novel and two of joined
+articles are read; the table "small segments" of tools/tables.py has four of each.
 """
 
 from dataclasses import replace
@@ -19,14 +20,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 import tables
-from lococo import AdaptedLlama, Memory, attention_weights, segment_losses
-from lococo import settings_for
+from lococo import AdaptedLlama, attention_weights, segment_losses
 from model import KVCache, Llama, LlamaConfig, load_base
-from support.command_line import PlainParser, prepare, run_program
-from support.programs.settings import untrained
+from support.command_line import PlainParser, budgets_file, prepare, run_program
+from support.ours.budgets import BudgetMemory
+from support.programs.settings import make_settings, untrained
 
-M = T = 512
-L = 8192
+M, T, L = 896, 128, 8192
 
 
 class Witness(KVCache):
@@ -42,31 +42,22 @@ class Witness(KVCache):
         return super().read(n, q)
 
 
-class Oracle(Memory):
-    """All slots keep the entries that will receive most attention. `received` has here the
-    positions of the entries in the text, which a compression carries along."""
+class Oracle(BudgetMemory):
+    """All slots keep the entries that will receive most attention."""
 
-    def __init__(self, *args, witness: Witness, segments: int):
-        """A witness has read the same text. So many segments are foreseen."""
+    reads_received = False
+
+    def __init__(self, *args, witness: Witness):
+        """A witness has read the same text."""
         super().__init__(*args)
-        self.witness, self.segments = witness, segments
+        self.witness = witness
 
-    def read(self, n: int, q: Tensor) -> Tensor:
-        positions = torch.arange(self.seen - q.shape[2], self.seen).float()
-        positions = positions.expand(*self.keys[n].held.shape[:2], -1)
-        if self.received[n] is not None:
-            positions = torch.cat((self.received[n], positions), dim=2)
-        self.received[n] = positions
-        return KVCache.read(self, n, q)
-
-    def choose(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        s = self.of_layer[layer]
-        coming = self.seen // s.segment  # the number of the segment that enters now
-        received = self.witness.received[layer][coming : coming + self.segments]
-        future = sum(attention[:, : self.seen] for attention in received)  # (G, seen)
-        held = future.gather(1, positions[0].long())[None]
-        chosen = torch.zeros_like(held, dtype=torch.bool)
-        return chosen.scatter(2, held.topk(s.heavy, dim=2).indices, True)
+    def scores(self, n: int, k: Tensor, v: Tensor, received: None) -> Tensor:
+        layer, heads = self.parts[n].layer, self.parts[n].heads
+        coming = self.seen // T  # the number of the segment that enters now
+        later = self.witness.received[layer][coming:]
+        future = sum(attention[heads, : self.seen] for attention in later)  # (heads, seen)
+        return future.gather(1, self.positions_of(n)[0].long())[None]
 
 
 def nats_of(model: Llama, text: Tensor, cache: KVCache) -> float:
@@ -76,16 +67,16 @@ def nats_of(model: Llama, text: Tensor, cache: KVCache) -> float:
 
 
 @torch.inference_mode()
-def nats_of_rows(model: Llama, adapted: AdaptedLlama, text: Tensor) -> dict[str, float]:
+def nats_of_rows(model: Llama, text: Tensor, budgets: list[list[int]]) -> dict[str, float]:
     """Of one text (1, L), by the name of a row."""
     witness = Witness(model.config)
     nats = {"full attention": nats_of(model, text, witness)}
     h2o = untrained(model, "h2o", M, T)
     nats["H2O"] = nats_of(model, text, h2o.cache())
-    every = len(witness.received[0])  # the segments of the text
-    for what, segments in (("the next segment", 1), ("all that follows", every)):
-        oracle = partial(Oracle, witness=witness, segments=segments)
-        nats[f"oracle of {what}"] = nats_of(model, text, adapted.cache(oracle))
+    oracle = partial(Oracle, witness=witness)
+    for what, slots in (("equal slots", None), ("budgets", budgets)):
+        s = make_settings("h2o", M, T, L, slots, heavy=M, recent=0, lora_rank=0)
+        nats[f"oracle, {what}"] = nats_of(model, text, AdaptedLlama(model, s).cache(oracle))
     return nats
 
 
@@ -93,15 +84,15 @@ def main() -> None:
     parser = PlainParser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="directory of the base")
     parser.add_argument("--prose", type=Path, required=True, help="as of tools/tables.py")
+    parser.add_argument("--budgets", type=budgets_file, required=True, help="slots of each head")
     options = parser.parse_args()
     prepare("cpu", "float32")
     model, tokenizer = load_base(options.model)
-    adapted = AdaptedLlama(model, settings_for("h2o", M, T, L, heavy=M, recent=0, lora_rank=0))
     four = replace(tables.LONG, documents=4)
     documents = tables.documents_of(four, options, tokenizer)
     rows = []
     for text in tqdm(documents, desc="texts"):
-        rows.append(nats_of_rows(model, adapted, text[None]))
+        rows.append(nats_of_rows(model, text[None], options.budgets))
     for half, some in (("novel", rows[:2]), ("articles", rows[2:])):
         means = {name: sum(row[name] for row in some) / len(some) for name in some[0]}
         gap = means["H2O"] - means["full attention"]

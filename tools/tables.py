@@ -510,6 +510,7 @@ FOUND = {  # the panels of docs/needle.json, by row
     "h2o text": "base, h2o M=896 T=128",
     "h2o heads": "base, h2o+forget M=896 T=128 budgets",
     "learned": "adapters/smollm2-135m/learned",
+    "8 bits": "adapters/smollm2-135m/learned bits=8",
 }
 
 

@@ -91,8 +91,9 @@ def models_to_score(
     each run its baselines, if no --method is named. All are on one base. All are made at
     once, so that a wrong one is refused before anything is scored."""
     runs = {}
+    bits = f" bits={flags.bits}" if flags.bits else ""
     for run in flags.runs:
-        runs[os.path.relpath(run)] = load_adapter(run, model, **flags.sizes)
+        runs[os.path.relpath(run) + bits] = load_adapter(run, model, **flags.sizes)
     models = [untrained(model, "full", 512, segment=512)]
     mem, segment = method_sizes(flags, [*runs.values()])
     for method in flags.method:
