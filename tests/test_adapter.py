@@ -116,7 +116,8 @@ def test_a_run_that_has_not_ended_has_no_adapter(model, tmp_path):
     (lambda tensors, about: about["settings"].update(method="magic"), "method 'magic' is unknown"),
     # A program that adds a compressor to COMPRESSORS makes adapters that others cannot read.
     (lambda tensors, about: about["settings"].update(compressor="magic"),
-     "compressor 'magic' is unknown")])
+     "compressor 'magic' is unknown"),
+    (lambda tensors, about: about["settings"].update(memory="magic"), "memory 'magic' is unknown")])
 def test_adapters_that_cannot_be_used_are_refused(model, tmp_path, change, sentence):
     base, adapted = copy.deepcopy(model), adapter(model)
     tensors, about = adapted.trained(), identity(adapted) | {"parts": []}
