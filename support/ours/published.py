@@ -1,12 +1,14 @@
 """Rules that others have published since H2O, in the same memory.
 
-Each rule gives the older entries of a head a score, and heavy slots keep the best. The rows
-have the heavy and recent slots of H2O that forgets (forgetting.py), so that a comparison says
-what a rule is worth. docs/results.md has their losses, the facts that they find, and what
-each costs.
+Each rule gives the older entries of a head a score, and heavy slots keep the best. The
+rows have the heavy and recent slots of H2O that forgets (forgetting.py), so that a
+comparison says what a rule is worth in this place. docs/results.md has their losses,
+and the facts that they find.
 
-They depart from their papers in one point: most rules were made to prune once, after a
-prompt was read with full attention. Here they choose again and again while a text is read.
+So they depart from their papers, which have other shares, and often no recent slots.
+SnapKV and KVzip prune once, after a prompt was read with full attention; here all
+choose again and again while a text is read, T entries at a time. What else departs
+stands at each rule.
 """
 
 import torch
@@ -21,16 +23,19 @@ from support.ours.budgets import BudgetMemory
 
 
 class SnapKV(BudgetMemory):
-    """SnapKV (arXiv 2404.14469): the attention of the queries that entered last, averaged
-    over five neighbours."""
+    """SnapKV (arXiv 2404.14469): the attention of the queries that entered last,
+    averaged over five neighbours. Here these are neighbours in the cache, and all of
+    the last segment are asked, where the paper asks the end of the prompt, with the
+    question in it."""
 
     def scores(self, n: int, k: Tensor, v: Tensor, received: Tensor) -> Tensor:
         return F.avg_pool1d(received, 5, stride=1, padding=2, count_include_pad=False)
 
 
 class TOVA(BudgetMemory):
-    """TOVA (arXiv 2401.06104): the attention of the last query alone, as a mean of all heads
-    of the layer (with budgets, of those with equally many slots)."""
+    """TOVA (arXiv 2401.06104): the attention of the last query alone, as a mean of all
+    heads of the layer (with budgets, of those with equally many slots). The paper drops
+    one entry after each token."""
 
     def count(self, n: int, attention: Tensor, group: int) -> Tensor:
         of_last = attention.unflatten(2, (group, -1))[:, :, :, -1]  # (B, G, group, S)
@@ -38,8 +43,9 @@ class TOVA(BudgetMemory):
 
 
 class LargestShare(BudgetMemory):
-    """The largest share of its attention that a query has paid to an entry, as in KVzip
-    (arXiv 2505.23416), which reads the prompt a second time for it."""
+    """The largest share of its attention that a query has paid to an entry. KVzip
+    (arXiv 2505.23416) takes it of queries that repeat the prompt; here those of the
+    text count."""
 
     def count(self, n: int, attention: Tensor, group: int) -> Tensor:
         largest = attention.amax(dim=2)
@@ -53,7 +59,8 @@ class LargestShare(BudgetMemory):
 
 
 class KeyNorm(BudgetMemory):
-    """The entries with the shortest keys (Devoto et al., arXiv 2406.11430)."""
+    """The entries with the shortest keys (Devoto et al., arXiv 2406.11430). The paper
+    does not compress the first layers."""
 
     reads_received = False
 
@@ -62,7 +69,8 @@ class KeyNorm(BudgetMemory):
 
 
 class KeyDiff(BudgetMemory):
-    """KeyDiff (arXiv 2504.15364): the entries whose keys are least like the mean key."""
+    """KeyDiff (arXiv 2504.15364): the entries whose keys are least like the mean of all
+    keys of length 1."""
 
     reads_received = False
 
@@ -72,8 +80,9 @@ class KeyDiff(BudgetMemory):
 
 
 class ExpectedAttention(BudgetMemory):
-    """Expected Attention (arXiv 2510.00636): the attention of later queries, if they are
-    normally distributed as the last ones are, times the norm of the value."""
+    """Expected Attention (arXiv 2510.00636): the attention of later queries, if they
+    are normally distributed as the last ones are, times the norm of the value. The
+    paper adds a constant to the attention, and protects the first tokens."""
 
     reads_received = False
     LAST, FUTURE = 128, 512  # queries that are known, and positions of later ones
@@ -123,7 +132,7 @@ MEMORIES |= RULES
 
 
 def with_rule(name: str, M: int) -> dict:
-    """A row of METHODS. What received attention before the last segment does not count."""
+    """A row of METHODS. A rule that sums attention sums that of the last queries alone."""
     heavy = M * 5 // 8
     return dict(heavy=heavy, recent=M - heavy, forget=0.0, memory=name)
 
@@ -131,4 +140,5 @@ def with_rule(name: str, M: int) -> dict:
 for name in RULES:
     METHODS[name] = lambda M, name=name: with_rule(name, M)
 # DuoAttention (arXiv 2410.10819) with budgets: a few heads keep all, the others a window.
+# The paper learns which.
 METHODS["duo-attention"] = lambda M: dict(sinks=4, recent=M - 4)
