@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model import Entries, KVCache, Llama, LlamaConfig, RMSNorm
-from model import causal_mask, rotate, widened
+from model import attention, causal_mask, rotate, widened
 from support.files import UserError
 
 # --- Methods: what a memory of M slots holds --------------------------------------------
@@ -269,9 +269,8 @@ class Memory(KVCache):
         self.settings, self.compressors = settings, compressors
         self.counts_attention = settings.heavy > 0 and self.reads_received
         self.counts_attention |= any(c.reads_received for c in compressors)
-        # With positions by slot a key has a new place after each compression. The key
-        # without a rotation is kept, too, as rotating it again and again would add up
-        # errors. With positions of the text `unrotated` stays empty.
+        # By slot a key has a new place after each compression. So it is held without a
+        # rotation, and rotated whenever it is read. `of_places` are the rotations.
         self.by_slot = settings.positions == "slots"
         self.empty([settings] * config.n_layers)
 
@@ -281,19 +280,12 @@ class Memory(KVCache):
         self.capacity = [s.capacity for s in slots]
         self.keys = [Entries() for _ in slots]
         self.values = [Entries() for _ in slots]
-        self.unrotated = [Entries() for _ in slots]
         self.received: list[Tensor | None] = [None] * len(slots)  # attention received, (B, G, S)
 
     @staticmethod
     def merged_slots(config: LlamaConfig, settings: Settings) -> list[int]:
         """How many slots the compressor of each layer fills."""
         return [settings.merged] * config.n_layers
-
-    @property
-    def to_compress(self) -> list[Entries]:
-        """The keys that compressions read and mix: rotated ones with positions of the
-        text (the paper's), and unrotated ones by slot."""
-        return self.unrotated if self.by_slot else self.keys
 
     def make_room(self, B: int, T: int) -> None:
         """Compress the layers into which T new tokens would not fit.
@@ -317,25 +309,37 @@ class Memory(KVCache):
             return [keys.size for keys in self.keys]
         return super().first_positions()
 
-    @property
-    def nbytes(self) -> int:
-        """As in a KVCache, and with positions by slot the keys without a rotation, too."""
-        return super().nbytes + sum(keys.nbytes for keys in self.unrotated)
+    def announce(self, T: int, device: torch.device | str = "cpu") -> None:
+        super().announce(T, device)
+        if self.by_slot:
+            places = max(keys.size for keys in self.keys) + T
+            self.of_places = self.rotation(torch.arange(places, device=device))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.by_slot:
-            self.unrotated[layer].append(k, self.capacity[layer])
-        return super().attend(layer, q, k, v)
+        if not self.by_slot:
+            return super().attend(layer, q, k, v)
+        self.keys[layer].append(k, self.capacity[layer])
+        self.values[layer].append(v, self.capacity[layer])
+        read = self.read(layer, rotate(q, *self.rotations[layer]))
+        self.waiting -= 1
+        return read
+
+    def rotated_keys(self, layer: int) -> Tensor:
+        """The keys as queries read them, (B, G, S, D): by slot rotated to their places."""
+        k = self.keys[layer].held
+        if not self.by_slot:
+            return k
+        return rotate(k, *(x[: k.shape[2]] for x in self.of_places))
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         """Attend as a KVCache does, and count the attention that each entry receives."""
+        k, v = self.rotated_keys(layer), self.values[layer].held
         if not self.counts_attention:
-            return super().read(layer, q)
-        k, v = self.keys[layer].held, self.values[layer].held
-        attention = attention_weights(q, k)
+            return attention(q, k, v)
+        shares = attention_weights(q, k)
         group = q.shape[1] // k.shape[1]  # H/G query heads
-        self.received[layer] = self.count(layer, attention.detach(), group)
-        output = attention.type_as(q) @ v  # (B, G, H/G * T, D)
+        self.received[layer] = self.count(layer, shares.detach(), group)
+        output = shares.type_as(q) @ v  # (B, G, H/G * T, D)
         return output.unflatten(2, (group, -1)).flatten(1, 2)
 
     def count(self, layer: int, attention: Tensor, group: int) -> Tensor:
@@ -369,7 +373,7 @@ class Memory(KVCache):
         in a slot.
         """
         s = self.of_layer[layer]
-        k, v = self.to_compress[layer].held, self.values[layer].held
+        k, v = self.keys[layer].held, self.values[layer].held
         received = self.received[layer]
         chosen = self.choose(layer, k, v, received)
         if k.shape[2] == self.seen:  # nothing was compressed before
@@ -416,20 +420,15 @@ class Memory(KVCache):
         return self.compressors[layer].weights
 
     def hold(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> None:
-        """Replace what a layer holds: keys as compressions read them, and values, both
-        (B, G, S, D), and the attention received (B, G, S). By slot the keys are rotated
-        to their places."""
-        if self.by_slot:
-            self.unrotated[layer] = Entries(k)
-            new_places = torch.arange(k.shape[2], device=k.device)
-            k = rotate(k, *self.rotation(new_places))
+        """Replace the keys and values that a layer holds, both (B, G, S, D), and the
+        attention received (B, G, S)."""
         self.keys[layer] = Entries(k)
         self.values[layer] = Entries(v)
         self.received[layer] = received
 
     def stored(self, layer: int) -> dict[str, Tensor]:
         """What a saved memory needs of a layer, so that `restore` makes it again."""
-        held = {"keys": self.to_compress[layer].held, "values": self.values[layer].held}
+        held = {"keys": self.keys[layer].held, "values": self.values[layer].held}
         received = self.received[layer]
         return held if received is None else held | {"received": received}
 
@@ -459,13 +458,7 @@ class Memory(KVCache):
     def copy(self) -> "Memory":
         other = super().copy()
         other.received = [*self.received]
-        other.unrotated = [keys.copy() for keys in self.unrotated]
         return other
-
-    def detach(self) -> None:
-        super().detach()
-        for keys in self.unrotated:
-            keys.detach()
 
 
 # The class of a memory is that which its compressor names (`Compressor.memory_name`).

@@ -189,7 +189,7 @@ def test_every_method_equals_a_slow_memory(
     read = torch.cat(outputs, dim=2).unflatten(1, (2, 2))  # (B, G, H/G, L, D)
     of_layer = [(n, part) for n, part in enumerate(parts) if part.layer == 1]
     for b, (n, part) in product(range(2), of_layer):
-        held = cache.keys[n].held, cache.values[n].held, cache.received[n], read[:, part.heads]
+        held = cache.rotated_keys(n), cache.values[n].held, cache.received[n], read[:, part.heads]
         for i, g in enumerate(part.heads):
             own = [(q[b, 2 * g : 2 * g + 2], k[b, g], v[b, g]) for q, k, v in segments]
             for fast, slow in zip(held, slow_memory(adapted, part.settings, own)):
@@ -234,7 +234,8 @@ def test_new_entries_are_packed_when_it_is_said():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changes", [{}, dict(budgets=[[4, 12], [12, 4]])])
+@pytest.mark.parametrize("changes", [
+    {}, dict(positions="slots"), dict(budgets=[[4, 12], [12, 4]])])
 def test_a_memory_of_few_bits(model, changes):
     """It reads nearly what the memory of all bits reads, in fewer bytes. A kept entry is the one that
     entered, rounded once. What is saved goes on to the bit."""
@@ -267,9 +268,9 @@ def test_keys_by_slot_are_rounded_once(config):
         cache.announce(6)
         cache.attend(0, q.bfloat16(), entered[-1], v.bfloat16())
     entered = torch.cat(entered, dim=2)
-    exact = rotate(cache.unrotated[0].held.double(), *rope(torch.arange(14.0).double(), config))
-    assert torch.equal(cache.keys[0].held, exact.bfloat16())
-    same = (cache.unrotated[0].held[:, :, :, None] == entered[:, :, None]).all(dim=4)
+    exact = rotate(cache.keys[0].held.double(), *rope(torch.arange(14.0).double(), config))
+    assert torch.equal(cache.rotated_keys(0), exact.bfloat16())
+    same = (cache.keys[0].held[:, :, :, None] == entered[:, :, None]).all(dim=4)
     assert same.any(dim=3).all()
 
 

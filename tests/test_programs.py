@@ -72,8 +72,6 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
         written = figures["methods"][name]["perplexity"].values()
         assert [*written] == pytest.approx(expected, abs=1e-4)
         slots_and_held = ("-", 299) if thing is FULL else ("16", 16 + 299 % 16)
-        if name == "adapter":  # by slot keys are held twice, rotated and not
-            slots_and_held = ("16", (16 + 299 % 16) * 3 // 2)
         assert (slots, int(nbytes) // ENTRY) == slots_and_held
         near.append(long[:, :32].mean())  # a column for each token but the first
         far.append(long[:, 32:].mean())
@@ -357,13 +355,11 @@ MISTAKES = [
         ("--budgets nowhere", "--budgets nowhere: there is no such file"),
         ("--temperature nan", "--temperature nan: it must be at least 0"),
         ("--budgets tiny.json", "tiny.json: it has no lists of budgets"),
-        ("--method streaming --bits 8", "--bits 8: streaming numbers its keys by slot; take"),
         ("--show-memory p.html --save-memory m", "goes with neither --save-memory nor"),
     ]
 ] + [
     (generate, "", "give --prompt, or --load-memory with --ask"),
     (generate, "--ask who", "give --prompt, or --load-memory with --ask"),
-    (generate, "--prompt text/0.py --adapter adapter --bits 8", "--bits 8: selection numbers its keys"),
     (generate, f"{GENERATE} --ask --save-memory m", "--ask goes with neither --save-memory nor"),
     (generate, f"{GENERATE} --mem 3", "--mem 3: it must be at least 4"),
     (generate, f"{GENERATE} --method lococo", "its convolution must be trained first"),

@@ -38,7 +38,6 @@ def resized(
         settings, segment=segment or settings.segment, positions=positions or settings.positions,
         bits=bits or settings.bits,
     )
-    check_bits(changed)
     if mem is None and budgets is None:
         return changed
     if settings.mem == settings.sinks:  # 0 if all is kept
@@ -50,13 +49,6 @@ def resized(
     if settings.merged and not changed.merged:
         raise UserError(f"--mem {changed.mem}: it leaves no merged slot; take a larger --mem")
     return changed
-
-
-def check_bits(settings: Settings) -> None:
-    """Raises UserError if a method cannot be stored in few bits (support/ours/bits.py)."""
-    if settings.bits and settings.positions == "slots":
-        by_slot = f"{settings.method} numbers its keys by slot; take another memory"
-        raise UserError(f"--bits {settings.bits}: {by_slot}")
 
 
 def check_sizes(settings: Settings) -> None:
@@ -81,7 +73,6 @@ def untrained(
     length = int(model.config.context * model.config.rope_scale)
     changes = dict(budgets=budgets, positions=positions, lora_rank=0)
     settings = replace(make_settings(method, mem, segment, length, **changes), bits=bits or 0)
-    check_bits(settings)
     refuse_not_fitted(settings)
     if settings.merged:
         command = f"python train.py --model MODEL --method {method} --data TEXTS --out RUN"
