@@ -195,7 +195,7 @@ def rule(s, adapted, k, v, scores, seen, q):
         return torch.stack([-key @ anchor / anchor.norm() for key in unit])
     if s.memory == "expected-attention":
         shares = torch.zeros(S, dtype=torch.float64)
-        for own in q:
+        for own in q[:, -8:]:  # the last queries
             later = [turned(own, [p] * len(own), adapted) for p in range(seen, seen + 512)]
             later = torch.stack(later).mean(dim=0) / D**0.5
             covariance = torch.cov(later.T, correction=0)

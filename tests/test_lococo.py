@@ -14,6 +14,7 @@ from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
 from lococo import check_rows, position_divisor, merge, segment_losses
 from model import Llama, rope, rotate
 from support.ours.bits import PackedEntries, pack, unpack
+from support.ours.published import ExpectedAttention
 from support.ours.budgets import parts_of, with_slots
 from support.ours.selection import copy_penalty
 from support.files import UserError
@@ -75,6 +76,7 @@ def test_defaults_of_the_process_change_nothing(model, base_dtype, method, lora_
     ("lococo+h2o", 512, {}, (0, 256, 256, 0)),
     ("lococo+sinks", 512, {}, (4, 0, 508, 0)), ("selection", 64, {}, (0, 24, 16, 24)),
     ("selection+sinks", 128, {}, (4, 0, 24, 100)), ("selection+sinks", 16, {}, (4, 0, 4, 8)),
+    ("snapkv", 512, {}, (0, 320, 0, 192)), ("duo-attention", 512, {}, (4, 0, 0, 508)),
     ("lococo-code", 512, {}, (0, 256, 256, 0)), ("h2o-code", 512, {}, (0, 512, 0, 0))])
 def test_a_method_is_four_counts(method, mem, changes, counts):
     s = settings(method, mem, **changes)
@@ -83,6 +85,7 @@ def test_a_method_is_four_counts(method, mem, changes, counts):
     names = {"selection": "selection", "selection+sinks": "selection", "lococo-code": "official"}
     assert s.compressor == names.get(method, "paper")
     forget = {"h2o+forget": 0.75, "selection": 0.75, "h2o-code": 0, "lococo-code": 0}
+    forget["snapkv"] = 0
     assert s.forget == forget.get(method, 1)
 
 
@@ -162,13 +165,14 @@ VARIANTS = [(method, {}) for method in OWN] + [
 @pytest.mark.parametrize("positions, context", [("slots", 7), ("text", 64), ("text", 8)])
 @pytest.mark.parametrize("method, changes", VARIANTS)
 def test_every_method_equals_a_slow_memory(
-    config, in_float64, method, changes, positions, context
+    config, in_float64, monkeypatch, method, changes, positions, context
 ):
     """The second layer, with segments of uneven sizes and grouped queries. With budgets each
     of the two key/value heads is a part, and they are compressed at different times. In a context
     of 8 tokens old entries are moved up."""
     if method in ("learned", "expected-attention") and positions == "slots":
         pytest.skip("its scores need positions of the text")
+    monkeypatch.setattr(ExpectedAttention, "LAST", 8)
     model = Llama(replace(config, context=context))
     adapted = AdaptedLlama(model, settings(method, positions=positions, **changes)).eval()
     for p in adapted.compressors.parameters():
@@ -203,6 +207,22 @@ def test_tova_counts_the_last_query_of_all_heads(config):
     counted = cache.count(0, attention, 2)
     expected = sum(attention[:, g, row] for g in (0, 1) for row in (2, 5)) / 4
     assert counted.shape == (2, 2, 9) and torch.allclose(counted, expected[:, None])
+
+
+@torch.no_grad()
+def test_a_rule_that_reads_queries_is_copied_and_saved(model):
+    adapted = AdaptedLlama(model, settings("expected-attention"))
+    cache, restored = adapted.cache(), adapted.cache()
+    logits_of(model, cache)
+    assert cache.received == [None] * len(cache.keys)  # it needs no attention
+    copied = cache.copy()
+    logits_of(model, cache, TOKENS.flip(1))  # it does not change the copy
+    for n in range(len(copied.keys)):
+        restored.restore(n, copied.stored(n))
+    restored.seen, restored.lowest = copied.seen, copied.lowest
+    expected = logits_of(model, copied.copy())
+    assert torch.equal(logits_of(model, restored), expected)
+    assert torch.equal(logits_of(model, copied), expected)
 
 
 @pytest.mark.parametrize("bits, error", [(8, 1 / 128), (4, 1 / 8)])

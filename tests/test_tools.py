@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import budgets
+import field_budgets
 import fit_scores
 import needle
 import numpy as np
@@ -19,6 +20,7 @@ from generate import prefill
 from lococo import AdaptedLlama
 from model import KVCache, load_llama, rope, rotate
 from support.command_line import TINY
+from support.files import read_json
 from support.programs.adapter import load_adapter
 from support.programs.settings import make_settings, untrained
 
@@ -86,6 +88,21 @@ def test_an_oracle_keeps_what_later_segments_read(in_float64, model, monkeypatch
         assert positions.tolist() == kept.tolist()
 
 
+def test_budgets_of_other_papers(tmp_path, monkeypatch):
+    """Four layers of three heads, with 896 slots on average: one head can hold all."""
+    monkeypatch.setattr(field_budgets, "RETRIEVAL_HEADS", 1)
+    needs = [[8, 7], [6, 5], [4, 3], [2, 9]]
+    measured = {"needs": [[*row, 0] for row in needs], "budgets": [[1, 3, 4]] * 4}
+    (tmp_path / "heads.json").write_text(json.dumps(measured))
+    monkeypatch.setattr("sys.argv", ["field_budgets.py", str(tmp_path / "heads.json")])
+    field_budgets.main()
+    pyramid, duo, layers = (read_json(tmp_path / f"heads-{name}.json")["budgets"]
+                            for name in ("pyramid", "duo", "layers"))
+    assert pyramid == [[1748] * 3, [1180] * 3, [612] * 3, [44] * 3]
+    assert duo == [[244] * 3] * 3 + [[244, 8064, 244]]
+    assert layers == [[336, 1008, 1344]] * 4
+
+
 def test_a_window_finds_what_it_holds_and_ours_finds_all(run):
     """Of the embedded model and its adapter, with 128 slots and a text of 700 tokens."""
     words = f"{TINY} --method streaming --mem 128 --lengths 700 --documents 2"
@@ -99,6 +116,10 @@ def test_a_window_finds_what_it_holds_and_ours_finds_all(run):
     # What is in the file is not measured again, and must be of the same texts.
     code, out, err = run(needle, f"{words} {text} --json found.json")
     assert code == 0 and "700 tokens" not in out.split("pieces of texts")[1].partition("\n")[2]
+    few = f"{TINY} --bits 8 --method full --lengths 700 --documents 2 {text} --json found.json"
+    assert run(needle, few)[0] == 0  # the same adapter in 8 bits has a panel of its own
+    *_, name = json.loads(Path("found.json").read_text())["found"]
+    assert name.endswith("tiny bits=8")
     code, _, err = run(needle, f"{words} {text} --json found.json --documents 1")
     assert code == 2 and "found.json: it has other texts" in err
 

@@ -46,7 +46,7 @@ def main() -> None:
     }
     command = shlex.join(["python", "tools/field_budgets.py", str(file)])
     for name, budgets in made.items():
-        out = file.with_name(f"budgets-{name}.json")
+        out = file.with_name(f"{file.stem}-{name}.json")
         write_json(out, {"made by": command, "budgets": budgets})
 
 
