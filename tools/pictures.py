@@ -228,9 +228,10 @@ def draw_memory(file: Path) -> None:
     flags += ["--virtual-time-budget=2000"]  # milliseconds that the page is given
     flags += ["--no-sandbox"] * (os.geteuid() == 0)  # with a sandbox it refuses root
     with TemporaryDirectory() as folder:
-        page, picture = file.with_suffix(".html"), Path(folder) / "page.png"
+        page, picture = Path(folder) / "page.html", Path(folder) / "page.png"
         program = [sys.executable, str(HERE / "generate.py"), *words]
         subprocess.run([*program, "--show-memory", str(page)], check=True)
+        shutil.copyfile(page, file.with_suffix(".html"))
         view = f"{page.as_uri()}#compression=17&layer=1&head=0&token=72"
         command = [browser, *flags, f"--screenshot={picture}", view]
         subprocess.run(command, check=True, capture_output=True)
