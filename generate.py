@@ -261,10 +261,12 @@ def read_and_save(
         logits = read_ids(adapted, rest, memory, keep)
     except KeyboardInterrupt:
         if part.exists():
-            print(f"the same command goes on from {part}", file=sys.stderr)
+            each = "which is saved each minute"
+            print(f"the same command goes on from {part}, {each}", file=sys.stderr)
         raise
     save_memory(flags.save_memory, reader, model)
     part.unlink(missing_ok=True)
+    print(f"saved {flags.save_memory}", file=sys.stderr)
     return logits, len(rest)
 
 
