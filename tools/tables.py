@@ -189,7 +189,8 @@ LONG = Table(
 )
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
 RESULT = ("full", "window", "h2o text", "h2o heads", "learned", "8 bits")
-SMALL = (*RESULT[:4], "stored", *RESULT[4:], "4 bits", "learned again")
+SMALL = (*RESULT[:3], "h2o 5/8 forget", "h2o heads", "stored", *RESULT[4:])
+SMALL += ("4 bits", "learned again")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 # The same rows with other numbers of slots M and of tokens T.
 SIZED = ["h2o text"]
@@ -543,12 +544,12 @@ def field_table(table: Table, lines: Lines) -> str:
 
 
 def found_name(keys: tuple[str, str]) -> str:
-    """The panel of a row of the field, in the files of tools/needle.py."""
+    """The panel of a row of the field, in the files of tools/needle.py. A row with other
+    budgets than ours has none."""
     key = keys[1] or keys[0]
-    if key in FOUND:
-        return FOUND[key]
-    method = ROWS[key].flags.split()[1]
-    return f"base, {method} M=896 T=128 budgets"
+    flags = ROWS[key].flags.split()
+    own = f"base, {flags[1]} M=896 T=128 budgets" if BUDGETS in flags else ""
+    return FOUND.get(key, own)
 
 
 def sizes_table(table: Table, lines: Lines) -> str:
