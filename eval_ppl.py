@@ -13,7 +13,6 @@ a column. The paper's tasks are scored by tools/tasks.py. For the method read
 
 import argparse
 import math
-import os
 import sys
 from typing import NamedTuple
 
@@ -207,7 +206,7 @@ def main() -> None:
     memories = [adapted.settings for adapted in models.values() if adapted.settings.mem]
     near = max((settings.capacity for settings in memories), default=0)
     # Others are compared with the first RUN that has slots, or else the first --method.
-    in_order = [*map(os.path.relpath, flags.runs), *models]
+    in_order = [*(name for name in models if not name.startswith("base, ")), *models]
     first = next((name for name in in_order if models[name].settings.mem), None)
     figures["nats per token"] = print_differences(scores.losses, first)
     if flags.by_position:

@@ -461,7 +461,8 @@ class Memory(KVCache):
         return other
 
 
-# The class of a memory is that which its compressor names (`Compressor.memory_name`).
+# The class of a memory is that which its settings name (`Settings.memory`), or else its
+# compressor (`Compressor.memory_name`).
 MEMORIES = {"paper": Memory}
 
 # --- Segment loop (algorithm 2) ---------------------------------------------------------

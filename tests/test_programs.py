@@ -60,7 +60,7 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     texts = [pieces(ids, tokenizer.bos, L, 2) for L in (64, 300)]
     models = {"base, full": FULL}
     models["base, h2o M=16"] = H2O
-    models["adapter"] = "adapter"
+    models["adapter M=16"] = "adapter"
     assert [*figures["methods"]] == [*models]
     perplexities, differences, positions = map(cells, out.split("\n\n"))
     near, far, means = [], [], []

@@ -1,12 +1,12 @@
-"""Learning curves: how far does a longer training take LoCoCo's code, the paper's row and selection?
+"""Learning curves: how far does a longer training take LoCoCo's code, or another row?
 
     python tools/curve.py code-1-0.5@5e-2:60 selection@2e-2:240:1 \\
         --model SmolLM2-135M --prose prose --out docs/curves.jsonl
 
 A cell is NAME@RATE:STEPS[:SEED[:BATCH]]. The base is frozen, M = T = 64, and a step has four
 sequences of 1,024 tokens, or BATCH. NAME is `code-START-GATE`, which is LoCoCo's code with
-these first values, `paper` for the paper's `lococo+h2o`, or `selection`. What trains, and what is scored, is as in the table
-"frozen" of tools/tables.py. A run goes on where it was stopped.
+these first values, `paper` for the paper's `lococo+h2o`, or `selection`. What trains, and what
+is scored, is as in the table "frozen" of tools/tables.py. A run goes on where it was stopped.
 
 A cell becomes one line of the file: the nats of each document of the choosing and of the test
 part, the gates of the layers, and the standard deviation of the weights in the first layer.

@@ -9,7 +9,7 @@ Beside this file of tools/budgets.py stand then, for M = 896 and T = 128:
     budgets-duo.json      DuoAttention (arXiv 2410.10819): the eight neediest heads keep all
                           of 8,192 tokens, and the others share out what is left
     budgets-layers.json   Ada-KV (arXiv 2407.11550) shares out slots among the heads of a
-                          layer: so does this, by the needs that the file has
+                          layer: so does this, in the proportions of the file's budgets
 """
 
 import shlex

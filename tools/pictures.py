@@ -1,4 +1,4 @@
-"""Draw the pictures of README.md and docs/memory-page.md, all or those that are named.
+"""Draw the pictures of README.md and docs/, all or those that are named.
 
     pip install matplotlib                    # only the programs that draw need it
     python tools/pictures.py mechanism        # assets/mechanism.png
@@ -133,13 +133,13 @@ def draw_result(file: Path) -> None:
         curve = np.array([sizes[size] for size in ALONG if size in sizes])
         axes.plot(*curve.T, "o-", color=colour, label=label)
     few = {"8 bits": of_small["8 bits"], "4 bits": of_small["4 bits"]}
-    if "8 bits @ 1792 + 256" in of_sizes:
-        few["8 bits, twice the slots"] = of_sizes["8 bits @ 1792 + 256"]
+    few["8 bits, twice the slots"] = of_sizes["8 bits @ 1792 + 256"]
     for label, at in few.items():
         axes.plot(*at, "*", color=CURVES["learned"][1], markersize=12)
         axes.annotate(label, at, (0, 9), textcoords="offset points", ha="center")
-    others = {"window": of_small["window"], "LoCoCo's code, T = 512": of_paper["official code"],
-              "the blue one, T = 512": of_sizes["h2o heads @ 512 + 512"]}
+    others = {"window": of_small["window"],
+              "LoCoCo's code, T = 512 (16 texts)": of_paper["official code"],
+              "H2O that forgets, T = 512": of_sizes["h2o heads @ 512 + 512"]}
     for label, (held, nats) in others.items():
         axes.plot(held, nats, "kx")
         axes.annotate(f"   {label}", (held, nats), va="center")
@@ -189,7 +189,8 @@ def draw_needle(figures: Path, file: Path) -> None:
         axes.set_xlabel("where the fact is")
     places[0].set_ylabel("tokens of the text")
     panels.colorbar(picture, ax=places, label="share found")
-    panels.suptitle("A learned score finds facts where the full cache does, H2O only the last ones", x=0.01, ha="left")
+    seen = "A learned score finds facts where the full cache does, H2O only the last ones"
+    panels.suptitle(seen, x=0.01, ha="left")
     write_picture(file, panels)
 
 

@@ -97,8 +97,6 @@ ROWS = {
                               f"--method lococo+h2o-slots {PAPER}"),
     "official code": Row("LoCoCo's code: M/2 heavy, M/2 merged",
                          f"--method lococo-code {PAPER}"),
-    "official code, 0.02": Row("the same, with first weights of a deviation of 0.02",
-                               f"--method lococo-code-0.02 {PAPER}"),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
@@ -170,10 +168,7 @@ class Table:
     by_position: bool = False  # if it shows where in a document the loss is
 
 
-PAPERS = (
-    "window", "h2o", "official h2o", "lococo", "lococo+h2o", "official code",
-    "official code, 0.02",
-)
+PAPERS = ("window", "h2o", "official h2o", "lococo", "lococo+h2o", "official code")
 OURS = ("h2o 5/8 forget", "h2o heads", "selection", "selection heads")
 FROZEN = Table(
     ("full", "window", "h2o", *OURS, "stored"), 64, 1024, "test", "--recipe inference"
@@ -546,10 +541,9 @@ def field_table(table: Table, lines: Lines) -> str:
 def found_name(keys: tuple[str, str]) -> str:
     """The panel of a row of the field, in the files of tools/needle.py. A row with other
     budgets than ours has none."""
-    key = keys[1] or keys[0]
-    flags = ROWS[key].flags.split()
+    flags = ROWS[keys[1]].flags.split() if keys[1] else []
     own = f"base, {flags[1]} M=896 T=128 budgets" if BUDGETS in flags else ""
-    return FOUND.get(key, own)
+    return FOUND.get(keys[1], own)
 
 
 def sizes_table(table: Table, lines: Lines) -> str:

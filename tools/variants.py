@@ -1,5 +1,4 @@
-"""Ablations: selection and LoCoCo's code with one part made otherwise, and methods with positions
-by slot.
+"""Ablations: selection with one of its parts made otherwise, and methods with positions by slot.
 
 tools/tables.py imports this module, which adds the names to COMPRESSORS and METHODS. To use one
 in another program, write `import tools.variants` there.
@@ -70,7 +69,6 @@ for name in ("at-once", "unattended", "one-filter", "top-k"):
     METHODS[f"selection-{name}"] = changed(compressor=name)
 for name in ("h2o", "lococo+h2o"):
     METHODS[f"{name}-slots"] = by_slot(name)
-METHODS["lococo-code-0.02"] = lambda M: METHODS["lococo-code"](M) | {"start": 0.02}
 METHODS["selection-paper"] = changed(compressor="paper", kernel=21)
 METHODS["selection-3-taps"] = changed(kernel=3)
 METHODS["selection-no-forgetting"] = changed(forget=1.0)

@@ -2,8 +2,8 @@
 
 Each rule gives the older entries of a head a score, and heavy slots keep the best. The
 rows have the heavy and recent slots of H2O that forgets (forgetting.py), so that a
-comparison says what a rule is worth in this place. docs/results.md has their losses,
-and the facts that they find.
+comparison says what a rule is worth in this place. docs/results.md has those that were
+measured.
 
 So they depart from their papers, which have other shares, and often no recent slots.
 SnapKV and KVzip prune once, after a prompt was read with full attention; here all
@@ -24,9 +24,9 @@ from support.ours.budgets import BudgetMemory
 
 class SnapKV(BudgetMemory):
     """SnapKV (arXiv 2404.14469): the attention of the queries that entered last,
-    averaged over five neighbours. Here these are neighbours in the cache, and all of
-    the last segment are asked, where the paper asks the end of the prompt, with the
-    question in it."""
+    averaged over five neighbours. Here these are neighbours in the cache, and the
+    queries are those of the last segment, or in writing the last one alone. In the
+    paper they are the end of the prompt, with the question in it."""
 
     def scores(self, n: int, k: Tensor, v: Tensor, received: Tensor) -> Tensor:
         return F.avg_pool1d(received, 5, stride=1, padding=2, count_include_pad=False)
@@ -82,7 +82,8 @@ class KeyDiff(BudgetMemory):
 class ExpectedAttention(BudgetMemory):
     """Expected Attention (arXiv 2510.00636): the attention of later queries, if they
     are normally distributed as the last ones are, times the norm of the value. The
-    paper adds a constant to the attention, and protects the first tokens."""
+    paper adds a constant to the attention, and protects the first tokens. This needs
+    positions of the text."""
 
     reads_received = False
     LAST, FUTURE = 128, 512  # queries that are known, and positions of later ones
@@ -90,6 +91,10 @@ class ExpectedAttention(BudgetMemory):
     def empty(self, slots: list) -> None:
         super().empty(slots)
         self.queries: list[Tensor | None] = [None] * len(slots)  # the last, not rotated
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(q.nbytes for q in self.queries if q is not None)
 
     def read(self, n: int, q: Tensor) -> Tensor:
         positions = self.positions_of(n)[:, :1, -q.shape[2] :]  # of the last T entries

@@ -79,6 +79,15 @@ def name_of(s: Settings) -> str:
     return name + (f" bits={s.bits}" if s.bits else "")
 
 
+def given(flags: argparse.Namespace) -> str:
+    """The sizes that were given for runs, as a table names them."""
+    numbers = {"M": flags.mem, "T": flags.segment, "bits": flags.bits}
+    named = "".join(f" {name}={n}" for name, n in numbers.items() if n)
+    if flags.budgets is not None:
+        named += " budgets" if flags.budgets else " equal"
+    return named
+
+
 def baselines(model: Llama, mem: int, segment: int) -> list[AdaptedLlama]:
     """A window and H2O of M slots, at least 4, on their base."""
     return [untrained(model, method, max(4, mem), segment) for method in ("streaming", "h2o")]
@@ -91,9 +100,9 @@ def models_to_score(
     each run its baselines, if no --method is named. All are on one base. All are made at
     once, so that a wrong one is refused before anything is scored."""
     runs = {}
-    bits = f" bits={flags.bits}" if flags.bits else ""
     for run in flags.runs:
-        runs[os.path.relpath(run) + bits] = load_adapter(run, model, **flags.sizes)
+        name = os.path.relpath(run) + given(flags)
+        runs[name] = load_adapter(run, model, **flags.sizes)
     models = [untrained(model, "full", 512, segment=512)]
     mem, segment = method_sizes(flags, [*runs.values()])
     for method in flags.method:
