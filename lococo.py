@@ -342,17 +342,17 @@ class Memory(KVCache):
         output = shares.type_as(q) @ v  # (B, G, H/G * T, D)
         return output.unflatten(2, (group, -1)).flatten(1, 2)
 
-    def count(self, layer: int, attention: Tensor, group: int) -> Tensor:
-        """What entries have received with the attention (B, G, group * T, S) of T new
-        tokens, (B, G, S).
+    def count(self, layer: int, shares: Tensor, group: int) -> Tensor:
+        """What entries have received, (B, G, S), with the `attention_weights` of T new
+        tokens, (B, G, group * T, S).
 
         Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in
         sum over all queries so far and as a mean of the `group` of query heads that share
         a key/value head. When T tokens enter, earlier attention is multiplied by `forget`
         ** (T / segment): by `forget` for a whole segment.
         """
-        T = attention.shape[2] // group
-        received = attention.sum(dim=2) / group
+        T = shares.shape[2] // group
+        received = shares.sum(dim=2) / group
         if self.received[layer] is not None:
             span = self.settings.forget_in or self.settings.segment
             factor = self.settings.forget ** (T / span)

@@ -37,8 +37,8 @@ class TOVA(BudgetMemory):
     heads of the layer (with budgets, of those with equally many slots). The paper drops
     one entry after each token."""
 
-    def count(self, n: int, attention: Tensor, group: int) -> Tensor:
-        of_last = attention.unflatten(2, (group, -1))[:, :, :, -1]  # (B, G, group, S)
+    def count(self, n: int, shares: Tensor, group: int) -> Tensor:
+        of_last = shares.unflatten(2, (group, -1))[:, :, :, -1]  # (B, G, group, S)
         return of_last.mean(dim=(1, 2), keepdim=True)[:, :, 0].expand_as(of_last[:, :, 0])
 
 
@@ -47,8 +47,8 @@ class LargestShare(BudgetMemory):
     (arXiv 2505.23416) takes it of queries that repeat the prompt; here those of the
     text count."""
 
-    def count(self, n: int, attention: Tensor, group: int) -> Tensor:
-        largest = attention.amax(dim=2)
+    def count(self, n: int, shares: Tensor, group: int) -> Tensor:
+        largest = shares.amax(dim=2)
         if self.received[n] is not None:
             older = largest[:, :, : self.received[n].shape[2]]
             torch.maximum(older, self.received[n], out=older)
