@@ -261,8 +261,8 @@ def read_and_save(
         logits = read_ids(adapted, rest, memory, keep)
     except KeyboardInterrupt:
         if part.exists():
-            each = "which is saved each minute"
-            print(f"the same command goes on from {part}, {each}", file=sys.stderr)
+            goes_on = f"the same command goes on from {part}, which is saved each minute"
+            print(goes_on, file=sys.stderr)
         raise
     save_memory(flags.save_memory, reader, model)
     part.unlink(missing_ok=True)

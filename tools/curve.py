@@ -84,7 +84,8 @@ def main() -> None:
         parts[part] = tables.documents_of(table, options, tokenizer)
     for cell in options.cells:
         kind, steps, *more = cell.split(":")
-        seed, batch = [*more, *("0", "4")[len(more) :]]
+        seed = more[0] if more else "0"
+        batch = more[1] if len(more) > 1 else "4"
         name, rate = kind.split("@")
         out = HERE / "runs" / "curve" / cell.replace(":", "-")
         if not (out / "adapter.safetensors").is_file():

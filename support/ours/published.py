@@ -11,6 +11,8 @@ choose again and again while a text is read, T entries at a time. What else depa
 stands at each rule.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,7 +41,8 @@ class TOVA(BudgetMemory):
 
     def count(self, n: int, shares: Tensor, group: int) -> Tensor:
         of_last = shares.unflatten(2, (group, -1))[:, :, :, -1]  # (B, G, group, S)
-        return of_last.mean(dim=(1, 2), keepdim=True)[:, :, 0].expand_as(of_last[:, :, 0])
+        mean = of_last.mean(dim=(1, 2))  # (B, S)
+        return mean[:, None].expand(-1, of_last.shape[1], -1)
 
 
 class LargestShare(BudgetMemory):
@@ -143,7 +146,7 @@ def with_rule(name: str, M: int) -> dict:
 
 
 for name in RULES:
-    METHODS[name] = lambda M, name=name: with_rule(name, M)
+    METHODS[name] = partial(with_rule, name)
 # DuoAttention (arXiv 2410.10819) with budgets: a few heads keep all, the others a window.
 # The paper learns which.
 METHODS["duo-attention"] = lambda M: dict(sinks=4, recent=M - 4)
