@@ -227,10 +227,11 @@ def test_a_memory_is_saved_and_asked_again(run, tokenizer):
     assert re.match(held, err)
     assert run(generate, f"{ask} {SMALL} --segment 16")[:2] == (0, out)
     for words, sentence in (
-        ("--mem 8", "--mem 8: this memory has 16; leave"), ("--bits 8", "--bits 8: this memory has none"),
-        ("--method streaming", "--method streaming: this memory has h2o; leave the flag out"),
-        ("--budgets heads.json", "--budgets: this memory has others; leave the flag out"),
-        ("--adapter adapter", "--adapter adapter: this memory has no adapter; leave the flag out"),
+        ("--mem 8", "--mem 8: memory was read with --mem 16; leave the flag out"),
+        ("--bits 8", "--bits 8: memory was read without --bits; leave the flag out"),
+        ("--method streaming", "--method streaming: memory was read with --method h2o; leave"),
+        ("--budgets heads.json", "--budgets: memory was read with others; leave the flag out"),
+        ("--adapter adapter", "--adapter adapter: memory was read without one; leave the flag"),
         ("--dtype bfloat16", "memory: it was saved with another --dtype; give the same"),
     ):
         code, _, err = run(generate, f"{ask} {words}")

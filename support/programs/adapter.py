@@ -69,7 +69,7 @@ def read_adapter(run: Path) -> Adapter:
             remedy = "name a folder that train.py has made (eval_ppl.py takes texts by --data)"
             sentence = f"this is a file; {remedy}"
         elif not run.exists():
-            sentence = "there is no such folder; name one that train.py has made"
+            sentence = "there is no such folder; name an adapter, or a run of train.py"
         elif inside:
             sentence = f"name one of the runs in it: {', '.join(map(str, inside))}"
         else:

@@ -81,9 +81,9 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
         raise UserError(f"--load-memory {file}: {made}")
     saved = about["owner"]
     settings = settings_of(Path(file), saved["settings"])
-    refuse_others(given, settings)
+    refuse_others(file, given, settings)
     if run and not about["run"]:
-        raise UserError(f"--adapter {run}: this memory has no adapter; leave the flag out")
+        raise UserError(f"--adapter {run}: {file} was read without one; leave the flag out")
     run = run or (Path(about["run"]) if about["run"] else None)
     if run:
         if not run.exists():
@@ -126,8 +126,8 @@ def go_on(part: Path, memory: KVCache, of: str, device: torch.device) -> None:
     print(f"going on from {part}, with {memory.seen:,} tokens", file=sys.stderr)
 
 
-def refuse_others(given: dict, settings: Settings) -> None:
-    """Raises UserError if a flag says something else than the memory has."""
+def refuse_others(file: Path | str, given: dict, settings: Settings) -> None:
+    """Raises UserError if a flag says something else than the memory of this file has."""
     for name, value in given.items():
         own = getattr(settings, name, [])
         if value is None or value == own:
@@ -135,5 +135,6 @@ def refuse_others(given: dict, settings: Settings) -> None:
         if name == "budgets":
             if value and scaled(value, settings.mem) == own:
                 continue
-            raise UserError("--budgets: this memory has others; leave the flag out")
-        raise UserError(f"--{name} {value}: this memory has {own or 'none'}; leave the flag out")
+            raise UserError(f"--budgets: {file} was read with others; leave the flag out")
+        how = f"with --{name} {own}" if own else f"without --{name}"
+        raise UserError(f"--{name} {value}: {file} was read {how}; leave the flag out")
