@@ -33,6 +33,7 @@ from support.files import UserError, read_json, write_whole
 
 try:
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Rectangle
     from PIL import Image
 except ImportError:
@@ -106,11 +107,21 @@ def draw_mechanism(file: Path) -> None:
 
 # --- The result -------------------------------------------------------------------------
 
-CURVES = {  # methods, and their colours, which all can tell apart
-    "h2o text": ("H2O", "#999999"),
-    "h2o heads": ("H2O that forgets, with budgets", "#0072b2"),
-    "learned": ("a learned score, with budgets", "#d55e00"),
+LOOKS = {  # of memories: label, colour, and mark; all can tell the colours apart
+    "window": ("window", "#333333", "x"),
+    "h2o text": ("H2O", "#999999", "s"),
+    "h2o heads": ("H2O that forgets, with budgets", "#0072b2", "o"),
+    "learned": ("a learned score, with budgets", "#d55e00", "o"),
+    "8 bits": ("the same in few bits", "#d55e00", "*"),
 }
+# Labels beside points, and where they stand, in points of the font.
+LABELS = {
+    "8 bits": ("8 bits", (0, 9)),
+    "4 bits": ("4 bits", (0, 9)),
+    "8 bits @ 1792 + 256": ("8 bits,\ntwice the slots", (0, -34)),
+    "official code": ("LoCoCo's code, T = 512", (0, 9)),
+}
+CURVES = ("h2o heads", "learned")
 ALONG = ("384 + 128", "896 + 128", "1792 + 256")  # M + T, which a curve joins
 
 
@@ -124,35 +135,64 @@ def points(table: str) -> dict[str, tuple[float, float]]:
     return {row: (line.megabytes(), line.mean() - zero) for row, line in lines.items()}
 
 
-def draw_result(file: Path) -> None:
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    of_sizes, of_small, of_paper = points("sizes"), points("small segments"), points("long")
-    for row, (label, colour) in CURVES.items():
-        sizes = {key.partition(" @ ")[2] or "896 + 128": at for key, at in of_sizes.items()
-                 if key.partition(" @ ")[0] == row}
-        curve = np.array([sizes[size] for size in ALONG if size in sizes])
-        axes.plot(*curve.T, "o-", color=colour, label=label)
-    few = {"8 bits": of_small["8 bits"], "4 bits": of_small["4 bits"]}
-    few["8 bits, twice the slots"] = of_sizes["8 bits @ 1792 + 256"]
-    for label, at in few.items():
-        axes.plot(*at, "*", color=CURVES["learned"][1], markersize=12)
-        axes.annotate(label, at, (0, 9), textcoords="offset points", ha="center")
-    others = {"window": of_small["window"],
-              "LoCoCo's code, T = 512 (16 texts)": of_paper["official code"],
-              "H2O that forgets, T = 512": of_sizes["h2o heads @ 512 + 512"]}
-    for label, (held, nats) in others.items():
-        axes.plot(held, nats, "kx")
-        axes.annotate(f"   {label}", (held, nats), va="center")
+def draw_points(axes, places: dict[str, tuple[float, float]]) -> None:
+    """Memories by MB (log) and another figure."""
+    for row, at in places.items():
+        look = row if row in LOOKS else "8 bits" if "bits" in row else "window"
+        _, colour, mark = LOOKS[look]
+        axes.plot(*at, mark, color=colour, markersize=12 if mark == "*" else 6, zorder=3)
+        if row in LABELS:
+            label, beside = LABELS[row]
+            axes.annotate(label, at, beside, textcoords="offset points", ha="center")
     axes.set_xscale("log")
     axes.set_xticks([10, 20, 40, 80], ["10", "20", "40", "80"])
     axes.minorticks_off()
     axes.set_xlim(8, 120)
     axes.set_xlabel("MB that a memory holds (the full cache: 377 MB)")
-    axes.set_ylabel("nats per token above full attention")
-    axes.set_title("An eighth of the bytes, and 8 bits, lose hardly anything", loc="left")
-    axes.axhline(0, color="#333333", lw=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", frameon=False)
+
+
+def draw_losses(axes, small: dict, sizes: dict) -> None:
+    for row in CURVES:
+        curve = [small.get(row) if size == ALONG[1] else sizes.get(f"{row} @ {size}")
+                 for size in ALONG]
+        axes.plot(*np.array(curve).T, "-", color=LOOKS[row][1])
+    code = {"official code": points("long")["official code"]}
+    shown = {row: at for row, at in small.items() if row in LOOKS or row in LABELS}
+    twice = "8 bits @ 1792 + 256"
+    draw_points(axes, shown | code | {twice: sizes[twice]})
+    axes.axhline(0, color="#333333", lw=0.8)
+    axes.set_ylim(-0.018, 0.1)
+    axes.set_ylabel("nats per token above full attention")
+    axes.set_title("An eighth of the bytes adds little to the loss", loc="left")
+
+
+def draw_facts(axes, small: dict, sizes: dict) -> None:
+    """The share of lines that are found in texts of 8,192 tokens."""
+    held = small | sizes
+    files = (HERE / "docs" / name for name in ("needle.json", "needle-twice.json"))
+    panels = {key: panel for file in files for key, panel in read_json(file)["found"].items()}
+    shares = {row: np.nanmean(np.array(panels[name]["8192"], dtype=float))
+              for row, name in tables.FOUND.items()}
+    full = 100 * shares.pop("full")
+    axes.axhline(full, color="#333333", lw=0.8)
+    axes.annotate("full cache", (8.5, full + 1))
+    draw_points(axes, {row: (held[row][0], 100 * share) for row, share in shares.items()})
+    axes.set_ylim(0, 70)
+    axes.set_ylabel("facts found in 8,192 tokens, %")
+    axes.set_title("A learned score keeps most facts", loc="left")
+
+
+def draw_result(file: Path) -> None:
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.06)
+    small, sizes = points("small segments"), points("sizes")
+    draw_losses(panels[0], small, sizes)
+    draw_facts(panels[1], small, sizes)
+    marks = [Line2D([], [], color=colour, marker=mark, ls="", ms=12 if mark == "*" else 6)
+             for _, colour, mark in LOOKS.values()]
+    labels = [label for label, _, _ in LOOKS.values()]
+    figure.legend(marks, labels, loc="outside lower center", ncols=5, frameon=False)
     write_picture(file, figure)
 
 

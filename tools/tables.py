@@ -500,13 +500,14 @@ def loss_table(table: Table, lines: Lines) -> str:
     return text
 
 
-FOUND = {  # the panels of docs/needle.json, by row
+FOUND = {  # the panels of docs/needle.json, and of needle-twice.json, by row
     "full": "base, full",
     "window": "base, streaming M=896 T=128",
     "h2o text": "base, h2o M=896 T=128",
     "h2o heads": "base, h2o+forget M=896 T=128 budgets",
     "learned": "adapters/smollm2-135m/learned",
     "8 bits": "adapters/smollm2-135m/learned bits=8",
+    "8 bits @ 1792 + 256": "adapters/smollm2-135m/learned M=1792 T=256 bits=8",
 }
 
 
