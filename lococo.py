@@ -349,7 +349,7 @@ class Memory(KVCache):
         Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in
         sum over all queries so far and as a mean of the `group` of query heads that share
         a key/value head. When T tokens enter, earlier attention is multiplied by `forget`
-        ** (T / segment): by `forget` for a whole segment.
+        ** (T / span), where the span is `forget_in`, or else a segment.
         """
         T = shares.shape[2] // group
         received = shares.sum(dim=2) / group

@@ -119,7 +119,6 @@ LABELS = {
     "8 bits": ("8 bits", (0, 9)),
     "4 bits": ("4 bits", (0, 9)),
     "8 bits @ 1792 + 256": ("8 bits,\ntwice the slots", (0, -34)),
-    "official code": ("LoCoCo's code, T = 512", (0, 9)),
 }
 CURVES = ("h2o heads", "learned")
 ALONG = ("384 + 128", "896 + 128", "1792 + 256")  # M + T, which a curve joins
@@ -137,8 +136,8 @@ def points(table: str) -> dict[str, tuple[float, float]]:
 
 def draw_points(axes, places: dict[str, tuple[float, float]]) -> None:
     """Memories by MB (log) and another figure."""
-    for row, at in places.items():
-        look = row if row in LOOKS else "8 bits" if "bits" in row else "window"
+    for row, at in reversed(places.items()):
+        look = row if row in LOOKS else "8 bits"
         _, colour, mark = LOOKS[look]
         axes.plot(*at, mark, color=colour, markersize=12 if mark == "*" else 6, zorder=3)
         if row in LABELS:
@@ -157,12 +156,11 @@ def draw_losses(axes, small: dict, sizes: dict) -> None:
         curve = [small.get(row) if size == ALONG[1] else sizes.get(f"{row} @ {size}")
                  for size in ALONG]
         axes.plot(*np.array(curve).T, "-", color=LOOKS[row][1])
-    code = {"official code": points("long")["official code"]}
     shown = {row: at for row, at in small.items() if row in LOOKS or row in LABELS}
     twice = "8 bits @ 1792 + 256"
-    draw_points(axes, shown | code | {twice: sizes[twice]})
+    draw_points(axes, shown | {twice: sizes[twice]})
     axes.axhline(0, color="#333333", lw=0.8)
-    axes.set_ylim(-0.018, 0.1)
+    axes.set_ylim(-0.014, 0.065)
     axes.set_ylabel("nats per token above full attention")
     axes.set_title("An eighth of the bytes adds little to the loss", loc="left")
 
@@ -249,7 +247,7 @@ def draw_heads(file: Path) -> None:
         axes.set_ylabel(f"head\n({what})")
     panels[1].set_xlabel("layer")
     figure.colorbar(picture, ax=panels, label="% of all needs")
-    figure.suptitle("A few of 90 heads need most of the slots", x=0.01, ha="left")
+    figure.suptitle("Few of the 90 heads have most of the need", x=0.01, ha="left")
     write_picture(file, figure)
 
 

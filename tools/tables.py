@@ -488,9 +488,10 @@ def loss_table(table: Table, lines: Lines) -> str:
     text = "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n"
     h2o = lines.get("h2o", lines.get("h2o text"))  # a table has one of them
     against = lines.get("selection") if table.against == "selection" else h2o
-    for line in lines.values():
+    for row, line in lines.items():
         seeds = counted(len(line.cells), "seed")
-        trained = f"{line.steps} steps, {seeds}" if line.steps else "-"
+        adapter = f"adapter `{Path(ROWS[row].stored).name}`" if ROWS[row].stored else "-"
+        trained = f"{line.steps} steps, {seeds}" if line.steps else adapter
         cells = [line.label, f"{line.megabytes():.0f}", trained, f"{line.mean():.4f}"]
         cells.append(difference(line, against))
         if "full" in table.rows:

@@ -24,6 +24,10 @@ from support.ours.ceiling import CeilingMemory
 BLOCK = 32  # channels that share a scale
 
 
+def power_of_two(exponent: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+
+
 def pack(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Keys or values (B, G, S, D) -> whole numbers of 8 bits, or two of 4 bits in a byte,
     and the exponents of their scales (B, G, S, blocks), both int8."""
@@ -31,8 +35,8 @@ def pack(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     _, exponent = torch.frexp(blocks.abs().amax(dim=-1, keepdim=True))
     exponent = (exponent - (bits - 1)).clamp(-126, 126)
     largest = 2 ** (bits - 1) - 1
-    numbers = torch.ldexp(blocks, -exponent).round().clamp(-largest, largest).to(torch.int8)
-    numbers = numbers.flatten(-2)
+    numbers = (blocks * power_of_two(-exponent)).round().clamp(-largest, largest)
+    numbers = numbers.to(torch.int8).flatten(-2)
     if bits == 4:
         numbers = (numbers[..., ::2] << 4) | (numbers[..., 1::2] & 15)
     return numbers, exponent.squeeze(-1).to(torch.int8)
@@ -44,7 +48,7 @@ def unpack(numbers: Tensor, exponent: Tensor, bits: int, like: Tensor) -> Tensor
         pairs = torch.stack((numbers >> 4, (numbers << 4) >> 4), dim=-1)
         numbers = pairs.flatten(-2)
     blocks = numbers.float().unflatten(-1, (exponent.shape[-1], -1))
-    return torch.ldexp(blocks, exponent.unsqueeze(-1)).flatten(-2).type_as(like)
+    return (blocks * power_of_two(exponent.unsqueeze(-1))).flatten(-2).type_as(like)
 
 
 class PackedEntries(Entries):

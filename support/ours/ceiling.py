@@ -4,9 +4,8 @@ Rotary positions tell a query how far back an entry stands. A base has learnt th
 largest distance, which is its context, or the length that its positions were divided for.
 Before the next tokens would read at a larger one, all entries that are older than a
 ceiling C come to stand at C, as in LM-Infinite (arXiv 2308.16137) and InfLLM (arXiv
-2402.04617). On SmolLM2 with a context of 8,192 tokens the loss of selection with budgets is
-0.0155 nats per token lower than with positions by slot, over two texts of 16,384 tokens,
-and lower in both.
+2402.04617). So SmolLM2, whose context has 8,192 tokens, reads texts of 32,768 with a learned
+score: its loss is 0.065 +- 0.014 nats per token below that of a window (docs/results.md).
 
 It departs from the paper only where a text is longer than that. Angles are computed in
 float32, which is exact enough for a million tokens.
