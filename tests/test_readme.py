@@ -222,6 +222,7 @@ def test_the_example_in_python_runs(own_folders, capsys):
     Path("book.txt").write_text("def f(x):\n    return x + 1\n" * 40)
     [code] = blocks(DOCS / "models.md", "python")
     code = code.replace("/home/me/lococo", str(HERE)).replace("SmolLM2-135M", "tiny")
+    code = code.replace('"adapters" / "smollm2-135m" / "learned"', '"tiny"')
     code = code.replace("In short,", "def f(x):")
     exec(code, {})
     assert "return x + 1" in capsys.readouterr().out
