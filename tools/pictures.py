@@ -4,13 +4,13 @@
     python tools/pictures.py mechanism        # assets/mechanism.png
     python tools/pictures.py result           # assets/result.png, from docs/results.jsonl
     python tools/pictures.py needle           # assets/needle.png, from docs/needle.json
-    python tools/pictures.py heads            # assets/heads.png, from SmolLM2's budgets
+    python tools/pictures.py heads --model SmolLM2-135M      # assets/heads.png
     python tools/pictures.py memory           # from the embedded adapter
 
 mechanism: one compression, as LoCoCo makes it and with a learned score.
 result: the loss of memories of many sizes above that of full attention, on a frozen SmolLM2.
 needle: which facts each memory finds again, by their depth in texts of several lengths.
-heads: which heads need more slots, for prose and for facts.
+heads: which heads need more slots, for prose and for facts, and which find a fact.
 memory: what three memories have of assets/prompt.txt at the end, as Chromium shows it, and
     the page itself, assets/memory.html.
 """
@@ -25,9 +25,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tables
+from generate import prefill
+from lococo import attention_weights
+from model import KVCache, LlamaConfig, load_base
 from support.command_line import HERE, TINY, PlainParser, end_with, run_program
 from support.files import UserError, read_json, write_whole
 
@@ -235,19 +240,53 @@ def draw_needle(figures: Path, file: Path) -> None:
 # --- Heads --------------------------------------------------------------------------------
 
 
-def draw_heads(file: Path) -> None:
-    """How much each key/value head of SmolLM2 needs more slots, as a share of all needs."""
+class LastReads(KVCache):
+    """The full cache. `shares` has for each layer what the last token reads: the attention of
+    its query heads to all entries, (G, H/G, S)."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        self.shares = {}
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        self.shares[layer] = attention_weights(q[:, :, -1:], self.keys[layer].held)[0]
+        return super().read(layer, q)
+
+
+def attention_to_the_fact(directory: Path) -> np.ndarray:
+    """The share of its attention that the question at the end of assets/shakespeare.txt pays to
+    the line with the answer, by layer and key/value head: the largest of the query heads."""
+    model, tokenizer = load_base(directory)
+    ids = tokenizer.encode((HERE / "assets" / "shakespeare.txt").read_text().rstrip("\n"))
+    question = tokenizer.continued("@ vault code =")
+    starts = [n for n in range(len(ids)) if ids[n : n + len(question)] == question]
+    cache = LastReads(model.config)
+    prefill(model, torch.tensor([ids]), cache, 512)
+    line = slice(starts[0], starts[0] + len(question) + 1)  # and ` copper`
+    found = [cache.shares[layer][..., line].sum(dim=-1).amax(dim=1) for layer in cache.shares]
+    return torch.stack(found).numpy()
+
+
+def draw_heads(file: Path, directory: Path) -> None:
+    """How much each key/value head of SmolLM2 needs more slots, as a share of all needs, and
+    what it reads where a fact is asked for."""
     folder = HERE / "adapters" / "smollm2-135m"
-    files = {"prose": "budgets.json", "facts": "budgets-facts.json"}
-    figure, panels = pyplot.subplots(2, 1, figsize=(9, 3.2), layout="constrained", sharex=True)
-    for axes, (what, name) in zip(panels, files.items()):
+    maps = {}
+    for what, name in {"prose": "budgets.json", "facts": "budgets-facts.json"}.items():
         needs = np.array(read_json(folder / name)["needs"]).clip(min=0)
-        picture = axes.imshow(100 * needs.T / needs.sum(), cmap="Blues", vmin=0, vmax=30)
-        axes.set_yticks(range(needs.shape[1]))
-        axes.set_ylabel(f"head\n({what})")
-    panels[1].set_xlabel("layer")
-    figure.colorbar(picture, ax=panels, label="% of all needs")
-    figure.suptitle("Few of the 90 heads have most of the need", x=0.01, ha="left")
+        maps[f"need of slots for {what}, % of all"] = 100 * needs / needs.sum()
+    maps["attention of a question to the fact, %"] = 100 * attention_to_the_fact(directory)
+    figure, panels = pyplot.subplots(3, 1, figsize=(9, 5), layout="constrained", sharex=True)
+    for axes, (what, shares) in zip(panels, maps.items()):
+        most = 100 if "attention" in what else 30
+        picture = axes.imshow(shares.T, cmap="Blues", vmin=0, vmax=most, aspect="auto")
+        axes.set_yticks(range(shares.shape[1]))
+        axes.set_ylabel("head")
+        axes.set_title(what, loc="left", fontsize=11)
+        figure.colorbar(picture, ax=axes, pad=0.01)
+    panels[-1].set_xlabel("layer")
+    figure.suptitle("Few of 90 heads need more slots. They find the fact, 5,200 tokens back",
+                    x=0.01, ha="left")
     write_picture(file, figure)
 
 
@@ -291,6 +330,7 @@ def main() -> None:
     add("pictures", nargs="*", metavar="PICTURE", help=", ".join(DRAWN))
     add("--figures", type=Path, default=HERE / "docs" / "needle.json",
         help="of the needles (default: docs/needle.json)")
+    add("--model", type=Path, help="directory of SmolLM2-135M, which `heads` reads with")
     add("--out", type=Path, default=HERE / "assets", help="a folder (default: assets/)")
     flags = parser.parse_args()
     for name in flags.pictures or DRAWN:
@@ -303,7 +343,9 @@ def main() -> None:
         elif name == "needle":
             draw_needle(flags.figures, file)
         elif name == "heads":
-            draw_heads(file)
+            if not flags.model:
+                raise UserError("heads: name SmolLM2's directory by --model")
+            draw_heads(file, flags.model)
         else:
             draw_memory(file)
         print(file)
