@@ -1,9 +1,7 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a convolution.
 
 This file is the paper (arXiv 2406.05317) and what it compares with. An entry is the key
-and the value of a token in one head of a layer. Letters are those of model.py: B texts, T
-new tokens, S entries, M slots, H query heads, G key/value heads, D channels of a head, L
-tokens of a text, N = B * G heads of all texts. There is one more:
+and the value of a token in one head of a layer. Letters are those of model.py, and one more:
 
     R  entries of a head that a compression does not keep as they are: it puts them into
        merged slots, or drops them

@@ -21,15 +21,15 @@ HUGE = 2**31 - 1  # the largest number that a flag takes
 SIZES = ("mem", "segment", "budgets", "bits")  # what a trained adapter can change
 
 
-def at_least(least: float, kind: type = int, most: float = HUGE) -> Callable[[str], float]:
-    """An argparse type: a number from `least` to `most`."""
+def at_least(least: float, kind: type = int) -> Callable[[str], float]:
+    """An argparse type: a number from `least` to HUGE."""
 
     def convert(text: str) -> float:
         number = kind(text)
-        if not number >= least and most == HUGE:  # also what is not a number
+        if not number >= least:  # also what is not a number
             raise argparse.ArgumentTypeError(f"{text}: it must be at least {least}")
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text}: it must be from {least} to {most}")
+        if number > HUGE:
+            raise argparse.ArgumentTypeError(f"{text}: it must be at most {HUGE}")
         return number
 
     convert.__name__ = kind.__name__  # for argparse's own sentence: invalid int value

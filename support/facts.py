@@ -18,7 +18,6 @@ FORMS = {
     "line": ("@", " =", "\n"),
     # The needle of RULER (Hsieh and others 2024), with a word in the place of a number.
     "sentence": ("One of the special magic words for", " is:", ".\n"),
-    "note": ("Remember:", " was called", ".\n"),
     # To these scores are fitted (tools/fit_scores.py), and to lines.
     "name": ("The", " is called", ".\n"),
     "list": ("-", ":", "\n"),

@@ -8,7 +8,6 @@ import os
 import sys
 import sysconfig
 import zlib
-from itertools import islice
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
@@ -220,17 +219,9 @@ def sequence(ids: np.ndarray, L: int, seed: int, i: int) -> Tensor:
     return torch.from_numpy(ids[place * L : (place + 1) * L].astype(np.int64))
 
 
-def beginnings(ids: np.ndarray, bos: int, L: int) -> Iterator[np.ndarray]:
-    """The first L tokens of each document that has so many."""
-    starts = np.flatnonzero(ids == bos)
-    lengths = np.diff(starts, append=len(ids))
-    for start in starts[lengths >= L]:
-        yield ids[start : start + L]
-
-
 def long_documents(ids: np.ndarray, bos: int, L: int, most: int) -> Tensor:
     """The first L tokens of the first documents that have so many, (<= most, L)."""
-    rows = [*islice(beginnings(ids, bos, L), most)]
+    rows = [document[:L] for document in documents_in(ids, bos) if len(document) >= L][:most]
     return torch.from_numpy(np.array(rows, np.int64).reshape(len(rows), L))
 
 

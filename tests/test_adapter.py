@@ -85,10 +85,10 @@ def test_an_adapter_is_used_with_more_slots(model, tmp_path):
 def test_what_positions_were_divided_by_stays(model, tmp_path):
     """A base that was tuned to divided positions would read others badly."""
     base = copy.deepcopy(model)
-    long = settings("selection", 8, 8, 128, lora_rank=2)  # twice the context
-    write_adapter(tmp_path, AdaptedLlama(model, long), ["training"], set())
-    with pytest.raises(UserError, match="divided by 2 in training, and would .* by 1 now; take"):
-        load_adapter(tmp_path, base, positions="slots")
+    by_slot = settings("selection", 8, 8, 256, positions="slots", lora_rank=2)
+    write_adapter(tmp_path, AdaptedLlama(model, by_slot), ["training"], set())
+    with pytest.raises(UserError, match="divided by 1 in training, and would .* by 3.25 now; take"):
+        load_adapter(tmp_path, base, mem=200)
 
 
 @pytest.mark.parametrize("folder", sorted((HERE / "adapters").glob("*/*/")), ids=str)

@@ -373,7 +373,7 @@ def test_a_budget_has_the_kinds_of_slots_in_proportion():
 def test_what_was_trained_with_m_slots_is_used_with_others():
     trained = settings("selection", 64, segment=32)
     assert resized(trained, mem=512) == settings("selection", 512, segment=32)
-    changes = dict(mem=128, segment=64, budgets=[[1], [3]], positions="slots")
+    changes = dict(mem=128, segment=64, budgets=[[1], [3]])
     assert resized(trained, **changes) == settings("selection", **changes)
     assert resized(settings("selection", 128, budgets=[[2], [6]]), mem=64).budgets == [[32], [96]]
     assert resized(settings("selection", 128, budgets=[[2], [6]]), budgets=[]) == settings("selection", 128)

@@ -10,7 +10,6 @@ from subprocess import run as run_command
 
 import pytest
 import torch
-from conftest import H2O
 
 import generate
 from generate import prefill
@@ -72,22 +71,6 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, compre
     logits = [prefill(model, tokens, memory, 8) for memory in (cache, adapted.cache())]
     assert torch.equal(*logits) and cache.keys[0].size == 8 + 8
     assert compressions == [16, 16, 24, 24, 32, 32]
-
-
-def test_a_copy_leaves_what_is_shown_as_it_is(model):
-    """The copy reads on; then the original does, as if there were no copy."""
-    adapted, tokens = AdaptedLlama(model, H2O), torch.randint(0, 64, (1, 60))
-    cache, alone = (adapted.cache(partial(TracedMemory, layers=[0, 1])) for _ in range(2))
-    prefill(model, tokens, cache, 16)
-    prefill(model, tokens.flip(1), cache.copy(), 16)
-    for memory, halves in ((cache, [tokens]), (alone, [tokens, tokens])):
-        for half in halves:
-            prefill(model, half, memory, 16)
-    assert cache.seen_at == alone.seen_at
-    for n in range(2):
-        assert torch.equal(cache.shares[n], alone.shares[n])
-        pairs = zip(cache.largest[n], alone.largest[n], strict=True)
-        assert all(torch.equal(a.indices, b.indices) for a, b in pairs)
 
 
 # --- Text -------------------------------------------------------------------------------

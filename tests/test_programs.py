@@ -1,4 +1,4 @@
-"""generate.py and eval_ppl.py as a user runs them: what they print, write and refuse."""
+"""The programs as a user runs them: what they print, write and refuse."""
 
 import json
 import math

@@ -5,7 +5,7 @@
 
 A cell is NAME@RATE:STEPS[:SEED[:BATCH]]. The base is frozen, M = T = 64, and a step has four
 sequences of 1,024 tokens, or BATCH. NAME is `code-START-GATE`, which is LoCoCo's code with
-these first values, `paper` for the paper's `lococo+h2o`, or `selection`. What trains, and what
+these first values (GATE is 0 or 0.5), `paper` for the paper's `lococo+h2o`, or `selection`. What trains, and what
 is scored, is as in the table "frozen" of tools/tables.py. A run goes on where it was stopped.
 
 A cell becomes one line of the file: the nats of each document of the choosing and of the test

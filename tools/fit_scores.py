@@ -35,7 +35,7 @@ from support.text import PARTS, fingerprints, pieces, token_streams
 from support.tokenizer import Tokenizer
 
 SEGMENT = 256  # tokens
-# Facts of these forms are written into the texts, and not of the forms "sentence" and "note".
+# Facts of these forms are written into the texts, and not of the form "sentence".
 FORMS_TO_FIT = ("line", "name", "list", "question", "table", "place", "code")
 
 # --- What full attention pays -----------------------------------------------------------
@@ -164,7 +164,7 @@ def main() -> None:
     options = parse()
     machine = prepare(options.device, options.dtype, options.seed)
     model, tokenizer = load_base(options.model, machine.dtype, machine.device)
-    context = round(model.config.context * model.config.rope_scale)
+    context = int(model.config.context * model.config.rope_scale)
     options.length = options.length or min(8192, context)
     if options.length > context:
         passed = f"full attention would pass the base's context of {context:,} tokens"

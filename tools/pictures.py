@@ -1,6 +1,6 @@
 """Draw the pictures of README.md and docs/, all or those that are named.
 
-    pip install matplotlib                    # only the programs that draw need it
+    pip install matplotlib                    # nothing else needs it
     python tools/pictures.py mechanism        # assets/mechanism.png
     python tools/pictures.py result           # assets/result.png, from docs/results.jsonl
     python tools/pictures.py needle           # assets/needle.png, from docs/needle.json

@@ -44,7 +44,7 @@ from support.programs.adapter import identity, load_adapter
 from support.command_line import HERE, SIZES, TINY, PlainParser, at_least, counted, prepare
 from support.command_line import run_program
 from support.facts import tell_all
-from support.files import UserError, as_json, checksum, read_json, read_text
+from support.files import UserError, as_json, checksum, read_json
 from support.files import write_text
 from support.ours.published import RULES
 from support.programs.settings import untrained
@@ -165,7 +165,6 @@ class Table:
     against: str = "h2o"  # the row that others are compared with; or its form "h2o text"
     documents: int = 48  # that are scored, at most
     segment: int | None = None  # tokens T of a segment; None: M
-    by_position: bool = False  # if it shows where in a document the loss is
 
 
 PAPERS = ("window", "h2o", "official h2o", "lococo", "lococo+h2o", "official code")
@@ -180,7 +179,7 @@ ABLATIONS = (
 )
 LONG = Table(
     ("full", "window", "h2o text", *PAPERS[2:], "h2o facts", *OURS), 512, 8192, "long",
-    "--recipe inference", steps=15, documents=16, segment=512, by_position=True,
+    "--recipe inference", steps=15, documents=16, segment=512,
 )
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
 RESULT = ("full", "window", "h2o text", "h2o heads", "learned", "8 bits")
@@ -207,7 +206,6 @@ TABLES = {
     "long": LONG,
     "long, M = 128": replace(LONG, rows=OTHER_SIZES, mem=128),
     "long, M = 256": replace(LONG, rows=OTHER_SIZES, mem=256),
-    "long, M = 1024": replace(LONG, rows=OTHER_SIZES, mem=1024),
     "small segments": SMALL_SEGMENTS,
     "field": replace(SMALL_SEGMENTS, rows=("full", *filter(None, sum(FIELD.values(), ())))),
     "sizes": replace(SMALL_SEGMENTS, rows=tuple(SIZED)),
@@ -385,12 +383,8 @@ def stored_cells() -> list[dict]:
 
 
 def add(cell: dict) -> None:
-    """Append a line. An editor may have left the last one without a line break."""
-    line = as_json(cell) + "\n"
-    if RESULTS.exists() and not read_text(RESULTS).endswith("\n"):
-        line = "\n" + line
     with open(RESULTS, "a", encoding="utf-8") as file:
-        file.write(line)
+        file.write(as_json(cell) + "\n")
 
 
 @dataclass(frozen=True)
@@ -483,7 +477,7 @@ def loss_table(table: Table, lines: Lines) -> str:
     if "full" in table.rows:
         columns.append("gap closed, %" + " (novel, articles)" * (texts > 1))
     *_, last = lines.values()
-    places = [*last.where()][1:] if table.by_position else []  # the first has no compression
+    places = [*last.where()][1:] if table.part == "long" else []  # the first has no compression
     columns += places
     text = "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n"
     h2o = lines.get("h2o", lines.get("h2o text"))  # a table has one of them

@@ -80,9 +80,6 @@ class PackedEntries(Entries):
         self.packed = tuple(torch.cat(pair, dim=2) for pair in old_and_new)
         self.new = Entries(self.new.held[:, :, :0])
 
-    def detach(self) -> None:
-        self.new.detach()
-
     def copy(self) -> "PackedEntries":
         other = PackedEntries(self.new.held[:, :, :0], self.bits)
         other.packed, other.new = self.packed, self.new.copy()

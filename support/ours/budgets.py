@@ -45,11 +45,6 @@ class HeadSettings(Settings):
         return max(sum(self.budgets, []), default=self.mem)
 
 
-def budgets_of(settings: Settings) -> list[list[int]]:
-    """An empty list if all heads have M slots."""
-    return getattr(settings, "budgets", [])
-
-
 def with_ours(settings: Settings, **changes) -> HeadSettings:
     """The same settings with the fields of ours, such as `budgets`."""
     own = {f.name: getattr(settings, f.name) for f in fields(settings)}
@@ -101,10 +96,10 @@ class Part:
     settings: Settings  # in which M is the number of slots of these heads
 
 
-def parts_of(config: LlamaConfig, settings: Settings) -> list[Part]:
+def parts_of(config: LlamaConfig, settings: HeadSettings) -> list[Part]:
     """The parts of all layers."""
     heads = list(range(config.n_kv_heads))
-    if not budgets_of(settings):
+    if not settings.budgets:
         return [Part(layer, heads, settings) for layer in range(config.n_layers)]
     parts = []
     for layer, slots in enumerate(settings.budgets):
@@ -120,7 +115,8 @@ class BudgetMemory(SelectingMemory, PackedMemory):
     It has all that is ours, so that it serves every method."""
 
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
-        super().__init__(config, with_ours(settings), compressors)
+        settings = with_ours(settings)
+        super().__init__(config, settings, compressors)
         self.parts = parts_of(config, settings)
         self.heads: list[Tensor | None] = [None] * len(self.parts)  # their indices, if needed
         self.empty([part.settings for part in self.parts])
@@ -130,7 +126,8 @@ class BudgetMemory(SelectingMemory, PackedMemory):
     @staticmethod
     def merged_slots(config: LlamaConfig, settings: Settings) -> list[int]:
         """Those of each layer's largest head."""
-        check_budgets(budgets_of(settings), config)
+        settings = with_ours(settings)
+        check_budgets(settings.budgets, config)
         largest = [0] * config.n_layers
         for part in parts_of(config, settings):
             largest[part.layer] = max(largest[part.layer], part.settings.merged)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lococo import COMPRESSORS, MEMORIES, METHODS, AdaptedLlama, Settings, position_divisor
 from model import Llama, sampled
-from support.ours.budgets import HeadSettings, budgets_of, check_budgets, with_ours
+from support.ours.budgets import HeadSettings, check_budgets, with_ours
 from support.command_line import resume_command
 from support.files import UserError, checksum, read_file, write_file
 from support.programs.settings import resized
@@ -41,9 +41,17 @@ def settings_of(file: Path, saved: dict) -> Settings:
     """From what `identity` has of the settings, in this file or run. Raises UserError."""
     try:
         settings = HeadSettings(**saved)
-    except (LookupError, TypeError) as error:
+    except TypeError as error:
         raise UserError(f"{file}: it is by another version ({error})") from None
-    check_settings(file, saved)
+    if settings.method not in METHODS:
+        known = f"lococo.METHODS has {', '.join(METHODS)}"
+        raise UserError(f"{file}: its method {settings.method!r} is unknown; {known}")
+    if settings.compressor not in COMPRESSORS:
+        known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
+        raise UserError(f"{file}: its compressor {settings.compressor!r} is unknown; {known}")
+    if settings.memory and settings.memory not in MEMORIES:
+        known = f"lococo.MEMORIES has {', '.join(MEMORIES)}"
+        raise UserError(f"{file}: its memory {settings.memory!r} is unknown; {known}")
     return settings
 
 
@@ -89,21 +97,6 @@ def read_adapter(run: Path) -> Adapter:
     return Adapter(settings, tensors, base, parts, trained)
 
 
-def check_settings(run: Path, settings: dict) -> None:
-    """Raises UserError if a run's method or compressor is not here any more."""
-    method, compressor = settings["method"], settings["compressor"]
-    if method not in METHODS:
-        known = f"lococo.METHODS has {', '.join(METHODS)}"
-        raise UserError(f"{run}: its method {method!r} is unknown; {known}")
-    if compressor not in COMPRESSORS:
-        known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
-        raise UserError(f"{run}: its compressor {compressor!r} is unknown; {known}")
-    memory = settings.get("memory", "")
-    if memory and memory not in MEMORIES:
-        known = f"lococo.MEMORIES has {', '.join(MEMORIES)}"
-        raise UserError(f"{run}: its memory {memory!r} is unknown; {known}")
-
-
 def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     """The adapter of a run directory of train.py on its base model, for reading and not for
     training; `sizes` other than those of its training are as in `resized`. The base itself
@@ -114,7 +107,7 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     remedy = "give --model as in its training; an adapter of another version must be trained again"
     other = f"{run}: its adapter is for another base; {remedy}"
     try:
-        check_budgets(budgets_of(settings), model.config)
+        check_budgets(settings.budgets, model.config)
     except UserError:
         raise UserError(other) from None
     changed = resized(settings, **sizes)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lococo import AdaptedLlama
-from support.programs.adapter import check_settings
+from support.programs.adapter import settings_of
 from support.files import UserError, read_file, read_text, write_file, write_text
 from support.processes import RANK
 from support.text import parsed
@@ -100,7 +100,7 @@ def read_state(out: Path, names: list[str]) -> State:
     if about.keys() != {*State._fields} or about["config"].keys() != {*names}:
         other = "made by another version of this program; start a new run"
         raise UserError(f"--resume {run}: {other}")
-    check_settings(out, about["owner"]["settings"])
+    settings_of(out, about["owner"]["settings"])
     return State(**about)
 
 

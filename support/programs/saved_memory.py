@@ -9,7 +9,7 @@ import torch
 
 from lococo import AdaptedLlama, Settings
 from model import KVCache, Llama
-from support.ours.budgets import budgets_of, scaled
+from support.ours.budgets import scaled
 from support.programs.adapter import identity, load_adapter, settings_of
 from support.files import UserError, checksum, read_file, write_file
 
@@ -90,8 +90,7 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
             gone = f"its adapter was {run}, which is not there"
             raise UserError(f"--load-memory {file}: {gone}; name its place by --adapter")
         sizes = dict(mem=settings.mem, segment=settings.segment, bits=settings.bits)
-        sizes |= dict(budgets=budgets_of(settings), positions=settings.positions)
-        adapted = load_adapter(run, model, **sizes)
+        adapted = load_adapter(run, model, budgets=settings.budgets, **sizes)
     else:
         adapted = AdaptedLlama(model, settings).eval()
     mine = owner(adapted)
@@ -129,7 +128,7 @@ def go_on(part: Path, memory: KVCache, of: str, device: torch.device) -> None:
 def refuse_others(file: Path | str, given: dict, settings: Settings) -> None:
     """Raises UserError if a flag says something else than the memory of this file has."""
     for name, value in given.items():
-        own = getattr(settings, name, [])
+        own = getattr(settings, name)
         if value is None or value == own:
             continue
         if name == "budgets":

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from lococo import METHODS, AdaptedLlama, Settings
+from lococo import METHODS, AdaptedLlama
 from model import Llama
-from support.ours.budgets import budgets_of
+from support.ours.budgets import HeadSettings
 from support.programs.adapter import load_adapter, read_adapter
 from support.command_line import TINY, Parser, named_path, output_file
-from support.facts import FORMS
 from support.files import UserError
 from support.programs.settings import method_sizes, refuse_sizes, untrained
 from support.programs.settings import warn_if_too_long
@@ -24,8 +23,8 @@ from support.tokenizer import Tokenizer
 
 
 def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
-    """Add the flags that eval_ppl.py and tools/tasks.py share. Returns the group that
-    others may join."""
+    """Add the flags that all programs share which score. Returns the group that others may
+    join."""
     parser.memory.add_argument("--method", nargs="+", default=[], choices=METHODS,
                                help="methods without training (default: none)")
     group = parser.add_argument_group("scoring and output")
@@ -48,7 +47,7 @@ def add_runs_and_texts(parser: Parser) -> argparse._ArgumentGroup:
     add("--part", choices=(*PARTS, "all"),
         help="which of the texts, by the checksum of their names (default: held-out, which "
              "train.py has not seen; all of --data if no RUN has held out a part of its texts)")
-    add("--fact-form", choices=FORMS, default="line",
+    add("--fact-form", choices=("line", "sentence"), default="line",
         help="of facts: lines `@ name name = word` (default), or sentences as RULER's needles")
     return group
 
@@ -67,7 +66,7 @@ def parse_models(parser: Parser) -> argparse.Namespace:
 # --- Models -----------------------------------------------------------------------------
 
 
-def name_of(s: Settings) -> str:
+def name_of(s: HeadSettings) -> str:
     """A method without training, as a table names it."""
     name = f"base, {s.method}"
     if not s.mem:
@@ -75,7 +74,7 @@ def name_of(s: Settings) -> str:
     name += f" M={s.mem}"
     if s.segment != s.mem:
         name += f" T={s.segment}"
-    name += " budgets" if budgets_of(s) else ""
+    name += " budgets" if s.budgets else ""
     return name + (f" bits={s.bits}" if s.bits else "")
 
 
@@ -122,7 +121,7 @@ def note_limits(models: dict[str, AdaptedLlama], lengths: list[int]) -> None:
         s = adapted.settings
         warn_if_too_long(adapted, max(lengths))
         short = [str(L) for L in lengths if L - 1 <= s.capacity]
-        if s.mem and short and not budgets_of(s):  # with budgets a head may be compressed earlier
+        if s.mem and short and not s.budgets:  # with budgets a head may be compressed earlier
             nothing = f"up to {s.capacity:,} entries nothing is compressed"
             print(f"note: {name}, --lengths {' '.join(short)}: {nothing}", file=sys.stderr)
 
@@ -147,12 +146,6 @@ def parts_to_score(flags: argparse.Namespace) -> list[str]:
     return list(PARTS) if part == "all" else [part]
 
 
-def trained_texts(flags: argparse.Namespace) -> set[int]:
-    """The fingerprints of what the runs have trained on, as far as their files have
-    them."""
-    return set().union(*(read_adapter(run).trained or () for run in flags.runs))
-
-
 def documents_to_score(
     flags: argparse.Namespace, parts: list[str], tokenizer: Tokenizer, default: tuple[int, ...]
 ) -> dict[int, Tensor]:
@@ -164,7 +157,7 @@ def documents_to_score(
     ids = np.concatenate([streams[part] for part in parts])
     trained = set()  # what is not scored; nothing, if the user asks for what trained
     if flags.part in (None, "held-out"):
-        trained = trained_texts(flags)
+        trained.update(*(read_adapter(run).trained or () for run in flags.runs))
     if parts == ["held-out"]:
         trained |= fingerprints(streams["training"], tokenizer.bos)
     documents = {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lococo import COMPRESSORS, AdaptedLlama, Settings, reach, settings_for
 from model import Llama
-from support.ours.budgets import budgets_of, scaled, with_ours, with_slots
+from support.ours.budgets import HeadSettings, scaled, with_ours, with_slots
 from support.files import UserError
 
 
@@ -16,7 +16,7 @@ Budgets = list[list[int]]  # slots of the key/value heads of each layer
 
 def make_settings(
     method: str, mem: int, segment: int, length: int, budgets: Budgets | None = None, **changes
-) -> Settings:
+) -> HeadSettings:
     """As lococo.settings_for. Budgets are scaled to M slots on average. Raises
     UserError."""
     settings = settings_for(method, mem, segment, length, **changes)
@@ -28,21 +28,19 @@ def make_settings(
 
 
 def resized(
-    settings: Settings, mem: int | None = None, segment: int | None = None,
-    budgets: Budgets | None = None, bits: int | None = None, positions: str | None = None,
-) -> Settings:
+    settings: HeadSettings, mem: int | None = None, segment: int | None = None,
+    budgets: Budgets | None = None, bits: int | None = None,
+) -> HeadSettings:
     """A trained memory in another size. None leaves a number as it was in training. Budgets
     are scaled to M slots on average, and an empty list means M everywhere. Raises
     UserError."""
-    changed = replace(
-        settings, segment=segment or settings.segment, positions=positions or settings.positions,
-        bits=bits or settings.bits,
-    )
+    segment, bits = segment or settings.segment, bits or settings.bits
+    changed = replace(settings, segment=segment, bits=bits)
     if mem is None and budgets is None:
         return changed
     if settings.mem == settings.sinks:  # 0 if all is kept
         raise UserError(f"--mem, --budgets: {settings.method} has no slots to divide")
-    budgets = budgets_of(settings) if budgets is None else budgets
+    budgets = settings.budgets if budgets is None else budgets
     changed = with_slots(changed, mem or settings.mem)
     changed = replace(changed, budgets=scaled(budgets, changed.mem) if budgets else [])
     check_sizes(changed)
@@ -51,12 +49,12 @@ def resized(
     return changed
 
 
-def check_sizes(settings: Settings) -> None:
+def check_sizes(settings: HeadSettings) -> None:
     """Raises UserError if a head has too few slots, or budgets do not suit the method."""
     if settings.mem == settings.sinks:  # 0 if all is kept
         none = f"{settings.method} has no slots to divide"
         raise UserError(f"{none}; take a larger --mem, or another method")
-    least = min(sum(budgets_of(settings), []), default=settings.mem)
+    least = min(sum(settings.budgets, []), default=settings.mem)
     # At least 4, as for --mem. Each head has all sinks, and room for something else.
     too_few = least < max(4, settings.sinks + 1)
     if too_few or (settings.merged and with_slots(settings, least).merged == 0):
@@ -66,13 +64,13 @@ def check_sizes(settings: Settings) -> None:
 
 def untrained(
     model: Llama, method: str, mem: int, segment: int, budgets: Budgets | None = None,
-    bits: int | None = None, positions: str | None = None,
+    bits: int | None = None,
 ) -> AdaptedLlama:
-    """A method that needs no training, on its base model. None leaves budgets equal, and
-    positions as in the method's row. Raises UserError."""
+    """A method that needs no training, on its base model. None leaves budgets equal. Raises
+    UserError."""
     length = int(model.config.context * model.config.rope_scale)
-    changes = dict(budgets=budgets, positions=positions, lora_rank=0)
-    settings = replace(make_settings(method, mem, segment, length, **changes), bits=bits or 0)
+    settings = make_settings(method, mem, segment, length, budgets, lora_rank=0)
+    settings = replace(settings, bits=bits or 0)
     refuse_not_fitted(settings)
     if settings.merged:
         command = f"python train.py --model MODEL --method {method} --data TEXTS --out RUN"

@@ -4,14 +4,11 @@ data of the page."""
 import argparse
 from pathlib import Path
 
-from torch import Tensor
-
 from lococo import KINDS
 from support.command_line import new_file
 from support.files import UserError
-from support.programs.tracing import TracedMemory
+from support.programs.tracing import LEAST, TracedMemory
 
-LEAST = 0.01  # smaller shares are left out
 TITLES = {  # of methods, as README.md calls them
     "streaming": "window (streaming)",
     "h2o": "H2O",
@@ -44,17 +41,14 @@ def slot_record(shares: list[float], tokens: list[int]) -> int | list[int]:
     return record[0] if record[1:] == [100] else record
 
 
-def head_record(shares: Tensor, tokens: Tensor) -> list[int | list[int]]:
-    """All slots of one layer and head after one compression; both (M, 3)."""
-    return [slot_record(*slot) for slot in zip(shares.tolist(), tokens.tolist())]
-
-
 def page_record(name: str, memory: TracedMemory, following: str) -> dict:
     """What the page shows of a memory that has read the text. `following` is the token that
     it predicts after the text."""
     held = []  # [compression][layer][head][slot]
     for layers in zip(*memory.largest.values()):
-        held.append([[head_record(*head) for head in zip(*layer)] for layer in layers])
+        numbers = [(shares.tolist(), tokens.tolist()) for shares, tokens in layers]
+        held.append([[[slot_record(*slot) for slot in zip(*head)] for head in zip(*layer)]
+                     for layer in numbers])
     method, comma, adapter = name.partition(",")
     return {
         "name": TITLES.get(method, method) + comma + adapter,

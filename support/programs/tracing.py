@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from lococo import KINDS, AdaptedLlama, Settings
-from support.ours.budgets import BudgetMemory, budgets_of
+from support.ours.budgets import BudgetMemory
 from support.files import UserError
 from support.tokenizer import Tokenizer
+
+
+LEAST = 0.01  # smaller shares are left out
 
 
 def mixing_matrix(s: Settings, order: Tensor, w: Tensor) -> Tensor:
@@ -54,13 +57,6 @@ class TracedMemory(BudgetMemory):
             self.follow(n, matrix[0].float().cpu())
         return order, w
 
-    def copy(self) -> "TracedMemory":
-        other = super().copy()
-        other.seen_at = [*self.seen_at]
-        other.shares = {**self.shares}
-        other.largest = {n: [*largest] for n, largest in self.largest.items()}
-        return other
-
     def follow(self, n: int, matrix: Tensor) -> None:
         """Multiply the shares of part n by a mixing matrix (G, M, S)."""
         before = self.shares[n]
@@ -98,7 +94,7 @@ def memory_of_layer(adapted: AdaptedLlama, layer: int, head: int) -> TracedMemor
 def memory_of_page(adapted: AdaptedLlama) -> TracedMemory:
     """An empty memory that is traced in all layers. Raises UserError if heads are
     compressed at different times, which a page does not show."""
-    if budgets_of(adapted.settings):
+    if adapted.settings.budgets:
         reason = "a page does not show heads with budgets; give --show-memory LAYER HEAD"
         raise UserError(f"{adapted.settings.method}: {reason}")
     layers = range(adapted.model.config.n_layers)
@@ -125,7 +121,7 @@ def describe_slots(
         last = memory.largest[n][-1]  # after the last compression
         shares, places = (tensor[own, slot].tolist() for tensor in last)
         for share, place in zip(shares, places):
-            if share >= 0.01:
+            if share >= LEAST:
                 piece = repr(tokenizer.piece(ids[place]))
                 bar = "█" * round(4 * share)
                 line += f"  {bar:·<4} {share:.2f} {piece:<10} {place:<5}"

@@ -8,7 +8,6 @@ from typing import Any
 
 from lococo import Settings
 from model import LlamaConfig
-from support.ours.budgets import budgets_of
 from support.command_line import TINY, Machine, counted
 from support.text import Texts
 from support.programs.train_flags import described
@@ -19,11 +18,11 @@ def print_start(
 ) -> None:
     """`config` is a TrainConfig."""
     print(f"run: {os.path.relpath(config.out)}, {machine.dtype} on {machine.device}")
-    named_elsewhere = ("out", "device", "dtype", "merged", "data", "held_out")
+    named_elsewhere = ("out", "device", "dtype", "data", "held_out")
     left_out = dict.fromkeys([*named_elsewhere, *asdict(settings)])
     print(f"training: {described(asdict(config) | left_out)}")
     print(f"memory: {described(asdict(settings) | {'budgets': None})}")
-    if budgets_of(settings):
+    if settings.budgets:
         numbers = sum(settings.budgets, [])
         print(f"budgets: heads have {min(numbers):,} to {max(numbers):,} slots")
     print(texts.summary)
