@@ -272,13 +272,13 @@ class Memory(KVCache):
         self.by_slot = settings.positions == "slots"
         self.empty([settings] * config.n_layers)
 
-    def empty(self, slots: list[Settings]) -> None:
-        """Hold nothing. `slots` says how many slots of each kind each layer has."""
-        self.of_layer = slots
-        self.capacity = [s.capacity for s in slots]
-        self.keys = [Entries() for _ in slots]
-        self.values = [Entries() for _ in slots]
-        self.received: list[Tensor | None] = [None] * len(slots)  # attention received, (B, G, S)
+    def empty(self, of_layer: list[Settings]) -> None:
+        """Hold nothing. `of_layer` says how many slots of each kind each layer has."""
+        self.of_layer = of_layer
+        self.capacity = [s.capacity for s in of_layer]
+        self.keys = [Entries() for _ in of_layer]
+        self.values = [Entries() for _ in of_layer]
+        self.received: list[Tensor | None] = [None] * len(of_layer)  # attention received, (B, G, S)
 
     @staticmethod
     def merged_slots(config: LlamaConfig, settings: Settings) -> list[int]:

@@ -31,13 +31,13 @@ class CeilingMemory(Memory):
         # C. In low precision each move rounds a key, so that moves are not frequent.
         self.ceiling = max(0, self.reach - max(settings.segment, self.reach // 8))
 
-    def empty(self, slots: list[Settings]) -> None:
-        super().empty(slots)
+    def empty(self, of_layer: list[Settings]) -> None:
+        super().empty(of_layer)
         self.lowest = 0  # no entry stands below this position
         # The positions of entries, (B, G, S): of those that were held at the last
         # compression or move. Entries since then stand one after the other. By slot there
         # are none.
-        self.positions: list[Tensor | None] = [None] * len(slots)
+        self.positions: list[Tensor | None] = [None] * len(of_layer)
 
     def make_room(self, B: int, T: int) -> None:
         super().make_room(B, T)

@@ -91,9 +91,9 @@ class ExpectedAttention(BudgetMemory):
     reads_received = False
     LAST, FUTURE = 128, 512  # queries that are known, and positions of later ones
 
-    def empty(self, slots: list) -> None:
-        super().empty(slots)
-        self.queries: list[Tensor | None] = [None] * len(slots)  # the last, not rotated
+    def empty(self, of_layer: list) -> None:
+        super().empty(of_layer)
+        self.queries: list[Tensor | None] = [None] * len(of_layer)  # the last, not rotated
 
     @property
     def nbytes(self) -> int:
