@@ -26,6 +26,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Callable
 
@@ -35,7 +36,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import prefill
-from lococo import AdaptedLlama
+from lococo import METHODS, AdaptedLlama
 from model import Entries, KVCache, Llama, LlamaConfig, load_llama
 from support.command_line import PlainParser, at_least, budgets_file, prepare
 from support.command_line import run_program
@@ -67,7 +68,7 @@ def make(row: str, model: Llama, options: Options) -> AdaptedLlama:
     if row not in ("full", "streaming"):
         changes["budgets"] = options.budgets
     settings = make_settings(row, options.mem, segment, options.seq, **changes)
-    return AdaptedLlama(model, settings)
+    return AdaptedLlama(model, replace(settings, bits=options.bits))
 
 
 # --- Training ---------------------------------------------------------------------------
@@ -213,8 +214,8 @@ def parse() -> Options:
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=PARTS,
         help="what to measure (default: everything)")
-    add("--rows", nargs="+", choices=ROWS, default=ROWS,
-        help="memories; the window is always there (default: all)")
+    add("--rows", nargs="+", choices=METHODS, default=ROWS,
+        help=f"methods; the window is always there (default: {' '.join(ROWS)})")
     add("--model", type=Path, help="a base instead of random weights of these sizes:")
     positive = at_least(1)
     sizes = dict(dim=256, layers=4, heads=4, ffn=688, vocab=2048)
@@ -229,6 +230,8 @@ def parse() -> Options:
         help="of all rows; 0 leaves the base frozen (default: 8)")
     add("--budgets", type=budgets_file, metavar="FILE",
         help="slots of each head, for a --model (default: M each)")
+    add("--bits", type=int, choices=(8, 4), default=0,
+        help="of entries in all rows, for `prefill` (default: those of --dtype)")
     add("--rounds", type=positive, default=5,
         help="turns of each memory; one more warms up (default: 5)")
     add("--device", default="cpu", help="cpu or cuda (default: cpu)")
@@ -257,7 +260,7 @@ def main() -> None:
             raise UserError(f"{error}; take other --dim and --heads") from None
         with torch.device(options.device):
             model = Llama(config).to(dtype)
-    rows = [row for row in ROWS if row == "streaming" or row in options.rows]
+    rows = [row for row in METHODS if row == "streaming" or row in options.rows]
     sizes = f"M = {options.mem}, T = {options.segment}, L = {options.seq:,}"
     machine = f"{options.dtype} on {options.device}, {torch.get_num_threads()} threads"
     print(f"{sizes}; {machine}, torch {torch.__version__}; {options.rounds} rounds")
