@@ -3,12 +3,14 @@
     pip install matplotlib                    # nothing else needs it
     python tools/pictures.py mechanism        # assets/mechanism.png
     python tools/pictures.py result           # assets/result.png, from docs/results.jsonl
+    python tools/pictures.py curve            # assets/curve.png, from docs/curves.jsonl
     python tools/pictures.py needle           # assets/needle.png, from docs/needle.json
     python tools/pictures.py heads --model SmolLM2-135M      # assets/heads.png
     python tools/pictures.py memory           # from the embedded adapter
 
 mechanism: one compression, as LoCoCo makes it and with a learned score.
 result: the loss of memories of many sizes above that of full attention, on a frozen SmolLM2.
+curve: the loss of LoCoCo's code by tokens trained.
 needle: which facts each memory finds again, by their depth in texts of several lengths.
 heads: which heads need more slots, for prose and for facts, and which find a fact.
 memory: what three memories have of assets/prompt.txt at the end, as Chromium shows it, and
@@ -35,6 +37,7 @@ from lococo import attention_weights
 from model import KVCache, LlamaConfig, load_base
 from support.command_line import HERE, TINY, PlainParser, end_with, run_program
 from support.files import UserError, read_json, write_whole
+from support.text import read_rows
 
 try:
     from matplotlib import pyplot
@@ -199,6 +202,46 @@ def draw_result(file: Path) -> None:
     write_picture(file, figure)
 
 
+# --- Learning curves --------------------------------------------------------------------
+
+LEVELS = {  # what needs no training
+    "official h2o": ("H2O in LoCoCo's code", ":"),
+    "h2o text": ("H2O", "--"),
+    "h2o 5/8 forget": ("H2O that forgets", "-"),
+}
+
+
+def draw_curve(file: Path) -> None:
+    """The loss of LoCoCo's code by tokens trained, from docs/curves.jsonl."""
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    cells = [cell for _, cell in read_rows(HERE / "docs" / "curves.jsonl", lambda row: True)]
+    about = {"model": "SmolLM2-135M", "dtype": "float32"}
+    stored = [cell for cell in tables.stored_cells() if about.items() <= cell.items()]
+    of_parts = {"choosing": ("ablations", "a novel"), "test": ("frozen", "articles")}
+    for axes, (part, (table, title)) in zip(panels, of_parts.items()):
+        levels = tables.lines_of(replace(tables.TABLES[table], rows=(*LEVELS,)), stored)
+        for row, line in levels.items():
+            label, look = LEVELS[row]
+            axes.axhline(line.mean(), ls=look, color="#333333", lw=1, label=label)
+        trained = []
+        for cell in cells:
+            kind, steps, *more = cell["cell"].split(":")
+            if kind == "code-0.02-0.5@5e-2":  # one start, gate and rate
+                batch = int(more[1]) if len(more) > 1 else 4
+                trained.append((int(steps) * batch * 1024, cell[part]))
+        axes.plot(*zip(*sorted(trained)), "o-", color="#e69f00", label="LoCoCo's code")
+        axes.set_xscale("log")
+        axes.set_xticks([100_000, 200_000, 500_000], ["100,000", "200,000", "500,000"])
+        axes.minorticks_off()
+        axes.set_xlabel("tokens trained")
+        axes.set_ylabel("nats per token")
+        axes.set_title(f"With 64 slots LoCoCo's loss falls to that of H2O: {title}", loc="left",
+                       fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[1].legend(loc="center right", frameon=False)
+    write_picture(file, figure)
+
+
 # --- Needles ----------------------------------------------------------------------------
 
 NAMES = {  # of what is drawn of docs/needle.json
@@ -321,7 +364,7 @@ def draw_memory(file: Path) -> None:
 
 # --- The program ------------------------------------------------------------------------
 
-DRAWN = ("mechanism", "result", "needle", "heads", "memory")
+DRAWN = ("mechanism", "result", "curve", "needle", "heads", "memory")
 
 
 def main() -> None:
@@ -340,6 +383,8 @@ def main() -> None:
             draw_mechanism(file)
         elif name == "result":
             draw_result(file)
+        elif name == "curve":
+            draw_curve(file)
         elif name == "needle":
             draw_needle(flags.figures, file)
         elif name == "heads":
