@@ -192,9 +192,9 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
     if not any(adapted.settings.mem for adapted in models.values()):
         refuse_sizes(flags)
     if not needs_slots and not run and not flags.method:
-        memory = "its memory is the full cache, which keeps every token"
+        memory = "the memory is the full cache, which keeps every token"
         others = f"for 512 slots: {SUGGESTED}"
-        print(f"this base has no adapter: {memory}; {others}", file=sys.stderr)
+        print(f"note: no --adapter and no --method: {memory}; {others}", file=sys.stderr)
     return models
 
 
@@ -386,9 +386,6 @@ def main() -> None:
     asks = flags.ask is not None or flags.save_memory
     chat = read_chat(flags.model) if asks else None
     opened = None if flags.special_tokens else chat  # whoever writes the markup opens the turn
-    if flags.ask is not None and not chat:
-        note = "this base has no chat template; questions simply continue the text"
-        print(f"note: --model {flags.model}: {note}", file=sys.stderr)
     text = joined(flags.prompt, texts)
     ids = prompt_ids(flags, text, tokenizer, opened) if texts else []
     with machine.precision():
@@ -401,6 +398,9 @@ def main() -> None:
         if ids:
             continue_text(flags, reader, ids, tokenizer)
         if flags.ask is not None:
+            if not chat:
+                note = "this base has no chat template; questions simply continue the text"
+                print(f"note: --model {flags.model}: {note}", file=sys.stderr)
             answers(flags, reader, chat, tokenizer)
 
 

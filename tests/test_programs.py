@@ -374,7 +374,7 @@ MISTAKES = [
     (train, f"{TRAIN} --out ''", "this name is empty"),
     (eval_ppl, f"{EVAL} --lengths 99999", "--lengths 99999"),
     (eval_ppl, f"{EVAL} -- nowhere", "nowhere: there is no such folder"),
-    (eval_ppl, f"{EVAL} -- latin", "takes texts by --data"),
+    (eval_ppl, f"{EVAL} -- latin", "texts are named by --data"),
     (eval_ppl, f"{EVAL} --json no/x", "no/x: there is no folder no; make it first"),
     (eval_ppl, f"{EVAL} --json /dev/stdout", "/dev/stdout: this is a stream; name a file"),
 ]

@@ -43,15 +43,12 @@ def settings_of(file: Path, saved: dict) -> Settings:
         settings = HeadSettings(**saved)
     except TypeError as error:
         raise UserError(f"{file}: it is by another version ({error})") from None
-    if settings.method not in METHODS:
-        known = f"lococo.METHODS has {', '.join(METHODS)}"
-        raise UserError(f"{file}: its method {settings.method!r} is unknown; {known}")
-    if settings.compressor not in COMPRESSORS:
-        known = f"lococo.COMPRESSORS has {', '.join(COMPRESSORS)}"
-        raise UserError(f"{file}: its compressor {settings.compressor!r} is unknown; {known}")
-    if settings.memory and settings.memory not in MEMORIES:
-        known = f"lococo.MEMORIES has {', '.join(MEMORIES)}"
-        raise UserError(f"{file}: its memory {settings.memory!r} is unknown; {known}")
+    rows = dict(method=METHODS, compressor=COMPRESSORS, memory={"": None} | MEMORIES)
+    for name, known in rows.items():
+        own = getattr(settings, name)
+        if own not in known:
+            remedy = "if it is yours, import its file in support/ours/__init__.py"
+            raise UserError(f"{file}: its {name} {own!r} is unknown; {remedy}")
     return settings
 
 
@@ -74,7 +71,7 @@ def read_adapter(run: Path) -> Adapter:
         if (run / "state.safetensors").exists():
             sentence = f"this run has not ended; to go on: {resume_command(run)}"
         elif run.is_file():
-            remedy = "name a folder that train.py has made (eval_ppl.py takes texts by --data)"
+            remedy = "an adapter is a folder (texts are named by --data, budgets by --budgets)"
             sentence = f"this is a file; {remedy}"
         elif not run.exists():
             sentence = "there is no such folder; name an adapter, or a run of train.py"
@@ -104,8 +101,8 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     before a quantization. Raises UserError."""
     adapter = read_adapter(Path(run))
     settings, tensors, base = adapter.settings, adapter.tensors, adapter.base
-    remedy = "give --model as in its training; an adapter of another version must be trained again"
-    other = f"{run}: its adapter is for another base; {remedy}"
+    remedy = "name its own by --model; an adapter of another version must be trained again"
+    other = f"{run}: its adapter is for another base than this --model; {remedy}"
     try:
         check_budgets(settings.budgets, model.config)
     except UserError:

@@ -77,7 +77,7 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
         goes_on = "run the command again that made it"
         raise UserError(f"--load-memory {file}: its text is not read to the end; {goes_on}")
     if about["config"] != repr(model.config):
-        made = f"it was saved with another model, {about['model']}; name it by --model"
+        made = f"it was saved with another model, {about['model'] or 'unknown'}; name it by --model"
         raise UserError(f"--load-memory {file}: {made}")
     saved = about["owner"]
     settings = settings_of(Path(file), saved["settings"])
@@ -99,7 +99,7 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
             raise UserError(f"--load-memory {file}: it was saved with another {remedy}")
     memory = adapted.cache()
     fill(memory, tensors, about["counters"], adapted.model.norm.weight.device)
-    listed = ", ".join(about["texts"])
+    listed = ", ".join(about["texts"]) or "a text"
     held = f"{memory.seen:,} tokens in {memory.nbytes:,} bytes"
     print(f"memory of {listed}, read {about['date']}: {held}", file=sys.stderr)
     return Reader(adapted, memory, run, tuple(about["texts"]), about["in_turn"])
