@@ -65,3 +65,12 @@ def test_what_readme_and_other_sizes_show(monkeypatch):
     columns, _, h2o, heads = made["sizes, M, float32"].splitlines()
     assert columns == "| M + T | 384 + 128 | 896 + 128 |"
     assert h2o.endswith(" |  | 4.5000 |") and heads.endswith("| 5.0000 | 2.5000 |")
+
+
+def test_each_cell_has_a_line_of_its_own(monkeypatch, tmp_path):
+    """Also behind a line that an editor has left without a line break."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "results.jsonl")
+    tables.add(cell("window", [1.0]))
+    tables.RESULTS.write_text(tables.RESULTS.read_text().strip())
+    tables.add(cell("h2o", [2.0]))
+    assert tables.stored_cells() == [cell("window", [1.0]), cell("h2o", [2.0])]

@@ -44,7 +44,7 @@ from support.programs.adapter import identity, load_adapter
 from support.command_line import HERE, SIZES, TINY, PlainParser, at_least, counted, prepare
 from support.command_line import run_program
 from support.facts import tell_all
-from support.files import UserError, as_json, checksum, read_json
+from support.files import UserError, as_json, checksum, read_json, read_text
 from support.files import write_text
 from support.ours.published import RULES
 from support.programs.settings import untrained
@@ -383,8 +383,12 @@ def stored_cells() -> list[dict]:
 
 
 def add(cell: dict) -> None:
+    """Append a line. An editor may have left the last one without a line break."""
+    line = as_json(cell) + "\n"
+    if RESULTS.exists() and not read_text(RESULTS).endswith("\n"):
+        line = "\n" + line
     with open(RESULTS, "a", encoding="utf-8") as file:
-        file.write(as_json(cell) + "\n")
+        file.write(line)
 
 
 @dataclass(frozen=True)
