@@ -1,4 +1,5 @@
-"""A compressor that chooses: each merged slot learns which entry it keeps.
+"""A compressor that chooses: each merged slot learns which entry it keeps, and is called a
+trained slot.
 
 The model cannot read a fact out of a mixture of several entries, which the paper's
 convolution makes. Here nearly all of a slot's weight is on one entry. A slot avoids what
