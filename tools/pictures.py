@@ -223,22 +223,25 @@ def draw_curve(file: Path) -> None:
         for row, line in levels.items():
             label, look = LEVELS[row]
             axes.axhline(line.mean(), ls=look, color="#333333", lw=1, label=label)
-        trained = []
+        trained = {}  # by tokens, the loss of each seed
         for cell in cells:
             kind, steps, *more = cell["cell"].split(":")
             if kind == "code-0.02-0.5@5e-2":  # one start, gate and rate
                 batch = int(more[1]) if len(more) > 1 else 4
-                trained.append((int(steps) * batch * 1024, cell[part]))
-        axes.plot(*zip(*sorted(trained)), "o-", color="#e69f00", label="LoCoCo's code")
+                trained.setdefault(int(steps) * batch * 1024, []).append(cell[part])
+        means = {tokens: np.mean(losses) for tokens, losses in sorted(trained.items())}
+        axes.plot(means.keys(), means.values(), color="#e69f00", label="LoCoCo's code, by seed")
+        for tokens, losses in trained.items():
+            axes.plot([tokens] * len(losses), losses, "o", color="#e69f00")
         axes.set_xscale("log")
         axes.set_xticks([100_000, 200_000, 500_000], ["100,000", "200,000", "500,000"])
         axes.minorticks_off()
         axes.set_xlabel("tokens trained")
         axes.set_ylabel("nats per token")
-        axes.set_title(f"With 64 slots LoCoCo's loss falls to that of H2O: {title}", loc="left",
+        axes.set_title(f"With 64 slots LoCoCo falls to about H2O's loss: {title}", loc="left",
                        fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[1].legend(loc="center right", frameon=False)
+    panels[1].legend(loc="upper right", bbox_to_anchor=(1, 0.93), frameon=False)
     write_picture(file, figure)
 
 
