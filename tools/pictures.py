@@ -161,8 +161,8 @@ def draw_points(axes, places: dict[str, tuple[float, float]]) -> None:
 
 def draw_losses(axes, small: dict, sizes: dict) -> None:
     for row in CURVES:
-        curve = [small.get(row) if size == ALONG[1] else sizes.get(f"{row} @ {size}")
-                 for size in ALONG]
+        of_row = sizes | {f"{row} @ 896 + 128": small[row]}
+        curve = [of_row[f"{row} @ {size}"] for size in ALONG]
         axes.plot(*np.array(curve).T, "-", color=LOOKS[row][1])
     shown = {row: at for row, at in small.items() if row in LOOKS or row in LABELS}
     twice = "8 bits @ 1792 + 256"

@@ -25,6 +25,7 @@ BLOCK = 32  # channels that share a scale
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
+    """2 ** exponent, exactly, in float32."""
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
 
 
