@@ -5,8 +5,9 @@
 
 A cell is NAME@RATE:STEPS[:SEED[:BATCH]]. The base is frozen, M = T = 64, and a step has four
 sequences of 1,024 tokens, or BATCH. NAME is `code-START-GATE`, which is LoCoCo's code with
-these first values (GATE is 0 or 0.5), `paper` for the paper's `lococo+h2o`, or `selection`. What trains, and what
-is scored, is as in the table "frozen" of tools/tables.py. A run goes on where it was stopped.
+these first values (GATE is 0 or 0.5), `paper-START`, which is the paper's `lococo+h2o`, or
+`selection`. What trains, and what is scored, is as in the table "frozen" of tools/tables.py. A
+run goes on where it was stopped.
 
 A cell becomes one line of the file: the nats of each document of the choosing and of the test
 part, the gates of the layers, and the standard deviation of the weights in the first layer.
@@ -52,14 +53,13 @@ def train_cell(
     line += ["--model", str(options.model), "--dtype", options.dtype, "--device", "cpu"]
     line += ["--score-tokens", "0", "--save-every", "8", "--out", str(out)]
     line += ["--data", *(str(options.prose / book) for book in tables.BOOKS)]
-    if name == "paper":
-        line += ["--method", "lococo+h2o"]
-    elif name.startswith("code-"):
-        _, start, gate = name.split("-")
+    if name != "selection":
+        kind, start, *gate = name.split("-")
+        row = METHODS["lococo+h2o" if kind == "paper" else "lococo-code"]
         changes = {"start": float(start)}
-        if float(gate) == 0:
+        if gate == ["0"]:
             changes["compressor"] = "official-closed"
-        METHODS[name] = lambda M: METHODS["lococo-code"](M) | changes
+        METHODS[name] = lambda M: row(M) | changes
         line += ["--method", name]
     if (out / "state.safetensors").is_file():
         line = ["--resume", str(out)]

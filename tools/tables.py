@@ -97,6 +97,8 @@ ROWS = {
                               f"--method lococo+h2o-slots {PAPER}"),
     "official code": Row("LoCoCo's code: M/2 heavy, M/2 merged",
                          f"--method lococo-code {PAPER}"),
+    "official code 0.02": Row("LoCoCo's code with first weights of 0.02 instead of 1",
+                              f"--method lococo-code-0.02 {PAPER}"),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
@@ -178,7 +180,7 @@ ABLATIONS = (
     "selection, paper's compressor", "selection, 3 taps", "selection, no forgetting",
 )
 LONG = Table(
-    ("full", "window", "h2o text", *PAPERS[2:], "h2o facts", *OURS), 512, 8192, "long",
+    ("full", "window", "h2o text", *PAPERS[2:], "official code 0.02", "h2o facts", *OURS), 512, 8192, "long",
     "--recipe inference", steps=15, documents=16, segment=512,
 )
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
