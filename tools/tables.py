@@ -108,7 +108,7 @@ ROWS = {
     "selection": Row("**selection**", ""),
     "selection heads": Row("**selection with budgets**", f"--budgets {BUDGETS}"),
     "stored": Row("**selection with budgets**, trained with 512 slots", f"--budgets {BUDGETS}",
-                  trained=False, stored=f"{STORED}/text"),
+                  trained=False, stored="runs/text"),
     "learned": Row("**a learned score, with budgets**", f"--budgets {BUDGETS}", trained=False,
                    stored=f"{STORED}/learned"),
     # Selection with one thing made otherwise.
@@ -124,8 +124,8 @@ ROWS = {
     "selection, 3 taps": Row("3 taps instead of 1", "--method selection-3-taps"),
     "selection, no forgetting": Row("no forgetting", "--method selection-no-forgetting"),
 }
-# The learned score with its entries in fewer bits, and a second fit of it (`fit_scores.py
-# --seed 1 --out runs/learned-1`).
+# The learned score with its entries in fewer bits, and a second fit of it. The adapters' README
+# has the commands that make runs/text and runs/learned-1.
 ROWS["8 bits"] = replace(ROWS["learned"], label="the same in 8 bits", bits=8)
 ROWS["4 bits"] = replace(ROWS["learned"], label="the same in 4 bits", bits=4)
 ROWS["learned again"] = replace(
@@ -180,8 +180,8 @@ ABLATIONS = (
     "selection, paper's compressor", "selection, 3 taps", "selection, no forgetting",
 )
 LONG = Table(
-    ("full", "window", "h2o text", *PAPERS[2:], "official code 0.02", "h2o facts", *OURS), 512, 8192, "long",
-    "--recipe inference", steps=15, documents=16, segment=512,
+        ("full", "window", "h2o text", *PAPERS[2:], "official code 0.02", "h2o facts", *OURS),
+    512, 8192, "long", "--recipe inference", steps=15, documents=16, segment=512,
 )
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
 RESULT = ("full", "window", "h2o text", "h2o heads", "learned", "8 bits")
@@ -489,9 +489,10 @@ def loss_table(table: Table, lines: Lines) -> str:
     h2o = lines.get("h2o", lines.get("h2o text"))  # a table has one of them
     against = lines.get("selection") if table.against == "selection" else h2o
     for row, line in lines.items():
-        seeds = counted(len(line.cells), "seed")
-        adapter = f"adapter `{Path(ROWS[row].stored).name}`" if ROWS[row].stored else "-"
-        trained = f"{line.steps} steps, {seeds}" if line.steps else adapter
+        stored = ROWS[row].stored.removeprefix(f"{STORED}/")
+        trained = f"`{stored}`" if stored else "-"
+        if line.steps:
+            trained = f"{line.steps} steps, {counted(len(line.cells), 'seed')}"
         cells = [line.label, f"{line.megabytes():.0f}", trained, f"{line.mean():.4f}"]
         cells.append(difference(line, against))
         if "full" in table.rows:
