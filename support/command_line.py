@@ -203,7 +203,6 @@ class Parser(PlainParser):
             help="slots of each head, from tools/budgets.py, scaled to M on average; or the "
                  "word equal, for M each (default: the adapter's, or equal)")
 
-
     def parse_methods(self) -> argparse.Namespace:
         """Parse the command line of a program that has a list of --method. `sizes` has
         the flags that change the sizes of a memory."""

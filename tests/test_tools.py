@@ -69,11 +69,11 @@ def test_an_oracle_keeps_what_later_segments_read(in_float64, model, monkeypatch
     """Of 16 entries those that tokens 16 to 23 attend to most: 8 or, with budgets, 4 and 12. In
     the first layer keys and queries are those of full attention."""
     monkeypatch.setattr(oracle, "T", 8)
-    tokens, full = torch.randint(0, 64, (1, 24)), oracle.Witness(model.config)
+    tokens, full = torch.randint(0, 64, (1, 24)), oracle.Noted(model.config)
     prefill(model, tokens, full, 8)
     layers = model.config.n_layers
     s = make_settings("h2o", 8, 8, 24, [slots] * layers, heavy=8, recent=0, lora_rank=0)
-    memory = AdaptedLlama(model, s).cache(partial(oracle.Oracle, witness=full))
+    memory = AdaptedLlama(model, s).cache(partial(oracle.Oracle, noted=full))
     prefill(model, tokens, memory, 8)
     block, turns = model.layers[0], rope(torch.arange(24.0), model.config)
     q, k, _ = block.project(model.tok_embeddings(tokens))

@@ -20,8 +20,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 import tables
-from lococo import AdaptedLlama, attention_weights, segment_losses
-from model import KVCache, Llama, LlamaConfig, load_base
+from fit_scores import Noted
+from lococo import AdaptedLlama, segment_losses
+from model import KVCache, Llama, load_base
 from support.command_line import PlainParser, budgets_file, prepare, run_program
 from support.ours.budgets import BudgetMemory
 from support.programs.settings import make_settings, untrained
@@ -29,33 +30,20 @@ from support.programs.settings import make_settings, untrained
 M, T, L = 896, 128, 8192
 
 
-class Witness(KVCache):
-    """The full cache. `received[layer][i]` is the attention that entries receive from the
-    queries of segment i, (G, S)."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__(config)
-        self.received: list[list[Tensor]] = [[] for _ in self.keys]
-
-    def read(self, n: int, q: Tensor) -> Tensor:
-        self.received[n].append(attention_weights(q, self.keys[n].held).sum(dim=2)[0])
-        return super().read(n, q)
-
-
 class Oracle(BudgetMemory):
     """All slots keep the entries that will receive most attention."""
 
     reads_received = False
 
-    def __init__(self, *args, witness: Witness):
-        """A witness has read the same text."""
+    def __init__(self, *args, noted: Noted):
+        """`noted` has read the same text, in segments of T tokens."""
         super().__init__(*args)
-        self.witness = witness
+        self.noted = noted
 
     def scores(self, n: int, k: Tensor, v: Tensor, received: None) -> Tensor:
         layer, heads = self.parts[n].layer, self.parts[n].heads
         coming = self.seen // T  # the number of the segment that enters now
-        later = self.witness.received[layer][coming:]
+        later = self.noted.sums[layer][coming:]
         future = sum(attention[heads, : self.seen] for attention in later)  # (heads, seen)
         return future.gather(1, self.positions_of(n)[0].long())[None]
 
@@ -69,11 +57,11 @@ def nats_of(model: Llama, text: Tensor, cache: KVCache) -> float:
 @torch.inference_mode()
 def nats_of_rows(model: Llama, text: Tensor, budgets: list[list[int]]) -> dict[str, float]:
     """Of one text (1, L), by the name of a row."""
-    witness = Witness(model.config)
-    nats = {"full attention": nats_of(model, text, witness)}
+    noted = Noted(model.config)
+    nats = {"full attention": nats_of(model, text, noted)}
     h2o = untrained(model, "h2o", M, T)
     nats["H2O"] = nats_of(model, text, h2o.cache())
-    oracle = partial(Oracle, witness=witness)
+    oracle = partial(Oracle, noted=noted)
     for what, slots in (("equal slots", None), ("budgets", budgets)):
         s = make_settings("h2o", M, T, L, slots, heavy=M, recent=0, lora_rank=0)
         nats[f"oracle, {what}"] = nats_of(model, text, AdaptedLlama(model, s).cache(oracle))

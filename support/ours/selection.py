@@ -158,6 +158,7 @@ def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
         penalty = penalty + alike[heads, taken]
     return torch.stack(penalties, dim=1)
 
+
 class SelectingMemory(Memory):
     """A memory that tells the compressor which entries stood in a slot."""
 
