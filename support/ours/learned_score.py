@@ -1,15 +1,14 @@
 """A learned score: heavy slots keep the entries that will receive attention, and not those
 that have received it.
 
-As KVzap (arXiv 2601.07891) and KVP (arXiv 2602.10238) do after a whole prompt, a small
-network says of each entry how much attention it will receive. It is fitted to what full
-attention pays in some texts (tools/fit_scores.py), in minutes of a core and without a
-gradient through the model. Two things are learnt: the attention in all, which helps prose,
-and the largest share that one later token will pay, which finds facts. On SmolLM2 with
-1,024 entries in a head and budgets it finds 51 % of the facts in 8,192 tokens, H2O that
-forgets with the same budgets 28 %, and the full cache 57 % (docs/results.md; the standard
-error is 6 points). Over eight texts its loss is 0.0020 +- 0.0006 nats per token lower than
-that of H2O that forgets.
+KVzap (arXiv 2601.07891) predicts KVzip's scores, and KVP (arXiv 2602.10238) learns a rank.
+Here a small network says of each entry how much attention it will receive. It is fitted to
+what full attention pays in some texts (tools/fit_scores.py), in minutes of a core and without
+a gradient through the model. Two things are learnt: the attention in all, and the largest
+share that one later token will pay. On SmolLM2 with 1,024 entries in a head and budgets it
+finds 51 % of the facts in 8,192 tokens, H2O that forgets with the same budgets 28 %, and the
+full cache 57 % (docs/results.md; the standard error is 6 points). Over eight texts its loss
+is 0.0020 +- 0.0006 nats per token lower than that of H2O that forgets, with the same budgets.
 
 It departs from H2O in what is heavy, and from the paper in that this is learned.
 """
