@@ -268,6 +268,7 @@ def run_program(main: Callable[[], None]) -> None:
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
+        print(file=sys.stderr)  # the terminal's ^C does not end its line
         sys.exit(130)
     except BrokenPipeError:  # `| head` has seen enough
         os._exit(1)
