@@ -65,15 +65,16 @@ class Noted(KVCache):
 
 
 def texts_of(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Tensor, set[int]]:
-    """Pieces of the texts with facts in them, (P, L), and the fingerprints of all texts. Two
-    thirds of the pieces have facts of two forms. Raises UserError if no text is long enough."""
+    """Pieces of the texts, (P, L), and the fingerprints of all texts. Two thirds of the pieces
+    have facts of two forms, unless --no-facts is given. Raises UserError if no text is long
+    enough."""
     ids = np.concatenate([*token_streams(options.data, tokenizer).values()])
     rows = pieces(ids, tokenizer.bos, options.length, options.documents)
     if not len(rows):
         raise UserError(f"--data: no text has --length {options.length} tokens")
     told = []
     for i, row in enumerate(rows):
-        for n in (2 * i, 2 * i + 1) if i % 3 < 2 else ():
+        for n in (2 * i, 2 * i + 1) if i % 3 < 2 and not options.no_facts else ():
             form = FORMS_TO_FIT[n % len(FORMS_TO_FIT)]
             row, _ = tell(row, 8, "training", n, i, tokenizer, form)
         told.append(row)
@@ -154,6 +155,7 @@ def parse() -> argparse.Namespace:
         help="tokens of a piece of text (default: 8192, or the base's context if it is less)")
     add("--documents", type=at_least(1), default=12, metavar="N",
         help="pieces, spread evenly over the texts (default: 12)")
+    add("--no-facts", action="store_true", help="write no facts into the texts")
     add("--out", type=named_path, required=True, metavar="RUN", help="new directory")
     options = parser.parse_args()
     refuse_used(str(options.out))

@@ -176,7 +176,7 @@ def draw_losses(axes, small: dict, sizes: dict) -> None:
 def draw_facts(axes, small: dict, sizes: dict) -> None:
     """The share of lines that are found in texts of 8,192 tokens."""
     held = small | sizes
-    files = (HERE / "docs" / name for name in ("needle.json", "needle-twice.json"))
+    files = (HERE / "docs" / name for name in ("needle.json", "needle-8192.json"))
     panels = {key: panel for file in files for key, panel in read_json(file)["found"].items()}
     shares = {row: np.nanmean(np.array(panels[name]["8192"], dtype=float))
               for row, name in tables.FOUND.items()}

@@ -124,12 +124,15 @@ ROWS = {
     "selection, 3 taps": Row("3 taps instead of 1", "--method selection-3-taps"),
     "selection, no forgetting": Row("no forgetting", "--method selection-no-forgetting"),
 }
-# The learned score with its entries in fewer bits, and a second fit of it. The adapters' README
-# has the commands that make runs/text and runs/learned-1.
+# The learned score with its entries in fewer bits, and two other fits of it. The adapter's README
+# has the commands that make what is in runs/.
 ROWS["8 bits"] = replace(ROWS["learned"], label="the same in 8 bits", bits=8)
 ROWS["4 bits"] = replace(ROWS["learned"], label="the same in 4 bits", bits=4)
 ROWS["learned again"] = replace(
     ROWS["learned"], label="a learned score, fitted with another seed", stored="runs/learned-1"
+)
+ROWS["learned plain"] = replace(
+    ROWS["learned"], label="a learned score, fitted without facts", stored="runs/plain"
 )
 # What each paper of support/ours/published.py is called, with equal slots and with our budgets.
 FIELD = {
@@ -186,7 +189,7 @@ LONG = Table(
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
 RESULT = ("full", "window", "h2o text", "h2o heads", "learned", "8 bits")
 SMALL = (*RESULT[:3], "h2o 5/8 forget", "h2o heads", "stored", *RESULT[4:])
-SMALL += ("4 bits", "learned again")
+SMALL += ("4 bits", "learned again", "learned plain")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 # The same rows with other numbers of slots M and of tokens T.
 SIZED = ["h2o text"]
@@ -502,7 +505,7 @@ def loss_table(table: Table, lines: Lines) -> str:
     return text
 
 
-FOUND = {  # the panels of docs/needle.json, and of needle-twice.json, by row
+FOUND = {  # the panels of docs/needle.json, and of needle-8192.json, by row
     "full": "base, full",
     "window": "base, streaming M=896 T=128",
     "h2o text": "base, h2o M=896 T=128",
