@@ -268,7 +268,8 @@ def run_program(main: Callable[[], None]) -> None:
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print(file=sys.stderr)  # the terminal's ^C does not end its line
+        if sys.stderr.isatty():  # its ^C does not end the line
+            print(file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # `| head` has seen enough
         os._exit(1)

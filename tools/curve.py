@@ -6,8 +6,8 @@
 A cell is NAME@RATE:STEPS[:SEED[:BATCH]]. The base is frozen, M = T = 64, and a step has four
 sequences of 1,024 tokens, or BATCH. NAME is `code-START-GATE`, which is LoCoCo's code with
 these first values (GATE is 0 or 0.5), `paper-START`, which is the paper's `lococo+h2o`, or
-`selection`. What trains, and what is scored, is as in the table "frozen" of tools/tables.py. A
-run goes on where it was stopped.
+`selection`. What trains, and what is scored, is as in the table "frozen" of
+tools/tables.py. A run goes on where it was stopped.
 
 A cell becomes one line of the file: the nats of each document of the choosing and of the test
 part, the gates of the layers, and the standard deviation of the weights in the first layer.
@@ -42,6 +42,7 @@ class ClosedGate(official_code.OfficialCompressor):
 
 
 COMPRESSORS["official-closed"] = ClosedGate
+ROWS = {"code": "lococo-code", "paper": "lococo+h2o"}  # of METHODS
 
 
 def train_cell(
@@ -55,11 +56,11 @@ def train_cell(
     line += ["--data", *(str(options.prose / book) for book in tables.BOOKS)]
     if name != "selection":
         kind, start, *gate = name.split("-")
-        row = METHODS["lococo+h2o" if kind == "paper" else "lococo-code"]
+        tables.refuse_unknown(kind, ROWS, "name")
         changes = {"start": float(start)}
-        if gate == ["0"]:
+        if gate and float(gate[0]) == 0:
             changes["compressor"] = "official-closed"
-        METHODS[name] = lambda M: row(M) | changes
+        METHODS[name] = lambda M: METHODS[ROWS[kind]](M) | changes
         line += ["--method", name]
     if (out / "state.safetensors").is_file():
         line = ["--resume", str(out)]

@@ -183,7 +183,7 @@ ABLATIONS = (
     "selection, paper's compressor", "selection, 3 taps", "selection, no forgetting",
 )
 LONG = Table(
-        ("full", "window", "h2o text", *PAPERS[2:], "official code 0.02", "h2o facts", *OURS),
+    ("full", "window", "h2o text", *PAPERS[2:], "official code 0.02", "h2o facts", *OURS),
     512, 8192, "long", "--recipe inference", steps=15, documents=16, segment=512,
 )
 OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
