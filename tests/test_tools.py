@@ -181,6 +181,9 @@ def test_scores_make_an_adapter(run, monkeypatch):
     adapted = load_adapter("scores", base)
     assert (adapted.settings.compressor, adapted.settings.mem) == ("learned", 28)
     assert adapted.compressors[0].score.deviation.max() > 1
+    assert run(fit_scores, f"{line} --mem 28 --segment 16 --no-facts --out plain")[0] == 0
+    both = [load_adapter(out, base).compressors[0].score for out in ("scores", "plain")]
+    assert not torch.equal(both[0].mean, both[1].mean)  # of other texts
     tokens = torch.randint(0, 2048, (1, 100))
     memories = [adapted.cache(), untrained(base, "h2o", 28, 16).cache()]
     for memory in memories:
