@@ -186,7 +186,6 @@ LONG = Table(
     ("full", "window", "h2o text", *PAPERS[2:], "official code 0.02", "h2o facts", *OURS),
     512, 8192, "long", "--recipe inference", steps=15, documents=16, segment=512,
 )
-OTHER_SIZES = ("window", "h2o text", *PAPERS[2:], *OURS, "stored")
 RESULT = ("full", "window", "h2o text", "h2o heads", "learned", "8 bits")
 SMALL = (*RESULT[:3], "h2o 5/8 forget", "h2o heads", "stored", *RESULT[4:])
 SMALL += ("4 bits", "learned again", "learned plain")
@@ -209,8 +208,6 @@ TABLES = {
     ),
     "result": replace(SMALL_SEGMENTS, rows=RESULT),
     "long": LONG,
-    "long, M = 128": replace(LONG, rows=OTHER_SIZES, mem=128),
-    "long, M = 256": replace(LONG, rows=OTHER_SIZES, mem=256),
     "small segments": SMALL_SEGMENTS,
     "field": replace(SMALL_SEGMENTS, rows=("full", *filter(None, sum(FIELD.values(), ())))),
     "sizes": replace(SMALL_SEGMENTS, rows=tuple(SIZED)),
