@@ -191,8 +191,8 @@ SMALL = (*RESULT[:3], "h2o 5/8 forget", "h2o heads", "stored", *RESULT[4:])
 SMALL += ("4 bits", "learned again", "learned plain")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 # The same rows with other numbers of slots M and of tokens T.
-SIZED = ["h2o text"]
-for method in ("h2o heads", "learned", "8 bits"):
+SIZED = []
+for method in ("h2o text", "h2o heads", "learned", "8 bits"):
     SIZED.append(method)
     for sizes in ("384 + 128", "512 + 512", "768 + 256", "960 + 64", "1792 + 256"):
         flags = "{} --mem {} --segment {}".format(ROWS[method].flags, *sizes.split(" + "))
