@@ -190,14 +190,29 @@ RESULT = ("full", "window", "h2o text", "h2o heads", "learned", "8 bits")
 SMALL = (*RESULT[:3], "h2o 5/8 forget", "h2o heads", "stored", *RESULT[4:])
 SMALL += ("4 bits", "learned again", "learned plain")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
-# The same rows with other numbers of slots M and of tokens T.
+
+def sized(row: str, sizes: str) -> str:
+    """The name of the same row with other numbers of slots M and of tokens T."""
+    flags = "{} --mem {} --segment {}".format(ROWS[row].flags, *sizes.split(" + "))
+    ROWS[f"{row} @ {sizes}"] = replace(ROWS[row], flags=flags)
+    return f"{row} @ {sizes}"
+
+
 SIZED = []
-for method in ("h2o text", "h2o heads", "learned", "8 bits"):
-    SIZED.append(method)
+for row in ("h2o text", "h2o heads", "learned", "8 bits"):
+    SIZED.append(row)
     for sizes in ("384 + 128", "512 + 512", "768 + 256", "960 + 64", "1792 + 256"):
-        flags = "{} --mem {} --segment {}".format(ROWS[method].flags, *sizes.split(" + "))
-        ROWS[f"{method} @ {sizes}"] = replace(ROWS[method], flags=flags)
-        SIZED.append(f"{method} @ {sizes}")
+        SIZED.append(sized(row, sizes))
+# From H2O with the paper's sizes to full attention: what each step changes, and in which files.
+LADDER = {
+    "h2o text @ 512 + 512": ("H2O with M = T = 512", ()),
+    sized("h2o 5/8 forget", "512 + 512"): ("it forgets", ("support/ours/forgetting.py",)),
+    "h2o heads @ 512 + 512": ("budgets", ("support/ours/budgets.py", "tools/budgets.py")),
+    "h2o heads": ("smaller segments: M = 896, T = 128", ()),
+    "learned": ("a learned score", ("support/ours/learned_score.py", "tools/fit_scores.py")),
+    "8 bits @ 1792 + 256": ("8 bits: M = 1,792, T = 256", ("support/ours/bits.py",)),
+    "full": ("full attention", ()),
+}
 EXTENDED = ("window", "h2o text", "h2o heads", "learned")
 FACTS = ("window", "h2o", "lococo+h2o by slot", "selection")
 TABLES = {
@@ -211,6 +226,7 @@ TABLES = {
     "small segments": SMALL_SEGMENTS,
     "field": replace(SMALL_SEGMENTS, rows=("full", *filter(None, sum(FIELD.values(), ())))),
     "sizes": replace(SMALL_SEGMENTS, rows=tuple(SIZED)),
+    "ladder": replace(SMALL_SEGMENTS, rows=tuple(LADDER)),
     "extension": replace(LONG, rows=EXTENDED, mem=896, segment=128, seq=32768, documents=4),
     "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded",
                    steps=400, documents=64),
@@ -561,6 +577,21 @@ def sizes_table(table: Table, lines: Lines) -> str:
     return text
 
 
+def ladder_table(table: Table, lines: Lines) -> str:
+    """Nats per token above full attention, what each step changes, and the lines of its files."""
+    columns = "step", "MB", "nats per token above full attention", "change", "lines of code"
+    text = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
+    before = None
+    for key, line in lines.items():
+        label, files = LADDER[key]
+        above, change = difference(line, lines.get("full")), difference(line, before)
+        code = sum(len(read_text(HERE / file).splitlines()) for file in files)
+        cells = label, f"{line.megabytes():.0f}", above, change, str(code or "")
+        text += f"| {' | '.join(cells)} |\n"
+        before = line
+    return text
+
+
 def facts_table(table: Table, lines: Lines) -> str:
     """Each figure is that of one seed, in their order."""
     text = "| memory | steps | perplexity | recalled, % |\n|---|---|---|---|\n"
@@ -572,7 +603,10 @@ def facts_table(table: Table, lines: Lines) -> str:
     return text
 
 
-FORMS = {"result": result_table, "field": field_table, "sizes": sizes_table, "facts": facts_table}
+FORMS = {
+    "result": result_table, "field": field_table, "sizes": sizes_table, "ladder": ladder_table,
+    "facts": facts_table,
+}
 
 
 def all_tables(cells: list[dict]) -> dict[str, str]:
