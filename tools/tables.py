@@ -191,6 +191,7 @@ SMALL = (*RESULT[:3], "h2o 5/8 forget", "h2o heads", "stored", *RESULT[4:])
 SMALL += ("4 bits", "learned again", "learned plain")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 
+
 def sized(row: str, sizes: str) -> str:
     """The name of the same row with other numbers of slots M and of tokens T."""
     flags = "{} --mem {} --segment {}".format(ROWS[row].flags, *sizes.split(" + "))
