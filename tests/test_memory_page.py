@@ -102,13 +102,14 @@ def test_three_memories_on_one_page(run, stock):
     data = data_of("page.html")
     assert "".join(data["tokens"]) == prompt
     memories = data["memories"]
-    assert [[*memory["counts"].values()] for memory in memories] == [
-        [0, 6, 4, 6], [4, 0, 0, 12], [0, 8, 0, 8]]
+    assert [memory["counts"] for memory in memories] == [
+        {"heavy": 6, "trained": 4, "recent": 6}, {"sinks": 4, "recent": 12},
+        {"heavy": 8, "recent": 8}]
     tokens, nbytes = len(data["tokens"]), 2 * 4 * 2 * 64 * 4  # of an entry
     for memory in memories:
         held = (16 + tokens - memory["read"][-1]) * memory["entry_bytes"]
         assert f"{held:,} bytes; the full cache would hold {tokens * nbytes:,}\n" in err
-        assert (memory["full_entry_bytes"], memory["segment"]) == (nbytes, 16)
+        assert memory["full_entry_bytes"] == nbytes
         assert memory["read"][:2] == [32, 48]
     assert [memory["entry_bytes"] for memory in memories] == 3 * [nbytes]
 
@@ -140,25 +141,27 @@ def in_a_browser(page: str, view: str) -> str:
 @pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
 def test_a_browser_colours_tokens_by_what_holds_them(own_folders):
     """Tokens a to e, then the segment of f and g. Token h has not been read. There are a
-    slot of each kind, two heads and two compressions. The heavy slot of head 0 has a
-    mixture: its tokens are not kept word for word. Token d, which the address names, leaves
-    head 0. In head 1 token c leaves."""
+    slot of each kind, two heads and two compressions. A token has the kind of the slot with its
+    largest share. Token d, which the address names, is in head 1 alone."""
     first = [0, [1, 60, 2, 40], [2, 75, 1, 25], 4]
     second = [0, 1, [3, 50, 2, 50], 4]
     last = [0, 1, [3, 50, 1, 50], 6]
-    memory = {"name": "by hand", "counts": dict.fromkeys(KINDS, 1), "segment": 2, "layers": 1}
-    memory |= {"entry_bytes": 100, "full_entry_bytes": 100}
-    memory |= {"heads": 2, "next": "i", "read": [5, 7]}
+    memory = {"name": "by hand", "counts": dict.fromkeys(KINDS, 1), "layers": 1, "heads": 2}
+    memory |= {"entry_bytes": 100, "full_entry_bytes": 200, "next": "i", "read": [5, 7]}
     memory["held"] = [[[first, second]], [[first, last]]]
     write_page(Path("page.html"), [*"abcdefgh"], {}, [memory])
     shown = in_a_browser("page.html", "compression=1&layer=0&head=0&token=3")
-    found = re.findall(r'class="([\w ]*)" data-token="(\d)"', shown)
-    classes = ["held sinks", "held merged", "held merged", "gone lit", "held recent"]
-    classes += ["segment", "segment", "unread"]
+    text = shown.split('class="text"')[1].split('class="slots"')[0]
+    found = re.findall(r'class="([\w ]*)" data-token="(\d)"', text)
+    classes = ["held sinks", "held heavy", "held merged", "gone lit", "held recent"]
+    classes += ["reading", "reading", "unread"]
     assert found == [(kind, str(token)) for token, kind in enumerate(classes)]
     assert re.findall(r'<div class="slot (\w+)".*?</div>', shown) == [*KINDS]
     assert "0.60 \u201cb\u201d" in shown
-    for words in ("4 slots + 2 new tokens = 6 entries, 600 bytes",
-                  "a full cache would have 7 entries, 700 bytes",
-                  "gone in layer 0, head 0, since compression 1; layer 0, head 1 still has it"):
-        assert words in shown
+    for words in ("4 slots and 2 new tokens have 600 bytes; a full cache has 1,400",
+                  "token 3: gone; held in 1 of 2 heads: layer 0, head 1."):
+        assert words in shown, shown
+    shown = in_a_browser("page.html", "compression=1&layer=0&head=1&token=3")
+    assert "token 3: 0.50 of merged slot 2; held in 1 of 2 heads" in shown
+    assert re.findall(r'title="(compression \d: \w+)"', shown) == [
+        "compression 1: merged", "compression 2: merged"]

@@ -348,7 +348,7 @@ def draw_memory(file: Path) -> None:
     words = ["--prompt", str(HERE / "assets" / "prompt.txt"), "--adapter", str(TINY)]
     words += ["--method", "streaming", "h2o"]
     flags = ["--headless", "--disable-gpu", "--hide-scrollbars"]
-    flags += ["--window-size=1050,1330"]
+    flags += ["--window-size=1050,1220"]
     flags += ["--virtual-time-budget=2000"]  # milliseconds that the page is given
     flags += ["--no-sandbox"] * (os.geteuid() == 0)  # with a sandbox it refuses root
     with TemporaryDirectory() as folder:
@@ -360,7 +360,7 @@ def draw_memory(file: Path) -> None:
         command = [browser, *flags, f"--screenshot={picture}", view]
         subprocess.run(command, check=True, capture_output=True)
         drawn = Image.open(picture).convert("RGB")
-        drawn = drawn.crop((0, 335, *drawn.size))  # the legend and the controls go
+        drawn = drawn.crop((0, 238, *drawn.size))  # the legend and the controls go
         small = drawn.quantize(256, Image.Quantize.MAXCOVERAGE)  # a third of its size
         write_whole(file, partial(small.save, format="png", optimize=True))
 

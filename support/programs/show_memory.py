@@ -2,12 +2,12 @@
 data of the page."""
 
 import argparse
+from collections import Counter
 from pathlib import Path
 
-from lococo import KINDS
 from support.command_line import new_file
 from support.files import UserError
-from support.programs.tracing import LEAST, TracedMemory
+from support.programs.tracing import LEAST, TracedMemory, kinds_of
 
 TITLES = {  # of methods, as README.md calls them
     "streaming": "window (streaming)",
@@ -52,8 +52,7 @@ def page_record(name: str, memory: TracedMemory, following: str) -> dict:
     method, comma, adapter = name.partition(",")
     return {
         "name": TITLES.get(method, method) + comma + adapter,
-        "counts": {kind: getattr(memory.settings, kind) for kind in KINDS},
-        "segment": memory.settings.segment,
+        "counts": Counter(kinds_of(memory.settings)),  # of slots, in their order
         "layers": memory.config.n_layers,
         "heads": memory.config.n_kv_heads,
         # Of one entry in all layers, here and in a full cache.

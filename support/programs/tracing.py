@@ -6,13 +6,23 @@ from typing import Collection, Iterator
 import torch
 from torch import Tensor
 
-from lococo import KINDS, AdaptedLlama, Settings
+from lococo import COMPRESSORS, AdaptedLlama, Settings
 from support.ours.budgets import BudgetMemory
+from support.ours.selection import Selection
 from support.files import UserError
 from support.tokenizer import Tokenizer
 
 
 LEAST = 0.01  # smaller shares are left out
+
+
+def kinds_of(s: Settings) -> list[str]:
+    """The kind of each slot, in their order. Those that a Selection fills are trained slots."""
+    chooses = issubclass(COMPRESSORS[s.compressor], Selection)
+    merged = "trained" if chooses else "merged"
+    names = ("sinks", "heavy", merged, "recent")
+    counts = (s.sinks, s.heavy, s.merged, s.recent)
+    return [name for name, count in zip(names, counts) for _ in range(count)]
 
 
 def mixing_matrix(s: Settings, order: Tensor, w: Tensor) -> Tensor:
@@ -115,8 +125,8 @@ def describe_slots(
     part = memory.parts[n]
     yield f"layer {layer}, head {head}: {memory.keys[n].size} entries after {len(ids)} tokens"
     own = part.heads.index(head)
-    kinds = [kind for kind in KINDS for _ in range(getattr(part.settings, kind))]
-    for slot, kind in enumerate(kinds if memory.largest[n] else []):
+    kinds = kinds_of(part.settings) if memory.largest[n] else []
+    for slot, kind in enumerate(kinds):
         line = f"{slot:>4} {kind:7}"
         last = memory.largest[n][-1]  # after the last compression
         shares, places = (tensor[own, slot].tolist() for tensor in last)
