@@ -80,7 +80,10 @@ class ScoredMemory(BudgetMemory):
         """As Memory.choose. Three of five heavy slots keep the entries that will receive
         most attention in all, and the others, of the rest, those to which one token will
         pay most."""
-        s, positions = self.of_layer[n], self.positions_of(n)
+        s = self.of_layer[n]
+        older = slice(k.shape[2] - s.recent)  # recent slots keep the others
+        positions = self.positions_of(n)[:, :, older]
+        k, v, received = (x[:, :, older] for x in (k, v, received))
         with torch.autocast(k.device.type, enabled=False):
             k = rotate(widened(k), *self.rotation(-positions))  # as it was before its rotation
             entries = torch.cat((k, widened(v)), dim=-1)
@@ -88,12 +91,10 @@ class ScoredMemory(BudgetMemory):
             in_all, at_once = self.compressors[n].score(entries, received, age).unbind(dim=-1)
         chosen = torch.zeros_like(in_all, dtype=torch.bool)
         chosen[:, :, : s.sinks] = True
-        older = k.shape[2] - s.recent
         for score, slots in ((in_all, s.heavy * 3 // 5), (at_once, s.heavy - s.heavy * 3 // 5)):
-            others = score.masked_fill(chosen, -torch.inf)
-            best = others[:, :, :older].topk(slots, dim=2).indices
+            best = score.masked_fill(chosen, -torch.inf).topk(slots, dim=2).indices
             chosen.scatter_(2, best, True)
-        return chosen
+        return F.pad(chosen, (0, s.recent))
 
 
 COMPRESSORS["learned"] = LearnedScore
