@@ -7,7 +7,7 @@
 Show what the slots of layer 2, head 1 hold; or all slots, as a page.
 
     python generate.py --prompt file.txt --show-memory 2 1
-    python generate.py --prompt file.txt --show-memory page.html
+    python generate.py --prompt file.txt --page page.html
 
 A text that is read once and asked many times. Without a question, --ask reads questions
 from standard input, one a line:
@@ -43,7 +43,7 @@ from support.programs.saved_memory import Reader, go_on, load_memory, named, own
 from support.programs.saved_memory import save_memory, unfinished
 from support.programs.settings import method_sizes, refuse_sizes, untrained
 from support.programs.settings import warn_if_too_long
-from support.programs.show_memory import page_record, what_to_show
+from support.programs.show_memory import page_record
 from support.programs.tracing import SUGGESTED, check_slots, describe_slots
 from support.programs.tracing import memory_of_layer, memory_of_page
 from support.tokenizer import Tokenizer
@@ -109,8 +109,6 @@ def as_text(
 
 
 def parse() -> argparse.Namespace:
-    """The flags. `layer_and_head` has the two numbers of --show-memory LAYER HEAD, and
-    `page` the file of --show-memory FILE.html. What is not asked for is None."""
     parser = Parser(__doc__, mem="the adapter's, or 512",
                     segment="the adapter's, or as --mem")
     parser.add_seed()
@@ -133,34 +131,37 @@ def parse() -> argparse.Namespace:
         help="run directory of train.py (default for tiny/: its own)")
     add("--method", nargs="+", default=[], choices=METHODS,
         help="a method without training, instead of an adapter (default for other models: "
-             "full); several, also beside an adapter, with --show-memory page.html")
+             "full); several, also beside an adapter, with --page")
     add = parser.add_argument_group("output").add_argument
     add("--save-memory", type=new_file, metavar="FILE",
         help="write the memory there, and end")
     add("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
-    add("--show-memory", nargs="+", metavar="WHAT",
-        help="LAYER HEAD: print what its slots hold, and end; FILE.html: write a page of what "
-             "all slots hold while the text is read, and end")
+    add("--show-memory", type=at_least(0), nargs=2, metavar=("LAYER", "HEAD"),
+        help="print what the slots of this head hold, and end")
+    add("--page", type=new_file, metavar="FILE",
+        help="write a page of what all slots hold while the text is read, and end")
 
     flags = parser.parse_methods()
     if not flags.prompt and (flags.ask is None or not flags.load_memory):
         parser.error("give --prompt, or --load-memory with --ask")
-    if flags.ask is not None and (flags.save_memory or flags.show_memory):
-        parser.error("--ask goes with neither --save-memory nor --show-memory")
+    shows = flags.show_memory or flags.page
+    if flags.ask is not None and (flags.save_memory or shows):
+        parser.error("--ask goes with none of --save-memory, --show-memory and --page")
+    sizes = [value for value in flags.sizes.values() if value is not None]
+    if flags.load_memory and (flags.method or sizes):
+        parser.error("--load-memory: a memory keeps its --method and its sizes; leave them out")
     if flags.ask == "" and "-" in flags.prompt:
         parser.error("--ask QUESTION: standard input has the text of --prompt -")
     if flags.temperature is None:
         flags.temperature = 0.8 if flags.ask is None else 0.0
-    flags.layer_and_head = flags.page = None
-    if flags.show_memory:
-        flags.layer_and_head, flags.page = what_to_show(flags.show_memory)
+    if shows:
         flags.max_new_tokens = 0  # nothing is written
         if flags.save_memory or flags.load_memory:
-            parser.error("--show-memory goes with neither --save-memory nor --load-memory")
+            parser.error("--show-memory and --page go with neither --save-memory nor --load-memory")
     asked = [f"--adapter {flags.adapter}"] if flags.adapter else []
     asked += flags.method
     if len(asked) > (3 if flags.page else 1):
-        limit = "one at a time, or up to three with --show-memory page.html"
+        limit = "one at a time, or up to three with --page"
         parser.error(f"{', '.join(asked)}: {limit}")
     return flags
 
@@ -183,7 +184,7 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
     mem, segment = method_sizes(flags, [*models.values()])
     for method in flags.method:
         models[method] = untrained(model, method, mem, segment, flags.budgets, flags.bits)
-    needs_slots = flags.show_memory or flags.save_memory
+    needs_slots = flags.show_memory or flags.page or flags.save_memory
     if not models:
         models["full"] = untrained(model, "full", 512, 512)
     if needs_slots:
@@ -309,8 +310,8 @@ def continue_text(
     else:
         logits = read_ids(adapted, ids, cache)
     reading = time.perf_counter() - begun
-    if flags.layer_and_head:
-        print(*describe_slots(cache, *flags.layer_and_head, ids, tokenizer), sep="\n")
+    if flags.show_memory:
+        print(*describe_slots(cache, *flags.show_memory, ids, tokenizer), sep="\n")
     begun, written = time.perf_counter(), 0
     if new_tokens:
         new = decode(adapted.model, tokenizer, logits, cache, new_tokens, flags.temperature)
@@ -369,11 +370,10 @@ def questions(given: str) -> Iterator[str]:
 def reader_of(flags: argparse.Namespace, base: Llama, in_turn: bool) -> Reader:
     """The model and its memory: one that was saved, or an empty one."""
     if flags.load_memory:
-        given = flags.sizes | {"method": flags.method[0] if flags.method else None}
-        return load_memory(flags.load_memory, base, flags.adapter, **given)
+        return load_memory(flags.load_memory, base, flags.adapter)
     adapted = next(iter(chosen_models(flags, base).values()))
-    if flags.layer_and_head:
-        return Reader(adapted, memory_of_layer(adapted, *flags.layer_and_head))
+    if flags.show_memory:
+        return Reader(adapted, memory_of_layer(adapted, *flags.show_memory))
     return Reader(adapted, adapted.cache(), run_of(flags), in_turn=in_turn)
 
 

@@ -25,10 +25,14 @@ def read_chat(folder: Path) -> Chat | None:
     """The template of a model's directory, None if it has none. It is rendered as
     transformers does, in jinja2's sandbox: jinja2 comes with torch. Raises UserError if
     it does not render."""
+    own, file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     try:
-        (file, text), names = template_in(folder), names_in(folder)
+        config = read_json(file) if file.is_file() else {}
+        text, names = template_in(config), names_in(config)
+        if own.is_file():
+            file = own
+            text = read_text(file)
     except FOREIGN as error:
-        file = folder / "tokenizer_config.json"
         raise UserError(f"{file}: its chat template cannot be read ({error!r})") from None
     if text is None:
         return None
@@ -59,21 +63,16 @@ def refuse(sentence: str) -> None:
     raise jinja2.TemplateError(sentence)
 
 
-def template_in(folder: Path) -> tuple[Path, str | None]:
-    """The file that has the template, and its text."""
-    own, file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    if own.is_file():
-        return own, read_text(own)
-    found = read_json(file).get("chat_template") if file.is_file() else None
-    if isinstance(found, list):  # of several the one that is called default
+def template_in(config: dict) -> str | None:
+    """The template of tokenizer_config.json. Of several it is the one called default."""
+    found = config.get("chat_template")
+    if isinstance(found, list):
         named = {entry["name"]: entry["template"] for entry in found}
         found = named.get("default")
-    return file, found
+    return found
 
 
-def names_in(folder: Path) -> dict[str, str]:
+def names_in(config: dict) -> dict[str, str]:
     """The special tokens that templates may name, such as bos_token."""
-    file = folder / "tokenizer_config.json"
-    found = read_json(file) if file.is_file() else {}
-    tokens = {key: value for key, value in found.items() if key.endswith("_token") and value}
+    tokens = {key: value for key, value in config.items() if key.endswith("_token") and value}
     return {key: t["content"] if isinstance(t, dict) else t for key, t in tokens.items()}

@@ -18,7 +18,7 @@ from support.tokenizer import Tokenizer
 HERE = Path(__file__).resolve().parent.parent  # the project's folder
 TINY = HERE / "tiny"  # the embedded model and its adapter
 HUGE = 2**31 - 1  # the largest number that a flag takes
-SIZES = ("mem", "segment", "budgets", "bits")  # what a trained adapter can change
+SIZES = ("mem", "segment", "budgets", "bits")  # flags that give an adapter another memory
 
 
 def at_least(least: float, kind: type = int) -> Callable[[str], float]:
@@ -145,10 +145,11 @@ def question_ids(
     the text."""
     if not chat:
         return tokenizer.continued(f"\n\n{question}\n"), set()
-    # What stands behind an answer begins with the token that ends it.
     between = tokenizer.continued(chat.between, special=True)
-    names = tokenizer.special_in(chat.between)
-    ends = {*between[:1]} if names and chat.between.lstrip().startswith(tuple(names)) else set()
+    # A special token that stands behind an answer ends it. Some templates put a blank before it.
+    behind = chat.between.lstrip()
+    named = behind.startswith(tuple(tokenizer.special_in(behind)))
+    ends = {*tokenizer.continued(behind, special=True)[:1]} if named else set()
     words = tokenizer.continued(f"\n\n{question}" if in_turn else question)
     closes = tokenizer.continued(chat.closes, special=True)
     return ([] if in_turn else between) + words + closes, ends

@@ -64,8 +64,8 @@ def say_left_out(what: str, names: list[str]) -> None:
 
 
 def read_rows(file: Path, check: Callable[[dict], bool]) -> Iterator[tuple[int, dict]]:
-    """Number and object of each line of a .jsonl or .jsonl.gz file, for which `check`
-    must hold. It may also raise what looking for values raises."""
+    """Number and object of each line of a .jsonl or .jsonl.gz file. `check` says whether an
+    object is a row; it may also raise one of FOREIGN."""
     opener = gzip.open if file.suffix.lower() == ".gz" else open
     number = 1
     # Bytes, as text would be decoded ahead of the line that is read.
@@ -121,9 +121,8 @@ def read_documents(file: Path) -> Iterator[tuple[str, str]]:
         for number, row in read_rows(file, is_row):
             yield f"{file.name}:{number}", row["text"]
     else:
-        # The library has two files with a byte order mark. There it stays, so that what
-        # is trained and measured on these texts is the same with any version of this
-        # program.
+        # Two files of the library begin with a byte order mark. It is kept as text, because
+        # the stored figures were made so.
         yield file.name, read_text(file, "utf-8" if library() in file.parents else UTF8)
 
 
@@ -132,14 +131,13 @@ def read_documents(file: Path) -> Iterator[tuple[str, str]]:
 # Where tokens are stored; it is safe to delete.
 CACHE = os.environ.get("LOCOCO_CACHE") or "~/.cache/lococo"
 
-# The checksum of a document's name, modulo 20, says to which part it belongs.
-PARTS = {"held-out": range(0, 2), "training": range(2, 20)}
+PARTS = ("held-out", "training")
 
 
 def part_of(name: str) -> str:
-    """The part of a document or of a fact with this name."""
+    """The part of a document or of a fact with this name: a tenth of all names is held out."""
     number = zlib.crc32(name.encode("utf-8", "surrogateescape")) % 20
-    return next(part for part in PARTS if number in PARTS[part])
+    return "held-out" if number < 2 else "training"
 
 
 def tokenize(
@@ -162,8 +160,9 @@ def tokenize(
 
 def name_of_tokens(files: list[Path], tokenizer: Tokenizer) -> str:
     """A name by all that tokens are made from: the texts, the names that choose a part,
-    the tokenizer and how it begins a text, and how this module reads them (a number to
-    raise). A text is known by its content: another one may have its size and its time.
+    the tokenizer and how it begins a text, and a version (raise it when this module reads
+    texts in another way). A text is known by its content: another one may have its size and
+    its time.
     """
     texts = []
     for file in files:

@@ -359,12 +359,15 @@ class JsonTokens:
             tokenizer.encode_special_tokens = not special  # True: as plain text
             return tokenizer.encode(text, add_special_tokens=False).ids
 
+        added = {*self.special.values(), *self.ordinary.values()}
+
         def before(ids: list[int]) -> int:  # how many ids stand before the first that was added
             return next((n for n, i in enumerate(ids) if i in added), len(ids))
 
         ids = ids_of(self.tokenizer)
         if continues or self.blanks.first is False:
-            added, bare = {*self.special.values(), *self.ordinary.values()}, ids_of(self.bare)
+            # The blank before a text is left out, up to the first token that was added.
+            bare = ids_of(self.bare)
             ids = bare[: before(bare)] + ids[before(ids) :]
         return ids
 

@@ -13,7 +13,7 @@ import generate
 import needle
 from model import load_llama
 from support.chat import Chat, read_chat
-from support.command_line import TINY
+from support.command_line import TINY, question_ids
 from support.files import UserError
 from support.programs.settings import untrained
 from support.tokenizer import Tokenizer
@@ -89,6 +89,16 @@ def answer_by_hand(folder, *pieces):
                 break
             written.append(token)
     return tokenizer.decode([*tokenizer.x, *written])[1:]
+
+
+@pytest.mark.parametrize("template, expected", [(LLAMA, "</s>"), (SMOL, "</s>"),
+                                                (SMOL.replace("</s>", "User"), None)])
+def test_an_answer_ends_at_the_special_token_behind_it(chatty, template, expected):
+    """Also if the template has a blank before it; without such a token it ends nowhere."""
+    tokenizer = Tokenizer(chatty)
+    chat = read_chat(put(chatty, chat_template=template, **TOKENS))
+    _, ends = question_ids("who", True, chat, tokenizer)
+    assert [tokenizer.tokens.name(i) for i in ends] == [expected] * (expected is not None)
 
 
 def test_a_question_stands_in_the_chat(run, chatty):

@@ -96,7 +96,7 @@ def test_three_memories_on_one_page(run, stock):
     prompt = (HERE / "assets" / "prompt.txt").read_text()[:150]
     Path("prompt.txt").write_text(prompt)
     ours = f"--adapter {stock / 'adapter'}"
-    words = f"--prompt prompt.txt {ours} --method streaming h2o --show-memory page.html"
+    words = f"--prompt prompt.txt {ours} --method streaming h2o --page page.html"
     code, out, err = run(generate, words)
     assert (code, out) == (0, "") and "open page.html in a browser" in err, err
     data = data_of("page.html")

@@ -354,7 +354,7 @@ def draw_memory(file: Path) -> None:
     with TemporaryDirectory() as folder:
         page, picture = Path(folder) / "page.html", Path(folder) / "page.png"
         program = [sys.executable, str(HERE / "generate.py"), *words]
-        subprocess.run([*program, "--show-memory", str(page)], check=True)
+        subprocess.run([*program, "--page", str(page)], check=True)
         shutil.copyfile(page, file.with_suffix(".html"))
         view = f"{page.as_uri()}#compression=17&layer=1&head=0&token=72"
         command = [browser, *flags, f"--screenshot={picture}", view]

@@ -96,9 +96,9 @@ def read_adapter(run: Path) -> Adapter:
 
 def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     """The adapter of a run directory of train.py on its base model, for reading and not for
-    training; `sizes` other than those of its training are as in `resized`. The base itself
-    stays as it is. Without LoRA it may have other weights of the same shapes, such as those
-    before a quantization. Raises UserError."""
+    training. `sizes` are the arguments of `resized`. The base itself stays as it is. Without
+    LoRA it may have other weights of the same shapes, such as those before a quantization.
+    Raises UserError."""
     adapter = read_adapter(Path(run))
     settings, tensors, base = adapter.settings, adapter.tensors, adapter.base
     remedy = "name its own by --model; an adapter of another version must be trained again"

@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from lococo import AdaptedLlama, Settings
+from lococo import AdaptedLlama
 from model import KVCache, Llama
-from support.ours.budgets import scaled
 from support.programs.adapter import identity, load_adapter, settings_of
 from support.files import UserError, checksum, read_file, write_file
 
-REMEDIES = {  # of what differs
+REMEDIES = {  # what follows "it was saved with another"
     "base": "model; name its --model",
     "dtype": "--dtype; give the same",
     "adapter": "adapter; name it by --adapter",
@@ -64,10 +63,9 @@ def save_memory(file: Path | str, reader: Reader, model: str = "") -> None:
     write_file(Path(file), tensors, **about)
 
 
-def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given) -> Reader:
+def load_memory(file: Path | str, model: Llama, run: Path | None = None) -> Reader:
     """The memory of a file on its base. `run` is where its adapter is now; None: where it
-    was. `given` are settings that the user named, which must be those of the memory. A
-    line on standard error says what was read. Raises UserError."""
+    was. A line on standard error says what was read. Raises UserError."""
     tensors, about = read_file(Path(file))
     needed = "counters owner config model run texts in_turn date".split()
     if not about.keys() >= {*needed}:
@@ -81,7 +79,6 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None, **given
         raise UserError(f"--load-memory {file}: {made}")
     saved = about["owner"]
     settings = settings_of(Path(file), saved["settings"])
-    refuse_others(file, given, settings)
     if run and not about["run"]:
         raise UserError(f"--adapter {run}: {file} was read without one; leave the flag out")
     run = run or (Path(about["run"]) if about["run"] else None)
@@ -123,17 +120,3 @@ def go_on(part: Path, memory: KVCache, of: str, device: torch.device) -> None:
         raise UserError(f"{part}: {other}; remove it, or name another --save-memory")
     fill(memory, tensors, about["counters"], device)
     print(f"going on from {part}, with {memory.seen:,} tokens", file=sys.stderr)
-
-
-def refuse_others(file: Path | str, given: dict, settings: Settings) -> None:
-    """Raises UserError if a flag says something else than the memory of this file has."""
-    for name, value in given.items():
-        own = getattr(settings, name)
-        if value is None or value == own:
-            continue
-        if name == "budgets":
-            if value and scaled(value, settings.mem) == own:
-                continue
-            raise UserError(f"--budgets: {file} was read with others; leave the flag out")
-        how = f"with --{name} {own}" if own else f"without --{name}"
-        raise UserError(f"--{name} {value}: {file} was read {how}; leave the flag out")

@@ -64,13 +64,13 @@ def check_sizes(settings: HeadSettings) -> None:
 
 def untrained(
     model: Llama, method: str, mem: int, segment: int, budgets: Budgets | None = None,
-    bits: int | None = None, positions: str | None = None,
+    bits: int | None = None,
 ) -> AdaptedLlama:
-    """A method that needs no training, on its base model. None leaves budgets equal, and
-    positions as in the method's row. Raises UserError."""
+    """A method that needs no training, on its base model. None leaves budgets equal. Raises
+    UserError."""
     length = int(model.config.context * model.config.rope_scale)
-    changes = dict(budgets=budgets, positions=positions, lora_rank=0)
-    settings = replace(make_settings(method, mem, segment, length, **changes), bits=bits or 0)
+    settings = make_settings(method, mem, segment, length, budgets, lora_rank=0)
+    settings = replace(settings, bits=bits or 0)
     refuse_not_fitted(settings)
     if settings.merged:
         command = f"python train.py --model MODEL --method {method} --data TEXTS --out RUN"

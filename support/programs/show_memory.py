@@ -1,34 +1,15 @@
-"""`generate.py --show-memory page.html`: what memories hold while a text is read, as the
+"""`generate.py --page page.html`: what memories hold while a text is read, as the
 data of the page."""
 
-import argparse
 from collections import Counter
-from pathlib import Path
 
-from support.command_line import new_file
-from support.files import UserError
 from support.programs.tracing import LEAST, TracedMemory, kinds_of
 
-TITLES = {  # of methods, as README.md calls them
+TITLES = {  # what the page calls methods
     "streaming": "window (streaming)",
     "h2o": "H2O",
     "h2o+forget": "H2O that forgets",
 }
-
-
-def what_to_show(words: list[str]) -> tuple[tuple[int, int] | None, Path | None]:
-    """Of --show-memory: a layer and a head, or else the file of a page. Raises
-    UserError."""
-    numbers = [int(word) for word in words if word.isdecimal()]
-    if len(words) == len(numbers) == 2:
-        return tuple(numbers), None
-    if len(words) > 1 or not words[0].lower().endswith(".html"):
-        remedy = "name a layer and a head, such as 1 0, or one file, such as page.html"
-        raise UserError(f"--show-memory {' '.join(words)}: {remedy}")
-    try:
-        return None, new_file(words[0])
-    except argparse.ArgumentTypeError as error:
-        raise UserError(f"--show-memory {error}") from None
 
 
 def slot_record(shares: list[float], tokens: list[int]) -> int | list[int]:

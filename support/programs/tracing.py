@@ -105,7 +105,7 @@ def memory_of_page(adapted: AdaptedLlama) -> TracedMemory:
     """An empty memory that is traced in all layers. Raises UserError if heads are
     compressed at different times, which a page does not show."""
     if adapted.settings.budgets:
-        reason = "a page does not show heads with budgets; give --show-memory LAYER HEAD"
+        reason = "a page does not show heads with budgets; take --show-memory LAYER HEAD"
         raise UserError(f"{adapted.settings.method}: {reason}")
     layers = range(adapted.model.config.n_layers)
     return adapted.cache(partial(TracedMemory, layers=layers))
