@@ -203,11 +203,10 @@ def main() -> None:
 
     numbers = {L: len(rows) for L, rows in documents.items()}
     figures = {"parts": parts, "documents": numbers, "methods": scores.cells}
-    memories = [adapted.settings for adapted in models.values() if adapted.settings.mem]
-    near = max((settings.capacity for settings in memories), default=0)
+    memories = {name: m.settings for name, m in models.items() if m.settings.mem}
+    near = max((settings.capacity for settings in memories.values()), default=0)
     # Others are compared with the first RUN that has slots, or else the first --method.
-    in_order = [*(name for name in models if not name.startswith("base, ")), *models]
-    first = next((name for name in in_order if models[name].settings.mem), None)
+    first = min(memories, key=lambda name: name.startswith("base, "), default=None)
     figures["nats per token"] = print_differences(scores.losses, first)
     if flags.by_position:
         position = torch.arange(1, L).expand(len(last), -1)

@@ -6,8 +6,8 @@ and the value of a token in one head of a layer. Letters are those of model.py, 
     R  entries of a head that a compression does not keep as they are: it puts them into
        merged slots, or drops them
 
-Equation numbers are the paper's: (1) is `attention_weights` and `Memory.read`, or else
-`model.attention`; (2) is `model.Attention.project`; (3) is `Memory.compress`; (4) and (5)
+Equation numbers are the paper's: (1) is `model.attention` or, where attention is counted,
+`attention_weights` and `Memory.read`; (2) is `model.Attention.project`; (3) is `Memory.compress`; (4) and (5)
 are `merge`; (6) and (7) are `Compressor.weights`. docs/paper-to-code.md lists what
 departs.
 
@@ -83,7 +83,7 @@ class Settings:
     # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets
     # nothing. 0, as in the official code, counts only the queries that entered last.
     forget: float = 1.0
-    forget_in: int = 0  # tokens; not "at each segment", but in so many. 0: a segment
+    forget_in: int = 0  # tokens in which `forget` is applied once. 0: a segment
 
     @property
     def pinned(self) -> int:
@@ -206,11 +206,7 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     q = q.unflatten(1, (-1, group)).flatten(2, 3) / q.shape[-1] ** 0.5  # (B, G, H/G * T, D)
     attention_logits = widened(q @ k.mT)
     if T > 1:  # a single token sees all entries
-        # All queries see the older entries, so that the last T columns alone need the
-        # mask. `last` is a view: this writes into attention_logits. The mask is a
-        # constant, of which autograd need not know.
-        last = attention_logits.detach().unflatten(2, (group, T))[..., S - T :]
-        last += causal_mask(T, T, last)
+        attention_logits += causal_mask(T, S, attention_logits).repeat(group, 1)
     return attention_logits.softmax(dim=-1)
 
 
@@ -268,14 +264,13 @@ class Memory(KVCache):
         self.counts_attention = settings.heavy > 0 and self.reads_received
         self.counts_attention |= any(c.reads_received for c in compressors)
         # By slot a key has a new place after each compression. So it is held without a
-        # rotation, and rotated whenever it is read. `of_places` are the rotations.
+        # rotation, and rotated whenever it is read.
         self.by_slot = settings.positions == "slots"
         self.empty([settings] * config.n_layers)
 
     def empty(self, of_layer: list[Settings]) -> None:
         """Hold nothing. `of_layer` says how many slots of each kind each layer has."""
         self.of_layer = of_layer
-        self.capacity = [s.capacity for s in of_layer]
         self.keys = [Entries() for _ in of_layer]
         self.values = [Entries() for _ in of_layer]
         self.received: list[Tensor | None] = [None] * len(of_layer)  # attention received, (B, G, S)
@@ -298,36 +293,25 @@ class Memory(KVCache):
         segment = self.settings.segment
         assert T <= segment, f"{T} tokens at once, but at most {segment}: use generate.prefill"
         for layer, keys in enumerate(self.keys):
-            if keys.size + T > self.capacity[layer]:  # M + `segment`
+            if keys.size + T > self.of_layer[layer].capacity:  # M + `segment`
                 self.compress(layer)
 
-    def first_positions(self) -> list[int]:
-        """With positions by slot a token's position is its place in the cache."""
-        if self.by_slot:
-            return [keys.size for keys in self.keys]
-        return super().first_positions()
-
-    def announce(self, T: int, device: torch.device | str = "cpu") -> None:
-        super().announce(T, device)
-        if self.by_slot:
-            places = max(keys.size for keys in self.keys) + T
-            self.of_places = self.rotation(torch.arange(places, device=device))
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As a KVCache does. By slot a token's position is its place in the cache."""
         if not self.by_slot:
             return super().attend(layer, q, k, v)
-        self.keys[layer].append(k, self.capacity[layer])
-        self.values[layer].append(v, self.capacity[layer])
-        read = self.read(layer, rotate(q, *self.rotations[layer]))
-        self.waiting -= 1
-        return read
+        self.keys[layer].append(k)
+        self.values[layer].append(v)
+        S, T = self.keys[layer].size, k.shape[2]
+        places = torch.arange(S - T, S, device=k.device)
+        return self.read(layer, rotate(q, *self.rotation(places)))
 
     def rotated_keys(self, layer: int) -> Tensor:
         """The keys as queries read them, (B, G, S, D): by slot rotated to their places."""
         k = self.keys[layer].held
         if not self.by_slot:
             return k
-        return rotate(k, *(x[: k.shape[2]] for x in self.of_places))
+        return rotate(k, *self.rotation(torch.arange(k.shape[2], device=k.device)))
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         """Attend as a KVCache does, and count the attention that each entry receives."""
@@ -341,8 +325,8 @@ class Memory(KVCache):
         return output.unflatten(2, (group, -1)).flatten(1, 2)
 
     def count(self, layer: int, shares: Tensor, group: int) -> Tensor:
-        """What entries have received, (B, G, S), with the `attention_weights` of T new
-        tokens, (B, G, group * T, S).
+        """The attention that entries have received, (B, G, S), once T new tokens have paid
+        theirs: `shares`, their `attention_weights` (B, G, group * T, S).
 
         Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in
         sum over all queries so far and as a mean of the `group` of query heads that share
@@ -380,7 +364,7 @@ class Memory(KVCache):
         # among the chosen entries, and among the others.
         order = (~chosen).byte().argsort(dim=2, stable=True)
         sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
-        _, places, _ = order.split(sizes, dim=2)  # of the rest, for memories of your own
+        _, places, _ = order.split(sizes, dim=2)  # of the rest; `w_function` may need them
         k_pinned, k_rest, k_recent = in_order(k, order).split(sizes, dim=2)
         v_pinned, v_rest, v_recent = in_order(v, order).split(sizes, dim=2)
         received_rest = None
@@ -414,7 +398,8 @@ class Memory(KVCache):
 
     def w_function(self, layer: int, places: Tensor) -> Callable:
         """What computes w of entries and the attention that they received. A subclass may
-        also tell the compressor where in the cache they stood."""
+        also tell the compressor where in the cache they stood. It is made now: the backward
+        pass may compute w again when the memory has moved on."""
         return self.compressors[layer].weights
 
     def hold(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> None:
@@ -453,11 +438,6 @@ class Memory(KVCache):
         """Heavy slots keep the entries with the highest scores, (B, G, S)."""
         return received
 
-    def copy(self) -> "Memory":
-        other = super().copy()
-        other.received = [*self.received]
-        return other
-
 
 # The class of a memory is that which its settings name (`Settings.memory`), or else its
 # compressor (`Compressor.memory_name`).
@@ -478,7 +458,7 @@ def segment_losses(
     inputs = tokens[:, :-1].split(segment, dim=1)
     targets = tokens[:, 1:].split(segment, dim=1)
     for x, y in zip(inputs, targets):
-        logits = model(x, cache)  # its first call is Memory.make_room, which may compress
+        logits = model(x, cache)  # begins with Memory.make_room, which may compress
         nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
         yield nats.view_as(y), logits
 
@@ -488,8 +468,8 @@ def segment_losses(
 
 def position_divisor(config: LlamaConfig, settings: Settings) -> float:
     """The number by which positions are divided, so that those of a text of L tokens (the
-    settings' `length`) lie inside the pretrained context. Positions of a longer text may
-    pass the context. A base that stays frozen cannot learn other positions than its own.
+    settings' `length`) lie inside the pretrained context. A base that stays frozen keeps
+    its own divisor, as it cannot learn other positions.
 
     "text" (the paper): a token's position in the text, which reaches L. "slots": its place
     in the cache, which never exceeds M + T of the largest head.
@@ -501,11 +481,6 @@ def position_divisor(config: LlamaConfig, settings: Settings) -> float:
         highest = min(settings.largest + settings.segment, settings.length)
     # The checkpoint may divide positions itself; they are never divided by less.
     return max(config.rope_scale, highest / config.context)
-
-
-def reach(config: LlamaConfig, settings: Settings) -> int:
-    """The largest distance between two tokens that a base reads, in tokens."""
-    return round(config.context * position_divisor(config, settings))
 
 
 # --- LoRA (arXiv 2106.09685) ------------------------------------------------------------
@@ -590,7 +565,7 @@ class AdaptedLlama(nn.Module):
             ]
         like = widened(model.norm.weight[:0])
         self.compressors = nn.ModuleList(compressors).to(like)
-        if self.compressors:  # all are of one class
+        if settings.merged:  # all compressors are of one class
             check_rows(self.compressors[0], config.head_dim, like)
         if settings.lora_rank:  # context extension; without LoRA the base stays frozen
             self.tune_base()

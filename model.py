@@ -3,11 +3,10 @@
 Read this file first. It is an ordinary Llama-2 (arXiv 2307.09288), with switches for
 other models: `tied` (SmolLM2, Llama 3.2), `llama3_rope` (Llama 3.1 and 3.2), `qkv_bias`
 and `turned` (ChatGLM3). LoCoCo plugs in at one place, the cache: the model tells it how
-many tokens come (`make_room` and `announce`), and each block hands q, k and v to
-`cache.attend`. The cache decides where tokens stand (RoPE) and what is kept. The KVCache
-below keeps every entry; the Memory of lococo.py keeps M slots. Equation numbers are those
-of the LoCoCo paper. Where its Q, K and V have a column for each token, they have a row
-here.
+many tokens come (`make_room`), and each block hands q, k and v to `cache.attend`. The
+cache decides where tokens stand (RoPE) and what is kept. The KVCache below keeps every
+entry; the Memory of lococo.py keeps M slots. Equation numbers are those of the LoCoCo
+paper. Where its Q, K and V have a column for each token, they have a row here.
 
 Letters:
 
@@ -169,8 +168,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Entries:
     """The keys that one layer holds, or its values: (B, G, S, D). Others can be appended.
 
-    Without gradients the tensor `buffer` may be larger than what is held, and doubles when
-    it is full: torch.cat would copy all entries for each decoded token.
+    Without gradients the tensor `buffer` may be larger than what is held, and grows by an
+    eighth when it is full: torch.cat would copy all entries for each decoded token.
     """
 
     def __init__(self, held: Tensor | None = None):
@@ -183,12 +182,11 @@ class Entries:
 
     @property
     def nbytes(self) -> int:
-        """Of what is held. The buffer may take as much again."""
+        """Of what is held. The buffer may take an eighth more."""
         return self.held.nbytes if self.size else 0
 
-    def append(self, new: Tensor, capacity: float) -> None:
-        """Add new entries (B, G, T, D). The caller sees to it that there are never more
-        than `capacity`, so that the buffer needs no more."""
+    def append(self, new: Tensor) -> None:
+        """Add new entries (B, G, T, D)."""
         end = self.size + new.shape[2]
         if self.buffer is None:
             self.buffer = new
@@ -196,7 +194,7 @@ class Entries:
             self.buffer = torch.cat((self.held, new), dim=2)
         else:
             if self.buffer.shape[2] < end:
-                larger = min(2 * end, capacity)
+                larger = max(end, self.size * 9 // 8)
                 self.buffer = F.pad(self.held, (0, 0, 0, larger - self.size))
             self.buffer[:, :, self.size : end] = new
         self.size = end
@@ -223,13 +221,9 @@ class KVCache:
         """Positions are divided by `rope_scale`; None takes the checkpoint's own."""
         self.config = config
         self.rope_scale = config.rope_scale if rope_scale is None else rope_scale
-        self.seen = 0  # tokens that have entered
-        self.waiting = 0  # layers that have not yet got the tokens announced last
-        self.capacity = [math.inf] * config.n_layers  # how large a buffer may grow
+        self.seen = 0  # tokens that have entered, those that enter now among them
         self.keys = [Entries() for _ in range(config.n_layers)]  # rotated
         self.values = [Entries() for _ in range(config.n_layers)]
-        # For each layer the cosines and sines of the tokens that enter now.
-        self.rotations: list[tuple[Tensor, Tensor]] = []
 
     @property
     def nbytes(self) -> int:
@@ -245,40 +239,21 @@ class KVCache:
     def copy(self) -> "KVCache":
         """A cache with the same entries. What enters one does not change the other."""
         other = copy.copy(self)
-        other.keys = [entries.copy() for entries in self.keys]
-        other.values = [entries.copy() for entries in self.values]
+        for name, value in vars(self).items():
+            if isinstance(value, list):  # an item for each layer; no tensor is written to
+                own = [item.copy() if isinstance(item, Entries) else item for item in value]
+                setattr(other, name, own)
         return other
-
-    def check_whole(self) -> None:
-        """Raises UserError if layers hold different tokens."""
-        if self.waiting:
-            ended = "a call of the model ended within a layer"
-            raise UserError(f"this cache is broken, as {ended}; begin with a new cache")
 
     def make_room(self, B: int, T: int) -> None:
         """Called before T tokens of each of B texts enter. This cache grows, and only
         refuses what cannot enter; a memory also compresses. Raises UserError."""
-        self.check_whole()
         if T == 0:
             raise UserError("no tokens enter the cache: give at least one")
         held = self.values[0]
         if held.size and held.held.shape[0] != B:
             batches = f"a batch of {B} enters a cache for a batch of {held.held.shape[0]}"
             raise UserError(f"{batches}; each batch needs a cache of its own")
-
-    def announce(self, T: int, device: torch.device | str = "cpu") -> None:
-        """Count T tokens that enter now, and compute the rotations of their positions."""
-        steps = torch.arange(T, device=device)
-        firsts = self.first_positions()
-        # Layers with the same first position share their cosines and sines.
-        rotations = {first: self.rotation(first + steps) for first in set(firsts)}
-        self.rotations = [rotations[first] for first in firsts]
-        self.seen += T
-        self.waiting = len(self.keys)
-
-    def first_positions(self) -> list[int]:
-        """The position of the next token in each layer: here its place in the text."""
-        return [self.seen] * len(self.keys)
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The cosines and sines that `rotate` needs for these positions."""
@@ -288,14 +263,14 @@ class KVCache:
         """Append a layer's new k and v (B, G, T, D), then let each of its queries
         q (B, H, T, D) attend to the older entries and, causally, to the new ones. Neither q
         nor k is rotated yet. Returns what the heads read, (B, H, T, D)."""
-        cos, sin = self.rotations[layer]
+        T = k.shape[2]
+        # A token's position is its place in the text.
+        turn = self.rotation(self.seen - T + torch.arange(T, device=k.device))
         # Algorithm 1 attends first and appends then. Here what is new is appended first,
         # and the queries attend to all entries.
-        self.keys[layer].append(rotate(k, cos, sin), self.capacity[layer])
-        self.values[layer].append(v, self.capacity[layer])
-        read = self.read(layer, rotate(q, cos, sin))
-        self.waiting -= 1
-        return read
+        self.keys[layer].append(rotate(k, *turn))
+        self.values[layer].append(v)
+        return self.read(layer, rotate(q, *turn))
 
     def read(self, layer: int, q: Tensor) -> Tensor:
         """Rotated queries q (B, H, T, D) of the last T entries -> what they read."""
@@ -423,7 +398,7 @@ class Llama(nn.Module):
         x = self.tok_embeddings(tokens).to(self.dtype)
         B, T = tokens.shape
         cache.make_room(B, T)  # a Memory compresses, if they would not fit
-        cache.announce(T, tokens.device)
+        cache.seen += T
         for block in self.layers:
             x = block(x, cache)
         return self.norm(x)

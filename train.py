@@ -95,8 +95,8 @@ class TrainConfig:
     # code has 1.
     bptt: int = 1
     recompute: bool = False  # True takes less memory and more time
-    # Not in the paper: in the convolutions' gradient the loss of an answer, which is the
-    # word of a fact that is told again, counts so many times.
+    # Not in the paper: how many times an answer counts in the convolutions' gradient. An
+    # answer is the word of a fact that is told again.
     answer_weight: float = 1.0
 
     # Scoring and output
@@ -132,8 +132,8 @@ def completed(config: TrainConfig) -> TrainConfig:
 
 def settings_of(config: TrainConfig) -> Settings:
     """The memory of a configuration. Raises UserError if its slots do not fit."""
-    c, changes = config, dict(budgets=config.budgets, lora_rank=config.lora_rank)
-    return make_settings(c.method, c.mem, c.segment, c.seq, **changes)
+    c = config
+    return make_settings(c.method, c.mem, c.segment, c.seq, c.budgets, lora_rank=c.lora_rank)
 
 
 # --- What a run is made of --------------------------------------------------------------

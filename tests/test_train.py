@@ -74,8 +74,8 @@ def test_which_keys_longlora_sees_while_it_trains(config, L):
     """A query of zeros reads the mean of the keys' numbers that its head may see."""
     q, v = torch.zeros(1, 4, L, L), torch.eye(L).expand(1, 2, L, L)
     cache = ShiftedGroups(config)
-    cache.keys[0].append(torch.randn(1, 2, L, L), L)
-    cache.values[0].append(v, L)
+    cache.keys[0].append(torch.randn(1, 2, L, L))
+    cache.values[0].append(v)
     seen = cache.read(0, q)[0] > 0  # head, query, key
     quarter = -(-L // 4)
     for head in range(4):

@@ -120,9 +120,9 @@ def filled(adapted: AdaptedLlama, n: int, options: Options) -> KVCache:
 
     if adapted.settings.mem:
         parts = getattr(cache, "parts", None)  # of layers, with budgets
-        for number, capacity in enumerate(cache.capacity):
+        for number, settings in enumerate(cache.of_layer):
             heads = len(parts[number].heads) if parts else config.n_kv_heads
-            sizes = heads, min(n, capacity)
+            sizes = heads, min(n, settings.capacity)
             received = torch.rand((1, *sizes), device=options.device)
             received = received if cache.counts_attention else None
             cache.hold(number, entries(*sizes), entries(*sizes), received)

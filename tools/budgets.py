@@ -55,9 +55,9 @@ class GatedMemory(Memory):
         self.whole = KVCache(config, position_divisor(config, settings))
         self.gates = gates
 
-    def announce(self, T: int, device: torch.device | str = "cpu") -> None:
-        self.whole.announce(T, device)
-        super().announce(T, device)
+    def make_room(self, B: int, T: int) -> None:
+        super().make_room(B, T)
+        self.whole.seen += T  # as the model says to this memory alone
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         of_slots = super().attend(layer, q, k, v)

@@ -13,8 +13,6 @@ It departs from every other memory in what is stored. Attention is computed in t
 dtype.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -55,10 +53,8 @@ def unpack(numbers: Tensor, exponent: Tensor, bits: int, like: Tensor) -> Tensor
 class PackedEntries(Entries):
     """Entries of which the older ones are packed. New ones are appended as they are."""
 
-    def __init__(self, held: Tensor, bits: int):
-        self.bits, self.new = bits, Entries(held)
-        self.packed = pack(held[:, :, :0], bits)
-        self.pack_new()
+    def __init__(self, packed: tuple[Tensor, Tensor], new: Entries, bits: int):
+        self.packed, self.new, self.bits = packed, new, bits
 
     @property
     def size(self) -> int:
@@ -72,8 +68,8 @@ class PackedEntries(Entries):
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.packed) + self.new.held.nbytes
 
-    def append(self, new: Tensor, capacity: float) -> None:
-        self.new.append(new, capacity)
+    def append(self, new: Tensor) -> None:
+        self.new.append(new)
 
     def pack_new(self) -> None:
         """Pack all entries that are not packed yet."""
@@ -82,9 +78,7 @@ class PackedEntries(Entries):
         self.new = Entries(self.new.held[:, :, :0])
 
     def copy(self) -> "PackedEntries":
-        other = PackedEntries(self.new.held[:, :, :0], self.bits)
-        other.packed, other.new = self.packed, self.new.copy()
-        return other
+        return PackedEntries(self.packed, self.new.copy(), self.bits)
 
 
 class PackedMemory(CeilingMemory):
@@ -99,7 +93,8 @@ class PackedMemory(CeilingMemory):
                 if packed and own.new.size >= self.settings.segment:
                     own.pack_new()
                 elif not packed and own.size >= self.settings.segment:
-                    entries[n] = PackedEntries(own.held, self.settings.bits)
+                    none, bits = Entries(own.held[:, :, :0]), self.settings.bits
+                    entries[n] = PackedEntries(pack(own.held, bits), none, bits)
 
     def stored(self, n: int) -> dict[str, Tensor]:
         """Of what is packed the numbers and exponents take the place of the values."""
@@ -111,13 +106,8 @@ class PackedMemory(CeilingMemory):
         return found
 
     def restore(self, n: int, stored: dict[str, Tensor]) -> None:
-        bits, whole, older = self.settings.bits, dict(stored), 0
-        for name in ("keys", "values") if "packed keys" in stored else ():
-            packed = stored[f"packed {name}"], stored[f"exponents of {name}"]
-            older = packed[0].shape[2]
-            whole[name] = torch.cat((unpack(*packed, bits, stored[name]), stored[name]), dim=2)
-        super().restore(n, whole)
-        for entries in (self.keys, self.values) if older else ():
-            held = entries[n].held
-            entries[n] = PackedEntries(held[:, :, :older], bits)
-            entries[n].append(held[:, :, older:], math.inf)
+        super().restore(n, stored)
+        for name, entries in (("keys", self.keys), ("values", self.values)):
+            if f"packed {name}" in stored:
+                packed = stored[f"packed {name}"], stored[f"exponents of {name}"]
+                entries[n] = PackedEntries(packed, entries[n], self.settings.bits)

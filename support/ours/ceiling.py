@@ -2,8 +2,8 @@
 
 Rotary positions tell a query how far back an entry stands. A base has learnt this up to a
 largest distance, which is its context, or the length that its positions were divided for.
-Before the next tokens would read at a larger one, all entries that are older than a
-ceiling C come to stand at C, as in LM-Infinite (arXiv 2308.16137) and InfLLM (arXiv
+Before new tokens would read at a larger one, all entries that are farther back than a
+ceiling C are moved to the distance C, as in LM-Infinite (arXiv 2308.16137) and InfLLM (arXiv
 2402.04617). So SmolLM2, whose context has 8,192 tokens, reads texts of 32,768 with a learned
 score: its loss is 0.065 +- 0.014 nats per token below that of a window (docs/results.md).
 
@@ -14,7 +14,7 @@ float32, which is exact enough for a million tokens.
 import torch
 from torch import Tensor, nn
 
-from lococo import Memory, Settings, in_order, reach
+from lococo import Memory, Settings, in_order
 from model import Entries, LlamaConfig, rotate
 
 
@@ -27,8 +27,10 @@ class CeilingMemory(Memory):
 
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         super().__init__(config, settings, compressors)
-        self.reach = reach(config, settings)
-        # C. In low precision each move rounds a key, so that moves are not frequent.
+        # The largest distance that the base reads, in tokens.
+        self.reach = round(config.context * self.rope_scale)
+        # C stands an eighth below it, or a segment. In low precision each move rounds the
+        # keys, so that moves must be rare.
         self.ceiling = max(0, self.reach - max(settings.segment, self.reach // 8))
 
     def empty(self, of_layer: list[Settings]) -> None:
@@ -84,8 +86,3 @@ class CeilingMemory(Memory):
     def restore(self, n: int, stored: dict[str, Tensor]) -> None:
         super().restore(n, stored)
         self.positions[n] = stored.get("positions")
-
-    def copy(self) -> "CeilingMemory":
-        other = super().copy()
-        other.positions = [*self.positions]
-        return other

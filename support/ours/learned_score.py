@@ -10,7 +10,7 @@ finds 51 % of the facts in 8,192 tokens, H2O that forgets with the same budgets 
 full cache 57 % (docs/results.md; the standard error is 6 points). Over eight texts its loss
 is 0.0020 +- 0.0006 nats per token lower than that of H2O that forgets, with the same budgets.
 
-It departs from H2O in what is heavy, and from the paper in that this is learned.
+It departs from H2O in which entries are heavy, and from the paper in that it merges nothing.
 """
 
 import torch
@@ -35,7 +35,7 @@ class Score(nn.Module):
     def __init__(self, head_dim: int):
         super().__init__()
         features = 2 * head_dim + 2
-        # Of the features, in the texts of the fit. They are stored with the rest.
+        # Of the features, in the texts of the fit. As parameters they are stored with the rest.
         self.mean = nn.Parameter(torch.zeros(features))
         self.deviation = nn.Parameter(torch.ones(features))
         self.linear = nn.Linear(features, 2)
@@ -66,11 +66,7 @@ class LearnedScore(Compressor):
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
         nn.Module.__init__(self)  # without a convolution
-        self.slots = slots
         self.score = Score(head_dim)
-
-    def weights(self, entries: Tensor, received: Tensor | None) -> Tensor:
-        return entries.new_zeros(len(entries), 0, entries.shape[2])
 
 
 class ScoredMemory(BudgetMemory):
@@ -78,8 +74,8 @@ class ScoredMemory(BudgetMemory):
 
     def choose(self, n: int, k: Tensor, v: Tensor, received: Tensor) -> Tensor:
         """As Memory.choose. Three of five heavy slots keep the entries that will receive
-        most attention in all, and the others, of the rest, those to which one token will
-        pay most."""
+        most attention in all. The others keep, of the remaining entries, those to which one
+        token will pay most."""
         s = self.of_layer[n]
         older = slice(k.shape[2] - s.recent)  # recent slots keep the others
         positions = self.positions_of(n)[:, :, older]

@@ -124,11 +124,6 @@ class ExpectedAttention(BudgetMemory):
         super().restore(n, stored)
         self.queries[n] = stored["queries"]
 
-    def copy(self) -> "ExpectedAttention":
-        other = super().copy()
-        other.queries = [*self.queries]
-        return other
-
 
 # --- Their rows -------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ def copy_penalty(relevance: Tensor, entries: Tensor) -> Tensor:
     unit = F.normalize(values - values.mean(dim=-1, keepdim=True), dim=1)
     alike = (unit.mT @ unit).clamp_(min=0)  # (N, R, R); an opposite entry is not a copy
     itself = alike.diagonal(dim1=1, dim2=2)
-    itself.masked_fill_(itself < 0.5, 1)  # 0 where a value is the mean
+    itself.masked_fill_(itself < 0.5, 1)  # where a value is the mean, it would be 0
     for _ in range(5):  # c^32, faster than pow
         alike.square_()
     alike *= PENALTY

@@ -51,7 +51,6 @@ def save_memory(file: Path | str, reader: Reader, model: str = "") -> None:
     """Write what each layer holds (with budgets, each Part of support/ours/budgets.py),
     and what is needed to go on. A file of this name is replaced. Raises UserError."""
     adapted, memory, run, texts, in_turn, of = reader
-    memory.check_whole()
     tensors = {}
     for n in range(len(memory.keys)):
         tensors |= {f"{what} {n}": t for what, t in memory.stored(n).items()}

@@ -5,7 +5,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from lococo import COMPRESSORS, AdaptedLlama, Settings, reach, settings_for
+from lococo import COMPRESSORS, AdaptedLlama, Settings, position_divisor, settings_for
 from model import Llama
 from support.ours.budgets import HeadSettings, scaled, with_ours, with_slots
 from support.files import UserError
@@ -111,7 +111,8 @@ def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
     cache distances do not end. In a memory they end at a ceiling
     (support/ours/ceiling.py), which needs room for a segment, or by slot at M + T of the
     largest head."""
-    s, known = adapted.settings, reach(adapted.model.config, adapted.settings)
+    s, config = adapted.settings, adapted.model.config
+    known = round(config.context * position_divisor(config, s))
     farthest, remedy = tokens, "--method h2o --mem 512 reads texts of any length"
     if s.mem and s.positions == "slots":
         farthest, remedy = s.largest + s.segment, "take a smaller --mem or --segment"
