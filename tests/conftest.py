@@ -28,7 +28,7 @@ from support.tokenizer import Tokenizer
 sys.path.insert(0, str(HERE / "tools"))  # tests import its programs
 
 FULL = Settings("full", 16, 1024, lora_rank=0)
-H2O = Settings("h2o", 16, 1024, sinks=4, heavy=8, recent=4, lora_rank=0)
+H2O = Settings("h2o", 16, 1024, heavy=8, recent=8, lora_rank=0)
 
 
 def settings(method="lococo", mem=8, segment=6, length=40, **changes) -> Settings:

@@ -43,7 +43,7 @@ def test_compressors_equal_a_loop_over_the_equations(in_float64, kind, kernel, t
 
 
 @pytest.mark.parametrize("positions", ["text", "slots"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["full", "lococo", "h2o", "expected-attention"])
 def test_segments_equal_the_whole_while_nothing_is_compressed(model, method, positions):
     """Algorithm 1: with a slot for each token, the logits are those of attention (1) over all."""
     weights = meta_state(model)

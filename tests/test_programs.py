@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import FULL, cells, greedy_by_hand, nats_by_hand, read_by_hand, settings
+from conftest import FULL, H2O, cells, greedy_by_hand, nats_by_hand, read_by_hand, settings
 
 import eval_ppl
 import generate
@@ -29,8 +29,6 @@ from support.programs.settings import untrained, warn_if_too_long
 from support.text import pieces, token_streams
 
 SMALL = "--method h2o --mem 16"
-H2O = Settings("h2o", 16, 1024, heavy=8, recent=8, lora_rank=0)
-H2O_ROW = "base, h2o M=16"
 ENTRY = 2 * 4 * 2 * 64 * 4  # bytes of a key and a value in 4 layers of 2 heads of 64 floats
 
 
@@ -91,7 +89,7 @@ def test_recall(run, tokenizer):
     """The share of answers that are the likeliest word. A window and H2O stand beside a run."""
     words = "adapter --recall --data text --part held-out --lengths 64 300 --documents 2"
     code, out, err = run(eval_ppl, words)
-    names, table = ["base, full", "base, streaming M=16", H2O_ROW, "adapter"], cells(out)
+    names, table = ["base, full", "base, streaming M=16", "base, h2o M=16", "adapter"], cells(out)
     assert code == 0 and table["recalled; by chance 1 in 220"] == ["answers", *names], err
     ids = token_streams([Path("text")], tokenizer)["held-out"]
     texts = pieces(ids, tokenizer.bos, 300, 2)

@@ -66,17 +66,16 @@ def test_the_likeliest_choice(tokenizer, monkeypatch, settings, space, ends):
     by_length = np.divide(sums, [1, 5, 4, 5, 4])  # characters
     assert np.argmax(sums) != np.argmax(by_length)
     row = {"prompt": prompts if ends == "xys01" else prompts[0], "choices": choices}
-    for metric, scores in (("acc", sums), ("acc_norm", by_length)):
-        for answer in range(5):
-            monkeypatch.setattr(tasks, "prefill", Mock(side_effect=prefill))
-            found, cache = tasks.score_choices(adapted, row | {"answer": answer}, tokenizer, "cpu")
-            assert found[metric] == (answer == np.argmax(scores))
+    for answer in range(5):
+        monkeypatch.setattr(tasks, "prefill", Mock(side_effect=prefill))
+        found, cache = tasks.score_choices(adapted, row | {"answer": answer}, tokenizer, "cpu")
+        assert found == {"acc": answer == np.argmax(sums), "acc_norm": answer == np.argmax(by_length)}
         assert (cache.seen, cache.keys[0].size) == (48, 32 if settings.mem else 48)
         assert tasks.prefill.call_count == len(set(prompts))
 
 
 @pytest.mark.parametrize("settings, more, kept", [
-    (H2O, {"stop": "]", "punctuation": ""}, 12), (FULL, {"max_tokens": 1}, 1)])
+    (H2O, {"stop": ",", "punctuation": ""}, 12), (FULL, {"max_tokens": 1}, 1)])
 def test_a_text_is_the_likeliest_up_to_its_stop(tokenizer, monkeypatch, settings, more, kept):
     adapted, ids = AdaptedLlama(load_llama(TINY), settings), tokenizer.encode(TEXT)
     written = tokenizer.decode(greedy_by_hand(adapted, ids)[: 48 + kept])[len(TEXT) :]

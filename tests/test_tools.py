@@ -22,7 +22,7 @@ from model import KVCache, load_llama, rope, rotate
 from support.command_line import TINY
 from support.files import read_json
 from support.programs.adapter import load_adapter
-from support.programs.settings import make_settings, untrained
+from support.programs.settings import make_settings
 
 
 def test_needs_become_budgets():
@@ -63,21 +63,28 @@ def test_needs_can_be_measured_in_bfloat16(model):
     assert np.corrcoef(needs[0].flat, needs[1].flat)[0, 1] > 0.9
 
 
+def test_facts_stand_behind_the_first_line_break_after_their_depths():
+    """A line ends at each token 9. Of four facts the last does not fit: a text ends with a line."""
+    text, told = needle.plant(torch.arange(100) % 10, [[100], [101], [102], [103]], frozenset({9}))
+    assert [text.tolist().index(fact) for fact in (100, 101, 102)] == [20, 41, 72]
+    assert (told, len(text), text[-1]) == (3, 93, 9)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("slots", [[8, 8], [4, 12]])
 def test_an_oracle_keeps_what_later_segments_read(in_float64, model, monkeypatch, slots):
-    """Of 16 entries those that tokens 16 to 23 attend to most: 8 or, with budgets, 4 and 12. In
+    """Of 16 entries those that tokens 16 to 31 attend to most: 8 or, with budgets, 4 and 12. In
     the first layer keys and queries are those of full attention."""
     monkeypatch.setattr(oracle, "T", 8)
-    tokens, full = torch.randint(0, 64, (1, 24)), oracle.Noted(model.config)
+    tokens, full = torch.randint(0, 64, (1, 32)), oracle.Noted(model.config)
     prefill(model, tokens, full, 8)
     layers = model.config.n_layers
     s = make_settings("h2o", 8, 8, 24, [slots] * layers, heavy=8, recent=0, lora_rank=0)
     memory = AdaptedLlama(model, s).cache(partial(oracle.Oracle, noted=full))
-    prefill(model, tokens, memory, 8)
-    block, turns = model.layers[0], rope(torch.arange(24.0), model.config)
+    prefill(model, tokens[:, :24], memory, 8)
+    block, turns = model.layers[0], rope(torch.arange(32.0), model.config)
     q, k, _ = block.project(model.tok_embeddings(tokens))
-    later = torch.arange(24) > torch.arange(16, 24)[:, None]
+    later = torch.arange(32) > torch.arange(16, 32)[:, None]
     logits = rotate(q, *turns)[0, :, 16:] @ rotate(k, *turns)[0, [0, 0, 1, 1]].mT / 8**0.5
     shares = logits.masked_fill(later, -torch.inf).softmax(dim=-1)
     received = shares.sum(dim=1)[:, :16].view(2, 2, 16).sum(dim=1)
@@ -184,8 +191,3 @@ def test_scores_make_an_adapter(run, monkeypatch):
     assert run(fit_scores, f"{line} --mem 28 --segment 16 --no-facts --out plain")[0] == 0
     both = [load_adapter(out, base).compressors[0].score for out in ("scores", "plain")]
     assert not torch.equal(both[0].mean, both[1].mean)  # of other texts
-    tokens = torch.randint(0, 2048, (1, 100))
-    memories = [adapted.cache(), untrained(base, "h2o", 28, 16).cache()]
-    for memory in memories:
-        prefill(adapted.model, tokens, memory, 16)
-    assert not torch.equal(*(memory.values[0].held[:, :, :8] for memory in memories))

@@ -35,10 +35,21 @@ class OfficialCompressor(Compressor):
         return (1 - self.gate) * F.one_hot(best, w.shape[2]) + self.gate * w
 
 
-COMPRESSORS["official"] = OfficialCompressor
+class ClosedGate(OfficialCompressor):
+    """Its gate starts at 0: as its H2O."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.gate = nn.Parameter(torch.tensor(0.0))
+
+
+COMPRESSORS |= {"official": OfficialCompressor, "official-closed": ClosedGate}
 METHODS["h2o-code"] = lambda M: dict(heavy=M, forget=0.0)
 METHODS["lococo-code"] = lambda M: dict(
     heavy=M // 2, merged=M - M // 2, forget=0.0, compressor="official"
 )
 # Its first weights have a standard deviation of 0.02, as in many networks, and not of 1.
 METHODS["lococo-code-0.02"] = lambda M: METHODS["lococo-code"](M) | {"start": 0.02}
+METHODS["lococo-code-closed"] = lambda M: METHODS["lococo-code-0.02"](M) | {
+    "compressor": "official-closed"
+}

@@ -3,9 +3,9 @@
     pip install matplotlib                    # nothing else needs it
     python tools/pictures.py mechanism        # assets/mechanism.png
     python tools/pictures.py result           # assets/result.png, from docs/results.jsonl
-    python tools/pictures.py curve            # assets/curve.png, from docs/curves.jsonl
+    python tools/pictures.py curve            # assets/curve.png, from docs/results.jsonl
     python tools/pictures.py needle           # assets/needle.png, from docs/needle.json
-    python tools/pictures.py heads --model SmolLM2-135M      # assets/heads.png
+    python tools/pictures.py heads            # assets/heads.png, with the model in SmolLM2-135M/
     python tools/pictures.py memory           # from the embedded adapter
 
 mechanism: one compression, as LoCoCo makes it and with a learned score.
@@ -37,7 +37,6 @@ from lococo import attention_weights
 from model import KVCache, LlamaConfig, load_base
 from support.command_line import HERE, TINY, PlainParser, end_with, run_program
 from support.files import UserError, read_json, write_whole
-from support.text import read_rows
 
 try:
     from matplotlib import pyplot
@@ -212,9 +211,8 @@ LEVELS = {  # what needs no training
 
 
 def draw_curve(file: Path) -> None:
-    """The loss of LoCoCo's code by tokens trained, from docs/curves.jsonl."""
+    """The loss of LoCoCo's code by tokens trained, from docs/results.jsonl."""
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
-    cells = [cell for _, cell in read_rows(HERE / "docs" / "curves.jsonl", lambda row: True)]
     about = {"model": "SmolLM2-135M", "dtype": "float32"}
     stored = [cell for cell in tables.stored_cells() if about.items() <= cell.items()]
     of_parts = {"choosing": ("ablations", "a novel"), "test": ("frozen", "articles")}
@@ -224,11 +222,11 @@ def draw_curve(file: Path) -> None:
             label, look = LEVELS[row]
             axes.axhline(line.mean(), ls=look, color="#333333", lw=1, label=label)
         trained = {}  # by tokens, the loss of each seed
-        for cell in cells:
-            kind, steps, *more = cell["cell"].split(":")
-            if kind == "code-0.02-0.5@5e-2":  # one start, gate and rate
-                batch = int(more[1]) if len(more) > 1 else 4
-                trained.setdefault(int(steps) * batch * 1024, []).append(cell[part])
+        for cell in stored:
+            batch = {"official code 0.02": 4, "official code, one": 1}.get(cell["row"])
+            if batch and (cell["part"], cell["mem"]) == (part, 64):
+                nats = float(np.mean(cell["by document"]))
+                trained.setdefault(cell["steps"] * batch * 1024, []).append(nats)
         first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}
         axes.plot(first.keys(), first.values(), color="#e69f00", label="LoCoCo's code, two seeds")
         for tokens, losses in trained.items():
@@ -256,15 +254,11 @@ NAMES = {  # of what is drawn of docs/needle.json
 }
 
 
-def draw_needle(figures: Path, file: Path) -> None:
-    """From the file of tools/needle.py: a panel for each memory, with a row for each length
-    and a column for each depth."""
-    content = read_json(figures)
-    found = content.get("found") if isinstance(content, dict) else None
-    if not isinstance(found, dict):
-        raise UserError(f"{figures}: there are no panels in it; tools/needle.py makes them")
-    shown = [name for name in tables.FOUND.values() if name in found and "bits" not in name]
-    found = {name: found[name] for name in shown or found}  # of docs/needle.json not all
+def draw_needle(file: Path) -> None:
+    """From docs/needle.json: a panel for each memory, with a row for each length and a column
+    for each depth."""
+    panels_of = read_json(HERE / "docs" / "needle.json")["found"]
+    found = {name: panels_of[name] for name in tables.FOUND.values() if "bits" not in name}
     size = dict(figsize=(2.6 * len(found), 2.6), layout="constrained", sharey=True)
     panels, [places] = pyplot.subplots(1, len(found), squeeze=False, **size)
     for axes, (name, shares) in zip(places, found.items()):
@@ -272,7 +266,7 @@ def draw_needle(figures: Path, file: Path) -> None:
         picture = axes.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         method = name.removeprefix("base, ").split()[0]
         budgets = ",\nwith budgets" if name.endswith(" budgets") else ""
-        axes.set_title(NAMES.get(method, method) + budgets)
+        axes.set_title(NAMES[method] + budgets)
         axes.set_xticks([0, len(grid[0]) - 1], ["first", "last"])
         axes.set_yticks(range(len(shares)), [f"{int(L):,}" for L in shares])
         axes.set_xlabel("where the fact is")
@@ -313,7 +307,7 @@ def attention_to_the_fact(directory: Path) -> np.ndarray:
     return torch.stack(found).numpy()
 
 
-def draw_heads(file: Path, directory: Path) -> None:
+def draw_heads(file: Path) -> None:
     """How much each key/value head of SmolLM2 needs more slots, as a share of all needs, and
     what it reads where a fact is asked for."""
     folder = HERE / "adapters" / "smollm2-135m"
@@ -321,7 +315,7 @@ def draw_heads(file: Path, directory: Path) -> None:
     for what, name in {"prose": "budgets.json", "facts": "budgets-facts.json"}.items():
         needs = np.array(read_json(folder / name)["needs"]).clip(min=0)
         maps[f"need of slots for {what}, % of all"] = 100 * needs / needs.sum()
-    maps["attention of a question to the fact, %"] = 100 * attention_to_the_fact(directory)
+    maps["attention of a question to the fact, %"] = 100 * attention_to_the_fact(HERE / "SmolLM2-135M")
     figure, panels = pyplot.subplots(3, 1, figsize=(9, 5), layout="constrained", sharex=True)
     for axes, (what, shares) in zip(panels, maps.items()):
         most = 100 if "attention" in what else 30
@@ -367,35 +361,19 @@ def draw_memory(file: Path) -> None:
 
 # --- The program ------------------------------------------------------------------------
 
-DRAWN = ("mechanism", "result", "curve", "needle", "heads", "memory")
+DRAW = {
+    "mechanism": draw_mechanism, "result": draw_result, "curve": draw_curve,
+    "needle": draw_needle, "heads": draw_heads, "memory": draw_memory,
+}
 
 
 def main() -> None:
     parser = PlainParser(__doc__)
-    add = parser.add_argument
-    add("pictures", nargs="*", metavar="PICTURE", help=", ".join(DRAWN))
-    add("--figures", type=Path, default=HERE / "docs" / "needle.json",
-        help="of the needles (default: docs/needle.json)")
-    add("--model", type=Path, help="directory of SmolLM2-135M, which `heads` reads with")
-    add("--out", type=Path, default=HERE / "assets", help="a folder (default: assets/)")
-    flags = parser.parse_args()
-    for name in flags.pictures or DRAWN:
-        tables.refuse_unknown(name, DRAWN, "picture")
-        file = flags.out / f"{name}.png"
-        if name == "mechanism":
-            draw_mechanism(file)
-        elif name == "result":
-            draw_result(file)
-        elif name == "curve":
-            draw_curve(file)
-        elif name == "needle":
-            draw_needle(flags.figures, file)
-        elif name == "heads":
-            if not flags.model:
-                raise UserError("heads: name SmolLM2's directory by --model")
-            draw_heads(file, flags.model)
-        else:
-            draw_memory(file)
+    parser.add_argument("pictures", nargs="*", metavar="PICTURE", help=", ".join(DRAW))
+    for name in parser.parse_args().pictures or DRAW:
+        tables.refuse_unknown(name, DRAW, "picture")
+        file = HERE / "assets" / f"{name}.png"
+        DRAW[name](file)
         print(file)
 
 

@@ -99,6 +99,13 @@ ROWS = {
                          f"--method lococo-code {PAPER}"),
     "official code 0.02": Row("LoCoCo's code with first weights of 0.02 instead of 1",
                               f"--method lococo-code-0.02 {PAPER}"),
+    # Of the table of results.md with 64 slots, and of the picture `curve`.
+    "official code closed": Row("LoCoCo's code with a gate from 0",
+                                f"--method lococo-code-closed {PAPER}"),
+    "official code, one": Row("LoCoCo's code, one sequence a step",
+                              f"--method lococo-code-0.02 --batch 1 {PAPER}"),
+    "lococo+h2o 0.02": Row("the paper's `lococo+h2o` with first weights of 0.02",
+                           f"--method lococo+h2o-0.02 {PAPER}"),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
@@ -207,11 +214,11 @@ for row in ("h2o text", "h2o heads", "learned", "8 bits"):
 # From H2O with the paper's sizes to full attention: what each step changes, and in which files.
 LADDER = {
     "h2o text @ 512 + 512": ("H2O with M = T = 512", ()),
-    sized("h2o 5/8 forget", "512 + 512"): ("it forgets", ("support/ours/forgetting.py",)),
-    "h2o heads @ 512 + 512": ("budgets", ("support/ours/budgets.py", "tools/budgets.py")),
-    "h2o heads": ("smaller segments: M = 896, T = 128", ()),
-    "learned": ("a learned score", ("support/ours/learned_score.py", "tools/fit_scores.py")),
-    "8 bits @ 1792 + 256": ("8 bits: M = 1,792, T = 256", ("support/ours/bits.py",)),
+    sized("h2o 5/8 forget", "512 + 512"): ("+ forgetting", ("support/ours/forgetting.py",)),
+    "h2o heads @ 512 + 512": ("+ budgets", ("support/ours/budgets.py", "tools/budgets.py")),
+    "h2o heads": ("+ smaller segments: M = 896, T = 128", ()),
+    "learned": ("+ a learned score", ("support/ours/learned_score.py", "tools/fit_scores.py")),
+    "8 bits @ 1792 + 256": ("+ 8 bits: M = 1,792, T = 256", ("support/ours/bits.py",)),
     "full": ("full attention", ()),
 }
 EXTENDED = ("window", "h2o text", "h2o heads", "learned")
@@ -363,7 +370,8 @@ def make_cell(name: dict, table: Table, options: Options, documents: Tensor) -> 
         figures["by position"] = where
     if table.part == "held-out":
         figures |= recalled(adapted, documents, options)
-    return figures
+    gates = [c.gate.item() for c in adapted.compressors if hasattr(c, "gate")]
+    return figures | ({"gates": gates} if gates else {})  # of LoCoCo's code, by layer
 
 
 def make_cells(table: Table, options: Options) -> None:

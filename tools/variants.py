@@ -52,23 +52,19 @@ class TopK(OneFilter):
         return (sharpness * (relevance - PENALTY * taken)).softmax(dim=-1)
 
 
-def changed(**changes) -> Callable[[int], dict]:
-    """The row of selection with these changes."""
-    return lambda M: METHODS["selection"](M) | changes
-
-
-def by_slot(method: str) -> Callable[[int], dict]:
-    """This row, with positions in the cache as StreamingLLM has them."""
-    return lambda M: METHODS[method](M) | {"positions": "slots"}
+def changed(method: str, **changes) -> Callable[[int], dict]:
+    """A row of METHODS with these changes."""
+    return lambda M: METHODS[method](M) | changes
 
 
 COMPRESSORS |= {
     "at-once": AtOnce, "unattended": Unattended, "one-filter": OneFilter, "top-k": TopK,
 }
 for name in ("at-once", "unattended", "one-filter", "top-k"):
-    METHODS[f"selection-{name}"] = changed(compressor=name)
-for name in ("h2o", "lococo+h2o"):
-    METHODS[f"{name}-slots"] = by_slot(name)
-METHODS["selection-paper"] = changed(compressor="paper", kernel=21)
-METHODS["selection-3-taps"] = changed(kernel=3)
-METHODS["selection-no-forgetting"] = changed(forget=1.0)
+    METHODS[f"selection-{name}"] = changed("selection", compressor=name)
+for name in ("h2o", "lococo+h2o"):  # positions in the cache, as StreamingLLM has them
+    METHODS[f"{name}-slots"] = changed(name, positions="slots")
+METHODS["lococo+h2o-0.02"] = changed("lococo+h2o", start=0.02)
+METHODS["selection-paper"] = changed("selection", compressor="paper", kernel=21)
+METHODS["selection-3-taps"] = changed("selection", kernel=3)
+METHODS["selection-no-forgetting"] = changed("selection", forget=1.0)
