@@ -210,36 +210,48 @@ LEVELS = {  # what needs no training
 }
 
 
+CURVES = {  # title: the table, and what its cells have in common
+    "512 slots: a novel and articles": ("long", {"part": "long", "mem": 512}),
+    "64 slots: a novel": ("ablations", {"part": "choosing", "mem": 64}),
+    "64 slots: articles": ("frozen", {"part": "test", "mem": 64}),
+}
+
+
+def tokens_of(cell: dict) -> int:
+    """How many tokens a cell of LoCoCo's code was trained on; 0 for other cells."""
+    batch = {"official code 0.02": max(1, 4096 // cell["seq"]), "official code, one": 1}
+    return batch.get(cell["row"], 0) * cell["steps"] * cell["seq"]
+
+
 def draw_curve(file: Path) -> None:
     """The loss of LoCoCo's code by tokens trained, from docs/results.jsonl."""
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    figure, panels = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     about = {"model": "SmolLM2-135M", "dtype": "float32"}
     stored = [cell for cell in tables.stored_cells() if about.items() <= cell.items()]
-    of_parts = {"choosing": ("ablations", "a novel"), "test": ("frozen", "articles")}
-    for axes, (part, (table, title)) in zip(panels, of_parts.items()):
+    for axes, (title, (table, common)) in zip(panels, CURVES.items()):
         levels = tables.lines_of(replace(tables.TABLES[table], rows=(*LEVELS,)), stored)
         for row, line in levels.items():
             label, look = LEVELS[row]
             axes.axhline(line.mean(), ls=look, color="#333333", lw=1, label=label)
         trained = {}  # by tokens, the loss of each seed
         for cell in stored:
-            batch = {"official code 0.02": 4, "official code, one": 1}.get(cell["row"])
-            if batch and (cell["part"], cell["mem"]) == (part, 64):
+            if tokens_of(cell) and common.items() <= cell.items():
                 nats = float(np.mean(cell["by document"]))
-                trained.setdefault(cell["steps"] * batch * 1024, []).append(nats)
+                trained.setdefault(tokens_of(cell), []).append(nats)
         first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}
-        axes.plot(first.keys(), first.values(), color="#e69f00", label="LoCoCo's code, two seeds")
+        axes.plot(first.keys(), first.values(), color="#e69f00", label="LoCoCo's code")
         for tokens, losses in trained.items():
             axes.plot([tokens] * len(losses), losses, "o", color="#e69f00")
         axes.set_xscale("log")
         axes.set_xticks([100_000, 200_000, 500_000], ["100,000", "200,000", "500,000"])
         axes.minorticks_off()
         axes.set_xlabel("tokens trained")
-        axes.set_ylabel("nats per token")
-        axes.set_title(f"With 64 slots LoCoCo is near H2O's loss: {title}", loc="left",
-                       fontsize=10)
+        axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[1].legend(loc="upper right", bbox_to_anchor=(1, 0.93), frameon=False)
+    panels[0].set_ylabel("nats per token")
+    figure.suptitle("LoCoCo passes H2O with 512 slots, and is near it with 64", x=0.01, ha="left")
+    names, labels = panels[0].get_legend_handles_labels()
+    figure.legend(names, labels, loc="outside lower center", ncols=4, frameon=False)
     write_picture(file, figure)
 
 
