@@ -23,7 +23,7 @@ class Adapter(NamedTuple):
     tensors: dict[str, Tensor]  # what was trained, by name
     base: str  # the checksum of its base, see `identity`
     parts: list[str]  # the parts of its texts (support.text.PARTS) that it was trained on
-    trained: set[int] | None  # support.text.fingerprints of these; None in an older file
+    trained: set[int]  # support.text.fingerprints of these; tiny/ has none
 
 
 def identity(adapted: AdaptedLlama) -> dict:
@@ -86,11 +86,10 @@ def read_adapter(run: Path) -> Adapter:
         base, parts = about["base"], about["parts"]
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None
-    texts = tensors.pop(TEXTS, None)
+    trained = {*tensors.pop(TEXTS, torch.empty(0)).tolist()}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise UserError(f"{run}: {name} has numbers that are not finite; train it again")
-    trained = None if texts is None else {*texts.tolist()}
     return Adapter(settings, tensors, base, parts, trained)
 
 

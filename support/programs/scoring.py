@@ -135,13 +135,8 @@ def parts_to_score(flags: argparse.Namespace) -> list[str]:
     A RUN that held nothing out has trained on all of its texts, and scores others."""
     left_out = not flags.data
     for run in flags.runs:
-        adapter = read_adapter(run)
-        if "held-out" not in adapter.parts:
+        if "held-out" not in read_adapter(run).parts:
             left_out |= run.resolve() != TINY  # tiny/ has read Python's library alone
-        elif adapter.trained is None:
-            sentence = "it trained on all of its --data"
-            remedy = "score it only on other texts, which is not checked"
-            print(f"{run}: {sentence}; {remedy}", file=sys.stderr)
     part = flags.part or ("held-out" if left_out else "all")
     return list(PARTS) if part == "all" else [part]
 
@@ -157,7 +152,7 @@ def documents_to_score(
     ids = np.concatenate([streams[part] for part in parts])
     trained = set()  # what is not scored; nothing, if the user asks for what trained
     if flags.part in (None, "held-out"):
-        trained.update(*(read_adapter(run).trained or () for run in flags.runs))
+        trained.update(*(read_adapter(run).trained for run in flags.runs))
     if parts == ["held-out"]:
         trained |= fingerprints(streams["training"], tokenizer.bos)
     documents = {}
