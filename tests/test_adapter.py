@@ -95,7 +95,7 @@ def test_what_positions_were_divided_by_stays(model, tmp_path):
 def test_what_the_repository_has_can_be_read(folder):
     """One adapter in each folder, of at most 1 MB, whose page says how it is made."""
     adapter = read_adapter(folder)
-    assert adapter.settings.compressor in ("selection", "learned")
+    assert adapter.settings.compressor == "learned"
     assert len(adapter.settings.budgets) == 30
     assert (folder / "adapter.safetensors").stat().st_size <= 1e6
     assert f"`{folder.name}/`" in (folder.parent / "README.md").read_text()

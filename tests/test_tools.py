@@ -1,5 +1,5 @@
-"""tools/budgets.py: needs, and slots. tools/oracle.py: what it keeps. tools/needle.py: what is
-found and what is not. tools/fit_scores.py: scores that learn what attention comes."""
+"""tools/budgets.py and field_budgets.py: needs, and slots. tools/oracle.py: what it keeps.
+tools/needle.py: what is found and what is not. tools/fit_scores.py: what attention comes."""
 
 import argparse
 import json
@@ -177,7 +177,7 @@ def test_a_score_is_fitted(monkeypatch):
 
 
 def test_scores_make_an_adapter(run, monkeypatch):
-    """It can be read, and its heavy slots keep other entries than those that were attended to."""
+    """It can be read; with --no-facts it is another one."""
     monkeypatch.setattr(fit_scores, "STEPS", 5)
     line = f"--model {TINY} --data {argparse.__file__} --length 1024 --documents 1"
     code, _, err = run(fit_scores, f"{line.replace('1024', '1025')} --out scores")

@@ -1,7 +1,7 @@
 """ChatGLM3-6B-32k, the other model of the paper (its table 1), in Llama's Hugging Face layout.
 
     python tools/chatglm3.py CHATGLM3_DIR OUT
-    python train.py --model OUT --data RedPajama/ --mem 512 --seq 32768
+    python train.py --model OUT --recipe paper --data RedPajama/ --seq 32768
 
 It is a Llama with a bias on q, k and v, and half of a head's channels turned. One shard after the
 other is read and written; config.json comes last."""
