@@ -206,7 +206,8 @@ def main() -> None:
     memories = {name: m.settings for name, m in models.items() if m.settings.mem}
     near = max((settings.capacity for settings in memories.values()), default=0)
     # Others are compared with the first RUN that has slots, or else the first --method.
-    first = min(memories, key=lambda name: name.startswith("base, "), default=None)
+    runs_first = sorted(memories, key=lambda name: name.startswith("base, "))
+    first = next(iter(runs_first), None)
     figures["nats per token"] = print_differences(scores.losses, first)
     if flags.by_position:
         position = torch.arange(1, L).expand(len(last), -1)

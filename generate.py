@@ -43,7 +43,7 @@ from support.programs.saved_memory import Reader, go_on, load_memory, named, own
 from support.programs.saved_memory import save_memory, unfinished
 from support.programs.settings import method_sizes, refuse_sizes, untrained
 from support.programs.settings import warn_if_too_long
-from support.programs.show_memory import page_record
+from support.programs.page_data import page_record
 from support.programs.tracing import SUGGESTED, check_slots, describe_slots
 from support.programs.tracing import memory_of_layer, memory_of_page
 from support.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument_group("output").add_argument
     add("--save-memory", type=new_file, metavar="FILE",
         help="write the memory there, and end")
-    add("--load-memory", type=Path, metavar="FILE", help="go on from such a memory")
+    add("--load-memory", type=Path, metavar="FILE", help="go on from such a memory, with its method and sizes")
     add("--show-memory", type=at_least(0), nargs=2, metavar=("LAYER", "HEAD"),
         help="print what the slots of this head hold, and end")
     add("--page", type=new_file, metavar="FILE",

@@ -7,9 +7,9 @@ and the value of a token in one head of a layer. Letters are those of model.py, 
        merged slots, or drops them
 
 Equation numbers are the paper's: (1) is `model.attention` or, where attention is counted,
-`attention_weights` and `Memory.read`; (2) is `model.Attention.project`; (3) is `Memory.compress`; (4) and (5)
-are `merge`; (6) and (7) are `Compressor.weights`. docs/paper-to-code.md lists what
-departs.
+`attention_weights` and `Memory.read`; (2) is `model.Attention.project`; (3) is
+`Memory.compress`; (4) and (5) are `merge`; (6) and (7) are `Compressor.weights`.
+docs/paper-to-code.md lists what departs.
 
 Two matrices say how much of each entry goes into each slot:
 
@@ -398,8 +398,8 @@ class Memory(KVCache):
 
     def w_function(self, layer: int, places: Tensor) -> Callable:
         """What computes w of entries and the attention that they received. A subclass may
-        also tell the compressor where in the cache they stood. It is made now: the backward
-        pass may compute w again when the memory has moved on."""
+        also tell the compressor where in the cache they stood. What is returned holds what is
+        true now, as the backward pass may call it again later."""
         return self.compressors[layer].weights
 
     def hold(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> None:

@@ -212,7 +212,8 @@ class Entries:
 
 class KVCache:
     """The cache of algorithm 1: each layer keeps every key and value, so that it grows with
-    the text. It also knows where the entries stand, and rotates keys and queries.
+    the text. It also knows where the entries stand, and rotates keys and queries. After an
+    error within a call of the model it must not be used again.
 
     A memory of slots is a subclass (lococo.Memory).
     """
@@ -221,7 +222,7 @@ class KVCache:
         """Positions are divided by `rope_scale`; None takes the checkpoint's own."""
         self.config = config
         self.rope_scale = config.rope_scale if rope_scale is None else rope_scale
-        self.seen = 0  # tokens that have entered, those that enter now among them
+        self.seen = 0  # tokens that have entered; the model counts new ones after `make_room`
         self.keys = [Entries() for _ in range(config.n_layers)]  # rotated
         self.values = [Entries() for _ in range(config.n_layers)]
 
@@ -240,7 +241,7 @@ class KVCache:
         """A cache with the same entries. What enters one does not change the other."""
         other = copy.copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, list):  # an item for each layer; no tensor is written to
+            if isinstance(value, list):  # an item for each layer
                 own = [item.copy() if isinstance(item, Entries) else item for item in value]
                 setattr(other, name, own)
         return other

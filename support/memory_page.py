@@ -1,7 +1,7 @@
 """The page of what memories hold: its texts, and the file.
 
 memory_page.html, beside this file, is the page itself: HTML, CSS and JavaScript without
-data. support/programs/show_memory.py makes the data.
+data. support/programs/page_data.py makes the data.
 """
 
 import json

@@ -77,7 +77,7 @@ def test_the_tables_are_made_of_the_figures():
     for page in PAGES:
         text = page.read_text("utf-8")
         for name, table in re.findall(r"<!-- tools/tables.py: ([^\n]*) -->\n(.*?)<!-- end -->", text, re.S):
-            assert table == made[name], name
+            assert table == made[name], f"{name}: python tools/tables.py --write"
 
 
 def headings(page: Path) -> set[str]:

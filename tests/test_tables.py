@@ -74,3 +74,9 @@ def test_each_cell_has_a_line_of_its_own(monkeypatch, tmp_path):
     tables.RESULTS.write_text(tables.RESULTS.read_text().strip())
     tables.add(cell("h2o", [2.0]))
     assert tables.stored_cells() == [cell("window", [1.0]), cell("h2o", [2.0])]
+
+
+def test_a_table_is_written_between_its_comments():
+    page = "a\n<!-- tools/tables.py: {} -->\n{}<!-- end -->\nb\n<!-- end -->\n"
+    made = tables.with_tables(page.format("x", "old\n"), {"x": "new\n", "y": "none\n"})
+    assert made == page.format("x", "new\n")

@@ -82,10 +82,8 @@ def filled(adapted: AdaptedLlama, n: int, options: Options) -> KVCache:
         return torch.randn((1, heads, held, config.head_dim), **kind)
 
     if adapted.settings.mem:
-        parts = getattr(cache, "parts", None)  # of layers, with budgets
-        for number, settings in enumerate(cache.of_layer):
-            heads = len(parts[number].heads) if parts else config.n_kv_heads
-            sizes = heads, min(n, settings.capacity)
+        for number, part in enumerate(cache.parts):
+            sizes = len(part.heads), min(n, part.settings.capacity)
             received = torch.rand((1, *sizes), device=options.device)
             received = received if cache.counts_attention else None
             cache.hold(number, entries(*sizes), entries(*sizes), received)

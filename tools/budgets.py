@@ -57,7 +57,7 @@ class GatedMemory(Memory):
 
     def make_room(self, B: int, T: int) -> None:
         super().make_room(B, T)
-        self.whole.seen += T  # as the model says to this memory alone
+        self.whole.seen += T  # the model counts for this memory, and not for `whole`
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         of_slots = super().attend(layer, q, k, v)

@@ -4,7 +4,6 @@
         --method streaming h2o --mem 512 --json needle.json
     python tools/needle.py --model SmolLM2-135M --data book.txt \\
         --method h2o --budgets budgets.json --mem 512 --json needle.json
-    python tools/pictures.py needle --figures needle.json
 
 The second command adds a panel to those that are in the file already. Panels of two files
 of budgets have the same name, so that each needs a --json of its own.

@@ -2,8 +2,9 @@
 
 Importing this file adds its rows to METHODS: `lococo-code` keeps half of M as heavy hitters, by
 the attention of the last forward pass only, and `h2o-code`, its H2O, keeps M of them: no slots are
-set aside for recent tokens. `lococo-code-0.02` starts with smaller weights. To train with one of
-them, write `import tools.official_code` in train.py.
+set aside for recent tokens. `lococo-code-0.02` starts with smaller weights, and
+`lococo-code-closed` with a gate of 0, too. To train with one of them, write
+`import tools.official_code` in train.py.
 
 Not copied: 16 entries of spare room, and a first segment whose keys and values get no
 gradient.
@@ -36,7 +37,7 @@ class OfficialCompressor(Compressor):
 
 
 class ClosedGate(OfficialCompressor):
-    """Its gate starts at 0: as its H2O."""
+    """Its gate starts at 0, so that it begins by choosing, as H2O does."""
 
     def __init__(self, *args):
         super().__init__(*args)

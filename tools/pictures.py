@@ -210,7 +210,7 @@ LEVELS = {  # what needs no training
 }
 
 
-CURVES = {  # title: the table, and what its cells have in common
+PANELS = {  # title: the table, and what its cells have in common
     "512 slots: a novel and articles": ("long", {"part": "long", "mem": 512}),
     "64 slots: a novel": ("ablations", {"part": "choosing", "mem": 64}),
     "64 slots: articles": ("frozen", {"part": "test", "mem": 64}),
@@ -228,7 +228,7 @@ def draw_curve(file: Path) -> None:
     figure, panels = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     about = {"model": "SmolLM2-135M", "dtype": "float32"}
     stored = [cell for cell in tables.stored_cells() if about.items() <= cell.items()]
-    for axes, (title, (table, common)) in zip(panels, CURVES.items()):
+    for axes, (title, (table, common)) in zip(panels, PANELS.items()):
         levels = tables.lines_of(replace(tables.TABLES[table], rows=(*LEVELS,)), stored)
         for row, line in levels.items():
             label, look = LEVELS[row]
@@ -239,7 +239,7 @@ def draw_curve(file: Path) -> None:
                 nats = float(np.mean(cell["by document"]))
                 trained.setdefault(tokens_of(cell), []).append(nats)
         first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}
-        axes.plot(first.keys(), first.values(), color="#e69f00", label="LoCoCo's code")
+        axes.plot(first.keys(), first.values(), color="#e69f00", label="LoCoCo's code, a dot for each seed")
         for tokens, losses in trained.items():
             axes.plot([tokens] * len(losses), losses, "o", color="#e69f00")
         axes.set_xscale("log")
@@ -249,7 +249,7 @@ def draw_curve(file: Path) -> None:
         axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("nats per token")
-    figure.suptitle("LoCoCo passes H2O with 512 slots, and is near it with 64", x=0.01, ha="left")
+    figure.suptitle("LoCoCo passes H2O with 512 slots (on articles), and is near it with 64", x=0.01, ha="left")
     names, labels = panels[0].get_legend_handles_labels()
     figure.legend(names, labels, loc="outside lower center", ncols=4, frameon=False)
     write_picture(file, figure)

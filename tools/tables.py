@@ -99,7 +99,8 @@ ROWS = {
                          f"--method lococo-code {PAPER}"),
     "official code 0.02": Row("LoCoCo's code with first weights of 0.02 instead of 1",
                               f"--method lococo-code-0.02 {PAPER}"),
-    # Of the table of results.md with 64 slots, and of the picture `curve`.
+    # Of the table of results.md with 64 slots, and of the picture `curve`. Cells from before 30
+    # November 2026 were trained by an earlier program, with these settings.
     "official code closed": Row("LoCoCo's code with a gate from 0",
                                 f"--method lococo-code-closed {PAPER}"),
     "official code, one": Row("LoCoCo's code, one sequence a step",

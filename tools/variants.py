@@ -1,4 +1,5 @@
-"""Ablations: selection with one of its parts made otherwise, and methods with positions by slot.
+"""Ablations: selection with one of its parts made otherwise, methods with positions by slot, and
+the paper's with smaller first weights.
 
 tools/tables.py imports this module, which adds the names to COMPRESSORS and METHODS. To use one
 in another program, write `import tools.variants` there.

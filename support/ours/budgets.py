@@ -118,6 +118,7 @@ class BudgetMemory(SelectingMemory, PackedMemory):
         settings = with_ours(settings)
         super().__init__(config, settings, compressors)
         self.parts = parts_of(config, settings)
+        self.heads: list[Tensor | None] = [None] * len(self.parts)  # their indices, if needed
         self.empty([part.settings for part in self.parts])
         if len(compressors):  # the heads of a layer share its compressor
             self.compressors = [compressors[part.layer] for part in self.parts]
@@ -141,10 +142,11 @@ class BudgetMemory(SelectingMemory, PackedMemory):
         q = q.unflatten(1, (k.shape[1], -1))  # (B, G, H/G, T, D)
         read = torch.empty_like(q)
         for n in parts:
-            heads = torch.tensor(self.parts[n].heads, device=k.device)
-            own_q, own_k, own_v = (x.index_select(1, heads) for x in (q, k, v))
+            if self.heads[n] is None:  # once, as it is copied to the device
+                self.heads[n] = torch.tensor(self.parts[n].heads, device=k.device)
+            own_q, own_k, own_v = (x.index_select(1, self.heads[n]) for x in (q, k, v))
             of_part = super().attend(n, own_q.flatten(1, 2), own_k, own_v)
-            read.index_copy_(1, heads, of_part.unflatten(1, (-1, q.shape[2])))
+            read.index_copy_(1, self.heads[n], of_part.unflatten(1, (-1, q.shape[2])))
         return read.flatten(1, 2)
 
     def w_function(self, n: int, places: Tensor) -> Callable:

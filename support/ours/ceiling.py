@@ -29,8 +29,8 @@ class CeilingMemory(Memory):
         super().__init__(config, settings, compressors)
         # The largest distance that the base reads, in tokens.
         self.reach = round(config.context * self.rope_scale)
-        # C stands an eighth below it, or a segment. In low precision each move rounds the
-        # keys, so that moves must be rare.
+        # C is lower by an eighth, or by a segment if that is more. In low precision each move
+        # rounds the keys, so that moves must be rare.
         self.ceiling = max(0, self.reach - max(settings.segment, self.reach // 8))
 
     def empty(self, of_layer: list[Settings]) -> None:

@@ -23,7 +23,7 @@ class Adapter(NamedTuple):
     tensors: dict[str, Tensor]  # what was trained, by name
     base: str  # the checksum of its base, see `identity`
     parts: list[str]  # the parts of its texts (support.text.PARTS) that it was trained on
-    trained: set[int]  # support.text.fingerprints of these; tiny/ has none
+    trained: set[int]  # support.text.fingerprints of these
 
 
 def identity(adapted: AdaptedLlama) -> dict:
@@ -83,10 +83,9 @@ def read_adapter(run: Path) -> Adapter:
     tensors, about = read_file(run / "adapter.safetensors")
     try:
         settings = settings_of(run, about["settings"])
-        base, parts = about["base"], about["parts"]
+        base, parts, trained = about["base"], about["parts"], {*tensors.pop(TEXTS).tolist()}
     except (LookupError, TypeError) as error:
         raise UserError(f"{run}: its adapter is by another version ({error})") from None
-    trained = {*tensors.pop(TEXTS, torch.empty(0)).tolist()}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise UserError(f"{run}: {name} has numbers that are not finite; train it again")
@@ -129,11 +128,7 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
         print(f"note: {run}: {note}; it is used all the same", file=sys.stderr)
     for name, p in trained.items():
         p.data = tensors[name].to(p.device, copy=True)
-    round_embeddings(adapted)
-    return adapted
-
-
-def round_embeddings(adapted: AdaptedLlama) -> None:
-    """For use, give the embeddings the base's dtype. They may be the output matrix, too,
-    and in float32 each call of the model would convert all of them."""
+    # The embeddings may be the output matrix, too. In float32 each call of the model would
+    # convert all of them.
     adapted.model.tok_embeddings.to(adapted.model.dtype)
+    return adapted
