@@ -96,6 +96,15 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
         yield token
 
 
+def as_text(
+    tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]
+) -> Iterator[str]:
+    """Text of tokens as they come behind a prompt, which may be empty but for its prefix.
+    A part of a character waits; it is dropped if nothing follows."""
+    continues = prompt[-1] not in tokenizer.prefix
+    return tokenizer.texts(tokens, before=tokenizer.x if continues else [])
+
+
 # --- The program ------------------------------------------------------------------------
 
 
@@ -306,7 +315,7 @@ def continue_text(
     begun, written = time.perf_counter(), 0
     if new_tokens:
         new = decode(adapted.model, tokenizer, logits, cache, new_tokens, flags.temperature)
-        for written, piece in enumerate(tokenizer.texts(new, before=tokenizer.x), start=1):
+        for written, piece in enumerate(as_text(new, tokenizer, ids), start=1):
             print(piece, end="", flush=True)
         print(flush=True)
     print_pace("reading", read, reading)

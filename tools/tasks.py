@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval_ppl import NAME, standard_error
-from generate import decode, prefill
+from generate import as_text, decode, prefill
 from lococo import AdaptedLlama, segment_losses
 from metrics import LONGBENCH, compare
 from model import KVCache, load_base
@@ -283,7 +283,7 @@ def score_answer(
     logits = prefill(model, torch.tensor([ids], device=device), cache, adapted.settings.segment)
     text, stop = "", row.get("stop", "\n")
     new = decode(model, tokenizer, logits, cache.copy(), most, 0)
-    for piece in tokenizer.texts(new, before=tokenizer.x):
+    for piece in as_text(new, tokenizer, ids):
         text += piece
         if "longbench" in row:
             text = text.lstrip("\n")  # as it does, so that a first line is not empty

@@ -64,12 +64,12 @@ def check_sizes(settings: HeadSettings) -> None:
 
 def untrained(
     model: Llama, method: str, mem: int, segment: int, budgets: Budgets | None = None,
-    bits: int | None = None,
+    bits: int | None = None, **changes,
 ) -> AdaptedLlama:
-    """A method that needs no training, on its base model. None leaves budgets equal. Raises
-    UserError."""
+    """A method that needs no training, on its base model. None leaves budgets equal.
+    `changes` are as in lococo.settings_for. Raises UserError."""
     length = int(model.config.context * model.config.rope_scale)
-    settings = make_settings(method, mem, segment, length, budgets, lora_rank=0)
+    settings = make_settings(method, mem, segment, length, budgets, lora_rank=0, **changes)
     settings = replace(settings, bits=bits or 0)
     refuse_not_fitted(settings)
     if settings.merged:
