@@ -135,7 +135,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument_group("output").add_argument
     add("--save-memory", type=new_file, metavar="FILE",
         help="write the memory there, and end")
-    add("--load-memory", type=Path, metavar="FILE", help="go on from such a memory, with its method and sizes")
+    add("--load-memory", type=Path, metavar="FILE",
+        help="go on from such a memory, with its method and sizes")
     add("--show-memory", type=at_least(0), nargs=2, metavar=("LAYER", "HEAD"),
         help="print what the slots of this head hold, and end")
     add("--page", type=new_file, metavar="FILE",
@@ -157,7 +158,8 @@ def parse() -> argparse.Namespace:
     if shows:
         flags.max_new_tokens = 0  # nothing is written
         if flags.save_memory or flags.load_memory:
-            parser.error("--show-memory and --page go with neither --save-memory nor --load-memory")
+            others = "neither --save-memory nor --load-memory"
+            parser.error(f"--show-memory and --page go with {others}")
     asked = [f"--adapter {flags.adapter}"] if flags.adapter else []
     asked += flags.method
     if len(asked) > (3 if flags.page else 1):

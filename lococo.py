@@ -273,7 +273,8 @@ class Memory(KVCache):
         self.of_layer = of_layer
         self.keys = [Entries() for _ in of_layer]
         self.values = [Entries() for _ in of_layer]
-        self.received: list[Tensor | None] = [None] * len(of_layer)  # attention received, (B, G, S)
+        # The attention received, (B, G, S).
+        self.received: list[Tensor | None] = [None] * len(of_layer)
 
     @staticmethod
     def merged_slots(config: LlamaConfig, settings: Settings) -> list[int]:

@@ -239,7 +239,8 @@ def draw_curve(file: Path) -> None:
                 nats = float(np.mean(cell["by document"]))
                 trained.setdefault(tokens_of(cell), []).append(nats)
         first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}
-        axes.plot(first.keys(), first.values(), color="#e69f00", label="LoCoCo's code, a dot for each seed")
+        label = "LoCoCo's code, a dot for each seed"
+        axes.plot(first.keys(), first.values(), color="#e69f00", label=label)
         for tokens, losses in trained.items():
             axes.plot([tokens] * len(losses), losses, "o", color="#e69f00")
         axes.set_xscale("log")
@@ -249,7 +250,8 @@ def draw_curve(file: Path) -> None:
         axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("nats per token")
-    figure.suptitle("LoCoCo passes H2O with 512 slots (on articles), and is near it with 64", x=0.01, ha="left")
+    seen = "LoCoCo passes H2O with 512 slots (on articles), and is near it with 64"
+    figure.suptitle(seen, x=0.01, ha="left")
     names, labels = panels[0].get_legend_handles_labels()
     figure.legend(names, labels, loc="outside lower center", ncols=4, frameon=False)
     write_picture(file, figure)
