@@ -4,7 +4,6 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 
-import official_code  # it adds rows of METHODS and a compressor
 import pytest
 import torch
 from conftest import same, settings

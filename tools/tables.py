@@ -50,8 +50,7 @@ from support.ours.published import RULES
 from support.programs.settings import untrained
 from support.text import long_documents, read_rows, token_streams
 from support.tokenizer import Tokenizer
-import official_code  # it adds rows to METHODS, as the next one does
-import variants
+import variants  # it adds rows to METHODS
 
 RESULTS = HERE / "docs" / "results.jsonl"
 RUNS = HERE / "runs" / "tables"

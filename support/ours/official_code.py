@@ -1,10 +1,8 @@
 """The memory of the official code (VITA-Group/LoCoCo) where it departs from the paper.
 
-Importing this file adds its rows to METHODS: `lococo-code` keeps half of M as heavy hitters, by
-the attention of the last forward pass only, and `h2o-code`, its H2O, keeps M of them: no slots are
-set aside for recent tokens. `lococo-code-0.02` starts with smaller weights, and
-`lococo-code-closed` with a gate of 0, too. To train with one of them, write
-`import tools.official_code` in train.py.
+`lococo-code` keeps half of M as heavy hitters, by the attention of the last forward pass only,
+and `h2o-code`, its H2O, keeps M of them: no slots are set aside for recent tokens.
+`lococo-code-0.02` starts with smaller weights, and `lococo-code-closed` with a gate of 0, too.
 
 Not copied: 16 entries of spare room, and a first segment whose keys and values get no
 gradient.
