@@ -177,15 +177,15 @@ def run_of(flags: argparse.Namespace) -> Path | None:
 
 def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedLlama]:
     """The adapter and the methods that the flags name, on one base. Beside an adapter the
-    methods have its M and T. Raises UserError if slots are to be shown or saved and there
+    methods have its M, T and bits. Raises UserError if slots are to be shown or saved and there
     are none."""
     run, models = run_of(flags), {}
     if run:
         adapted = load_adapter(run, model, **flags.sizes)
         models[f"{adapted.settings.method}, adapter {run.resolve().name}"] = adapted
-    mem, segment = method_sizes(flags, [*models.values()])
+    sizes = method_sizes(flags, [*models.values()])
     for method in flags.method:
-        models[method] = untrained(model, method, mem, segment, flags.budgets, flags.bits)
+        models[method] = untrained(model, method, budgets=flags.budgets, **sizes)
     needs_slots = flags.show_memory or flags.page or flags.save_memory
     if not models:
         models["full"] = untrained(model, "full", 512, 512)

@@ -172,23 +172,20 @@ class Compressor(nn.Module):
 COMPRESSORS = {"paper": Compressor}
 
 
-def merge(
-    compute_w: Callable, k: Tensor, v: Tensor, received: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Equations (4) and (5), after (6) and (7): k and v (B, G, R, D), and the attention
-    `received` (B, G, R) -> K' and V' (B, G, slots, D), and w (B, G, slots, R).
+def merge(compute_w: Callable, entries: Tensor, received: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Equations (4) and (5), after (6) and (7): entries [K, V] (B, G, R, 2D), and the
+    attention `received` (B, G, R) -> [K', V'] (B, G, slots, 2D), and w (B, G, slots, R).
     `compute_w` is `Compressor.weights`, or does the same.
 
     All is computed in float32, as bfloat16 is too coarse for W, and K' and V' are rounded
-    to the dtype of k and v. With positions of the text a mixed key has no single
+    to the dtype of the entries. With positions of the text a mixed key has no single
     position; the paper does not discuss this.
     """
-    with torch.autocast(k.device.type, enabled=False):
-        k_wide, v_wide = widened(k), widened(v)
-        entries = torch.cat((k_wide, v_wide), dim=-1).flatten(0, 1).mT  # (N, 2D, R)
+    with torch.autocast(entries.device.type, enabled=False):
+        wide = widened(entries)
         received = None if received is None else received.flatten(0, 1)
-        w = compute_w(entries, received).unflatten(0, k.shape[:2])
-        return (w @ k_wide).type_as(k), (w @ v_wide).type_as(v), w  # (4), (5)
+        w = compute_w(wide.flatten(0, 1).mT, received).unflatten(0, entries.shape[:2])
+        return (w @ wide).type_as(entries), w  # (4) K' = w K, (5) V' = w V
 
 
 # --- Attention that can be seen (for H2O) -----------------------------------------------
@@ -214,12 +211,12 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 
 
 def in_order(held: Tensor, order: Tensor) -> Tensor:
-    """Keys or values (B, G, S, D), or what entries received (B, G, S), in the order (B,
-    G, S) of each head; faster than `gather`."""
+    """Entries (B, G, S, 2D), or what they received (B, G, S), in the order (B, G, S) of each
+    head; faster than `gather`."""
     B, G = order.shape[:2]
-    text = torch.arange(B, device=order.device)[:, None, None]
+    sequence = torch.arange(B, device=order.device)[:, None, None]
     head = torch.arange(G, device=order.device)[:, None]
-    return held[text, head, order]
+    return held[sequence, head, order]
 
 
 def check_choice(chosen: Tensor, s: Settings) -> None:
@@ -342,6 +339,26 @@ class Memory(KVCache):
             received[:, :, :-T] += factor * self.received[layer]  # the older entries
         return received
 
+    def choose(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
+        """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S).
+
+        For another rule override this function or `scores` in a subclass (see MEMORIES).
+        Each head must choose `s.pinned` entries, and none of the last `s.recent` ones,
+        which the recent slots keep. Here s are the settings of the layer.
+        """
+        s = self.of_layer[layer]
+        chosen = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
+        chosen[:, :, : s.sinks] = True
+        if s.heavy:
+            others = self.scores(layer, k, v, received).masked_fill(chosen, -torch.inf)
+            heaviest = others[:, :, : k.shape[2] - s.recent].topk(s.heavy, dim=2).indices
+            chosen.scatter_(2, heaviest, True)
+        return chosen
+
+    def scores(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
+        """Heavy slots keep the entries with the highest scores, (B, G, S)."""
+        return received
+
     def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         """The operator C of (3), steps 4 and 5 of algorithm 2: S entries become M slots,
         in one layer.
@@ -362,21 +379,20 @@ class Memory(KVCache):
         if k.shape[2] == self.seen:  # nothing was compressed before
             check_choice(chosen, s)
         # The places of all entries in the cache. A stable sort keeps the order of the cache
-        # among the chosen entries, and among the others.
+        # among the chosen entries, and among the others, so that recent ones stay last.
         order = (~chosen).byte().argsort(dim=2, stable=True)
         sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
         _, places, _ = order.split(sizes, dim=2)  # of the rest; `w_function` may need them
-        k_pinned, k_rest, k_recent = in_order(k, order).split(sizes, dim=2)
-        v_pinned, v_rest, v_recent = in_order(v, order).split(sizes, dim=2)
+        entries = in_order(torch.cat((k, v), dim=-1), order)  # [K, V], (B, G, S, 2D)
+        pinned, rest, recent = entries.split(sizes, dim=2)
         received_rest = None
         if self.counts_attention:
             received = in_order(received, order)
             received_pinned, received_rest, received_recent = received.split(sizes, dim=2)
 
-        k_merged, v_merged, w = self.fill_merged(layer, k_rest, v_rest, received_rest, places)
+        merged, w = self.fill_merged(layer, rest, received_rest, places)
 
-        k = torch.cat((k_pinned, k_merged, k_recent), dim=2)
-        v = torch.cat((v_pinned, v_merged, v_recent), dim=2)
+        k, v = torch.cat((pinned, merged, recent), dim=2).chunk(2, dim=-1)
         if self.counts_attention:
             # The paper is silent: a merged slot gets the mean, by w, of the attention
             # that its entries received.
@@ -386,13 +402,13 @@ class Memory(KVCache):
         return order, w
 
     def fill_merged(
-        self, layer: int, k: Tensor, v: Tensor, received: Tensor | None, places: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """K', V' and w of the layer's compressor, for entries that stood at these places
-        of the cache, (B, G, R). If there are no merged slots, the entries are dropped."""
+        self, layer: int, rest: Tensor, received: Tensor | None, places: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[K', V'] and w of the layer's compressor, for entries (B, G, R, 2D) that stood at
+        these places of the cache, (B, G, R). If there are no merged slots, they are dropped."""
         if not self.of_layer[layer].merged:
-            return k[:, :, :0], v[:, :, :0], k.new_zeros(*k.shape[:2], 0, k.shape[2])
-        args = (self.w_function(layer, places), k, v, received)
+            return rest[:, :, :0], rest.new_zeros(*rest.shape[:2], 0, rest.shape[2])
+        args = (self.w_function(layer, places), rest, received)
         if self.compressors[layer].recompute:
             return checkpoint(merge, *args, use_reentrant=False)
         return merge(*args)
@@ -418,26 +434,6 @@ class Memory(KVCache):
 
     def restore(self, layer: int, stored: dict[str, Tensor]) -> None:
         self.hold(layer, stored["keys"], stored["values"], stored.get("received"))
-
-    def choose(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
-        """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S).
-
-        For another rule override this function or `scores` in a subclass (see MEMORIES).
-        Each head must choose `s.pinned` entries, and none of the last `s.recent` ones,
-        which the recent slots keep. Here s are the settings of the layer.
-        """
-        s = self.of_layer[layer]
-        chosen = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
-        chosen[:, :, : s.sinks] = True
-        if s.heavy:
-            others = self.scores(layer, k, v, received).masked_fill(chosen, -torch.inf)
-            heaviest = others[:, :, : k.shape[2] - s.recent].topk(s.heavy, dim=2).indices
-            chosen.scatter_(2, heaviest, True)
-        return chosen
-
-    def scores(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
-        """Heavy slots keep the entries with the highest scores, (B, G, S)."""
-        return received
 
 
 # The class of a memory is that which its settings name (`Settings.memory`), or else its

@@ -208,8 +208,9 @@ class Parser(PlainParser):
         """Parse the command line of a program that has a list of --method. `sizes` has
         the flags that change the sizes of a memory."""
         self.memory.add_argument(
-            "--bits", type=int, choices=(4, 8),
-            help="store keys and values in so many bits (default: as the model's dtype)",
+            "--bits", type=int, choices=(0, 4, 8),
+            help="store keys and values in so many bits; 0: as the model's dtype (default: the "
+                 "adapter's, or 0)",
         )
         flags = self.parse_args()
         flags.method = list(dict.fromkeys(flags.method))

@@ -137,7 +137,7 @@ def test_the_usual_lengths_that_no_text_has_are_left_out(run):
 @pytest.mark.parametrize("method, mem, tokens, remedy", [
     ("streaming", 128, 9999, ""),  # positions end at M + T = 256
     ("streaming", 1024, 9999, "take a smaller --mem or --segment"),  # M + T = 2048
-    ("full", 16, 1025, "--method h2o --mem 512 reads texts of any length"),
+    ("full", 16, 1025, "--method h2o+forget --mem 512 reads texts of any length"),
     ("h2o", 512, 9999, ""), ("h2o", 513, 9999, "take a smaller --segment"),
 ])
 def test_a_warning_if_distances_pass_the_context(capsys, method, mem, tokens, remedy):

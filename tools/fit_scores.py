@@ -13,6 +13,7 @@ train.py writes it.
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -145,8 +146,8 @@ def samples_of(model: Llama, documents: Tensor, forget: float) -> list[list[Tens
 
 
 def parse() -> argparse.Namespace:
-    parser = Parser(__doc__, mem="896", segment="128")
-    parser.set_defaults(mem=896, segment=128)
+    parser = Parser(__doc__, mem="1792", segment="256")
+    parser.set_defaults(mem=1792, segment=256)
     parser.add_seed()
     add = parser.add_argument_group("text and output").add_argument
     add("--data", type=named_path, nargs="+", metavar="PATH", required=True,
@@ -174,8 +175,8 @@ def main() -> None:
     documents, trained = texts_of(options, tokenizer)
     options.out.mkdir(parents=True, exist_ok=True)
     sizes = options.mem, options.segment, options.length, options.budgets
-    adapted = AdaptedLlama(model, make_settings("learned", *sizes, lora_rank=0))
-    s = adapted.settings
+    s = replace(make_settings("learned", *sizes, lora_rank=0), bits=8)
+    adapted = AdaptedLlama(model, s)
     with machine.precision():
         samples = samples_of(model, documents, s.forget ** (SEGMENT / s.forget_in))
     for layer in trange(len(samples), desc="layers"):

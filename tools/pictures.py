@@ -120,6 +120,7 @@ LOOKS = {  # of memories: label, colour, and mark; all can tell the colours apar
     "h2o heads": ("H2O that forgets, with budgets", "#0072b2", "o"),
     "learned": ("a learned score, with budgets", "#d55e00", "o"),
     "8 bits": ("the same in few bits", "#d55e00", "*"),
+    "lococo trained @ 512 + 512": ("LoCoCo (M = T = 512)", "#009e73", "D"),
 }
 # Labels beside points, and where they stand, in points of the font.
 LABELS = {
@@ -127,6 +128,7 @@ LABELS = {
     "4 bits": ("4 bits", (0, 9)),
     "8 bits @ 1792 + 256": ("8 bits,\ntwice the slots", (0, -34)),
 }
+SHOWN = LOOKS.keys() | LABELS.keys()
 CURVES = ("h2o heads", "learned")
 ALONG = ("384 + 128", "896 + 128", "1792 + 256")  # M + T, which a curve joins
 
@@ -163,9 +165,7 @@ def draw_losses(axes, small: dict, sizes: dict) -> None:
         of_row = sizes | {f"{row} @ 896 + 128": small[row]}
         curve = [of_row[f"{row} @ {size}"] for size in ALONG]
         axes.plot(*np.array(curve).T, "-", color=LOOKS[row][1])
-    shown = {row: at for row, at in small.items() if row in LOOKS or row in LABELS}
-    twice = "8 bits @ 1792 + 256"
-    draw_points(axes, shown | {twice: sizes[twice]})
+    draw_points(axes, {row: at for row, at in (small | sizes).items() if row in SHOWN})
     axes.axhline(0, color="#333333", lw=0.8)
     axes.set_ylim(-0.014, 0.065)
     axes.set_ylabel("nats per token above full attention")
@@ -175,10 +175,9 @@ def draw_losses(axes, small: dict, sizes: dict) -> None:
 def draw_facts(axes, small: dict, sizes: dict) -> None:
     """The share of lines that are found in texts of 8,192 tokens."""
     held = small | sizes
-    files = (HERE / "docs" / name for name in ("needle.json", "needle-8192.json"))
-    panels = {key: panel for file in files for key, panel in read_json(file)["found"].items()}
+    panels = tables.panels_of("needle.json", "needle-8192.json")
     shares = {row: np.nanmean(np.array(panels[name]["8192"], dtype=float))
-              for row, name in tables.FOUND.items()}
+              for row, name in tables.FOUND.items() if row in ("full", *SHOWN)}
     full = 100 * shares.pop("full")
     axes.axhline(full, color="#333333", lw=0.8)
     axes.annotate("full cache", (8.5, full + 1))
@@ -191,7 +190,7 @@ def draw_facts(axes, small: dict, sizes: dict) -> None:
 def draw_result(file: Path) -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
     figure.get_layout_engine().set(wspace=0.06)
-    small, sizes = points("small segments"), points("sizes")
+    small, sizes = points("small segments"), points("sizes") | points("result")
     draw_losses(panels[0], small, sizes)
     draw_facts(panels[1], small, sizes)
     marks = [Line2D([], [], color=colour, marker=mark, ls="", ms=12 if mark == "*" else 6)
@@ -271,10 +270,11 @@ NAMES = {  # of what is drawn of docs/needle.json
 def draw_needle(file: Path) -> None:
     """From docs/needle.json: a panel for each memory, with a row for each length and a column
     for each depth."""
-    panels_of = read_json(HERE / "docs" / "needle.json")["found"]
-    found = {name: panels_of[name] for name in tables.FOUND.values() if "bits" not in name}
+    panels = tables.panels_of("needle.json")
+    rows = "full", "window", "h2o text", "h2o heads", "learned"
+    found = {tables.FOUND[row]: panels[tables.FOUND[row]] for row in rows}
     size = dict(figsize=(2.6 * len(found), 2.6), layout="constrained", sharey=True)
-    panels, [places] = pyplot.subplots(1, len(found), squeeze=False, **size)
+    figure, [places] = pyplot.subplots(1, len(found), squeeze=False, **size)
     for axes, (name, shares) in zip(places, found.items()):
         grid = np.array([*shares.values()], dtype=float)  # null becomes NaN
         picture = axes.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
@@ -285,10 +285,10 @@ def draw_needle(file: Path) -> None:
         axes.set_yticks(range(len(shares)), [f"{int(L):,}" for L in shares])
         axes.set_xlabel("where the fact is")
     places[0].set_ylabel("tokens of the text")
-    panels.colorbar(picture, ax=places, label="share found")
+    figure.colorbar(picture, ax=places, label="share found")
     seen = "A learned score finds facts where the full cache does, H2O only the last ones"
-    panels.suptitle(seen, x=0.01, ha="left")
-    write_picture(file, panels)
+    figure.suptitle(seen, x=0.01, ha="left")
+    write_picture(file, figure)
 
 
 # --- Heads --------------------------------------------------------------------------------

@@ -106,6 +106,9 @@ ROWS = {
                               f"--method lococo-code-0.02 --batch 1 {PAPER}"),
     "lococo+h2o 0.02": Row("the paper's `lococo+h2o` with first weights of 0.02",
                            f"--method lococo+h2o-0.02 {PAPER}"),
+    "lococo trained": Row("LoCoCo (its authors' code, 60 steps)",
+                          f"--method lococo-code-0.02 {PAPER}", trained=False,
+                          stored="runs/lococo"),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
@@ -193,9 +196,8 @@ LONG = Table(
     ("full", "window", "h2o text", *PAPERS[2:], "official code 0.02", "h2o facts", *OURS),
     512, 8192, "long", "--recipe inference", steps=15, documents=16, segment=512,
 )
-RESULT = ("full", "window", "h2o text", "h2o heads", "learned", "8 bits")
-SMALL = (*RESULT[:3], "h2o 5/8 forget", "h2o heads", "stored", *RESULT[4:])
-SMALL += ("4 bits", "learned again", "learned plain")
+SMALL = ("full", "window", "h2o text", "h2o 5/8 forget", "h2o heads", "stored", "learned")
+SMALL += ("8 bits", "4 bits", "learned again", "learned plain")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 
 
@@ -206,6 +208,9 @@ def sized(row: str, sizes: str) -> str:
     return f"{row} @ {sizes}"
 
 
+# At the sizes of the paper, M = T = 512, but for the last row.
+RESULT = ("window", "h2o text", "lococo trained", "h2o heads", "learned")
+RESULT = ("full", *(sized(row, "512 + 512") for row in RESULT), sized("8 bits", "1792 + 256"))
 SIZED = []
 for row in ("h2o text", "h2o heads", "learned", "8 bits"):
     SIZED.append(row)
@@ -532,15 +537,26 @@ FOUND = {  # the panels of docs/needle.json, and of needle-8192.json, by row
     "window": "base, streaming M=896 T=128",
     "h2o text": "base, h2o M=896 T=128",
     "h2o heads": "base, h2o+forget M=896 T=128 budgets",
-    "learned": "adapters/smollm2-135m/learned",
-    "8 bits": "adapters/smollm2-135m/learned bits=8",
-    "8 bits @ 1792 + 256": "adapters/smollm2-135m/learned M=1792 T=256 bits=8",
+    "learned": "adapters/smollm2-135m/learned M=896 T=128 bits=0",
+    "8 bits": "adapters/smollm2-135m/learned M=896 T=128",
+    "8 bits @ 1792 + 256": "adapters/smollm2-135m/learned",
+    "window @ 512 + 512": "base, streaming M=512",
+    "h2o text @ 512 + 512": "base, h2o M=512",
+    "lococo trained @ 512 + 512": "runs/lococo",
+    "h2o heads @ 512 + 512": "base, h2o+forget M=512 budgets",
+    "learned @ 512 + 512": "adapters/smollm2-135m/learned M=512 T=512 bits=0",
 }
+
+
+def panels_of(*names: str) -> dict[str, dict]:
+    """The panels of these files of docs/, which tools/needle.py has made."""
+    files = (HERE / "docs" / name for name in names)
+    return {key: panel for file in files for key, panel in read_json(file)["found"].items()}
 
 
 def result_table(table: Table, lines: Lines) -> str:
     """What README.md shows of SmolLM2: bytes, loss and facts in texts of 8,192 tokens."""
-    panels = read_json(HERE / "docs" / "needle.json")["found"]
+    panels = panels_of("needle.json", "needle-8192.json")
     columns = "memory", "MB", "nats per token above full attention", "facts found, %"
     text = f"| {' | '.join(columns)} |\n|---|---|---|---|\n"
     for key, line in lines.items():
@@ -553,8 +569,7 @@ def result_table(table: Table, lines: Lines) -> str:
 
 def field_table(table: Table, lines: Lines) -> str:
     """Nats per token above full attention, and the lines found in texts of 4,096 tokens."""
-    files = (HERE / "docs" / name for name in ("needle.json", "needle-field.json"))
-    panels = {key: panel for file in files for key, panel in read_json(file)["found"].items()}
+    panels = panels_of("needle.json", "needle-field.json")
     text = "| what is kept | equal slots | with budgets | lines found, % |\n|---|---|---|---|\n"
     rows = []
     for label, keys in FIELD.items():

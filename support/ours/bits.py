@@ -61,8 +61,13 @@ class PackedEntries(Entries):
         return self.packed[0].shape[2] + self.new.size
 
     @property
+    def buffer(self) -> Tensor:
+        """That of the new entries."""
+        return self.new.buffer
+
+    @property
     def held(self) -> Tensor:
-        return torch.cat((unpack(*self.packed, self.bits, self.new.buffer), self.new.held), dim=2)
+        return torch.cat((unpack(*self.packed, self.bits, self.buffer), self.new.held), dim=2)
 
     @property
     def nbytes(self) -> int:

@@ -57,13 +57,11 @@ class CeilingMemory(Memory):
 
     def positions_of(self, n: int) -> Tensor:
         """The positions of all entries of a layer, (B, G, S), in float32."""
-        B, G, S, _ = self.keys[n].held.shape
-        known = self.positions[n]
+        keys, known = self.keys[n], self.positions[n]
         size = 0 if known is None else known.shape[2]
-        first = self.seen - (S - size)
-        device = self.keys[n].held.device
-        new = torch.arange(first, self.seen, device=device, dtype=torch.float32)
-        new = new.expand(B, G, -1)
+        first = self.seen - (keys.size - size)
+        new = torch.arange(first, self.seen, device=keys.buffer.device, dtype=torch.float32)
+        new = new.expand(*keys.buffer.shape[:2], -1)
         return new if known is None else torch.cat((known, new), dim=2)
 
     def compress(self, n: int) -> tuple[Tensor, Tensor]:

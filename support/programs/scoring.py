@@ -81,15 +81,16 @@ def name_of(s: HeadSettings) -> str:
 def given(flags: argparse.Namespace) -> str:
     """The sizes that were given for runs, as a table names them."""
     numbers = {"M": flags.mem, "T": flags.segment, "bits": flags.bits}
-    named = "".join(f" {name}={n}" for name, n in numbers.items() if n)
+    named = "".join(f" {name}={n}" for name, n in numbers.items() if n is not None)
     if flags.budgets is not None:
         named += " budgets" if flags.budgets else " equal"
     return named
 
 
-def baselines(model: Llama, mem: int, segment: int) -> list[AdaptedLlama]:
+def baselines(model: Llama, mem: int, segment: int, bits: int) -> list[AdaptedLlama]:
     """A window and H2O of M slots, at least 4, on their base."""
-    return [untrained(model, method, max(4, mem), segment) for method in ("streaming", "h2o")]
+    sizes = dict(mem=max(4, mem), segment=segment, bits=bits)
+    return [untrained(model, method, **sizes) for method in ("streaming", "h2o")]
 
 
 def models_to_score(
@@ -103,15 +104,16 @@ def models_to_score(
         name = os.path.relpath(run) + given(flags)
         runs[name] = load_adapter(run, model, **flags.sizes)
     models = [untrained(model, "full", 512, segment=512)]
-    mem, segment = method_sizes(flags, [*runs.values()])
+    sizes = method_sizes(flags, [*runs.values()])
     for method in flags.method:
-        models.append(untrained(model, method, mem, segment, flags.budgets, flags.bits))
+        models.append(untrained(model, method, budgets=flags.budgets, **sizes))
     if not any(adapted.settings.mem for adapted in [*runs.values(), *models]):
         refuse_sizes(flags)
     if with_baselines and not flags.method:
         for adapted in runs.values():
-            if adapted.settings.mem:
-                models += baselines(model, adapted.settings.mem, adapted.settings.segment)
+            s = adapted.settings
+            if s.mem:
+                models += baselines(model, s.mem, s.segment, s.bits)
     return {name_of(adapted.settings): adapted for adapted in models} | runs
 
 

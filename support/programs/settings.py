@@ -34,8 +34,8 @@ def resized(
     """A trained memory in another size. None leaves a number as it was in training. Budgets
     are scaled to M slots on average, and an empty list means M everywhere. Raises
     UserError."""
-    segment, bits = segment or settings.segment, bits or settings.bits
-    changed = replace(settings, segment=segment, bits=bits)
+    bits = settings.bits if bits is None else bits
+    changed = replace(settings, segment=segment or settings.segment, bits=bits)
     if mem is None and budgets is None:
         return changed
     if settings.mem == settings.sinks:  # 0 if all is kept
@@ -64,13 +64,13 @@ def check_sizes(settings: HeadSettings) -> None:
 
 def untrained(
     model: Llama, method: str, mem: int, segment: int, budgets: Budgets | None = None,
-    bits: int | None = None, **changes,
+    bits: int = 0, **changes,
 ) -> AdaptedLlama:
     """A method that needs no training, on its base model. None leaves budgets equal.
     `changes` are as in lococo.settings_for. Raises UserError."""
     length = int(model.config.context * model.config.rope_scale)
     settings = make_settings(method, mem, segment, length, budgets, lora_rank=0, **changes)
-    settings = replace(settings, bits=bits or 0)
+    settings = replace(settings, bits=bits)
     refuse_not_fitted(settings)
     if settings.merged:
         command = f"python train.py --model MODEL --method {method} --data TEXTS --out RUN"
@@ -87,14 +87,15 @@ def refuse_not_fitted(settings: Settings) -> None:
         raise UserError(f"--method {settings.method}: {needs}")
 
 
-def method_sizes(flags: argparse.Namespace, adapters: list[AdaptedLlama]) -> tuple[int, int]:
-    """M and T of methods without training: those of the first adapter beside them that has
-    slots, or else those of the flags."""
+def method_sizes(flags: argparse.Namespace, adapters: list[AdaptedLlama]) -> dict[str, int]:
+    """M, T and bits of methods without training: those of the first adapter beside them that
+    has slots, or else those of the flags."""
     for adapted in adapters:
-        if adapted.settings.mem:
-            return adapted.settings.mem, adapted.settings.segment
+        s = adapted.settings
+        if s.mem:
+            return dict(mem=s.mem, segment=s.segment, bits=s.bits)
     mem = flags.mem or 512
-    return mem, flags.segment or mem
+    return dict(mem=mem, segment=flags.segment or mem, bits=flags.bits or 0)
 
 
 def refuse_sizes(flags: argparse.Namespace) -> None:
@@ -113,7 +114,7 @@ def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
     largest head."""
     s, config = adapted.settings, adapted.model.config
     known = round(config.context * position_divisor(config, s))
-    farthest, remedy = tokens, "--method h2o --mem 512 reads texts of any length"
+    farthest, remedy = tokens, "--method h2o+forget --mem 512 reads texts of any length"
     if s.mem and s.positions == "slots":
         farthest, remedy = s.largest + s.segment, "take a smaller --mem or --segment"
     elif s.mem:

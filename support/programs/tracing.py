@@ -81,7 +81,7 @@ class TracedMemory(BudgetMemory):
 
 
 # What to try where there is no adapter.
-SUGGESTED = "--method h2o --mem 512, or --adapter RUN after train.py"
+SUGGESTED = "--method h2o+forget --mem 512, or --adapter RUN after train.py"
 
 
 def check_slots(settings: Settings) -> None:
