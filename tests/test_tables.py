@@ -54,11 +54,11 @@ def test_a_gap_on_two_texts():
 def test_what_readme_and_other_sizes_show(monkeypatch):
     """By hand: bytes, the difference from full attention, facts; and a column for each size."""
     panel = {"8192": [0.25, None, 0.75]}
-    monkeypatch.setattr(tables, "read_json", lambda file: {"found": {"base, h2o M=896 T=128": panel}})
+    monkeypatch.setattr(tables, "read_json", lambda file: {"found": {"base, h2o M=512": panel}})
     small = dict(mem=896, seq=8192, part="long", documents=8) | {"by position": {}}
     stored = [cell("full", [1.0, 3.0], **small), cell("h2o text", [3.0, 6.0], **small)]
     stored += [cell("h2o heads", [2.0, 3.0], **small), cell("h2o heads @ 384 + 128", [5.0], **small)]
-    made = tables.all_tables(stored)
+    made = tables.all_tables(stored + [c | dict(mem=512, documents=16) for c in stored])
     assert rows_of(made["result, M, float32"]) == [
         ["3", "+0.0000 ± 0.0000", " |"], ["3", "+2.5000 ± 0.5000", "50 |"],
         ["3", "+0.5000 ± 0.5000", " |"]]

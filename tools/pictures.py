@@ -190,7 +190,7 @@ def draw_facts(axes, small: dict, sizes: dict) -> None:
 def draw_result(file: Path) -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
     figure.get_layout_engine().set(wspace=0.06)
-    small, sizes = points("small segments"), points("sizes") | points("result")
+    small, sizes = points("small segments"), points("sizes")
     draw_losses(panels[0], small, sizes)
     draw_facts(panels[1], small, sizes)
     marks = [Line2D([], [], color=colour, marker=mark, ls="", ms=12 if mark == "*" else 6)

@@ -208,14 +208,21 @@ def sized(row: str, sizes: str) -> str:
     return f"{row} @ {sizes}"
 
 
-# At the sizes of the paper, M = T = 512, but for the last row.
-RESULT = ("window", "h2o text", "lococo trained", "h2o heads", "learned")
-RESULT = ("full", *(sized(row, "512 + 512") for row in RESULT), sized("8 bits", "1792 + 256"))
-SIZED = []
+SIZED = [sized("lococo trained", "512 + 512")]
 for row in ("h2o text", "h2o heads", "learned", "8 bits"):
     SIZED.append(row)
     for sizes in ("384 + 128", "512 + 512", "768 + 256", "960 + 64", "1792 + 256"):
         SIZED.append(sized(row, sizes))
+# What README.md calls a row, and the panel of its facts. All but the last have M = T = 512.
+RESULT = {
+    "full": ("full attention", "base, full"),
+    "window": ("window: 4 first, M - 4 last", "base, streaming M=512"),
+    "h2o text": ("H2O: M/2 heavy, M/2 last", "base, h2o M=512"),
+    "official code 0.02": ("LoCoCo, its authors' code: M/2 heavy, M/2 merged", "runs/lococo"),
+    "h2o heads": ("H2O that forgets, with budgets", "base, h2o+forget M=512 budgets"),
+    "learned": ("a learned score, with budgets", f"{STORED}/learned M=512 T=512 bits=0"),
+    "8 bits @ 1792 + 256": ("**the same in 8 bits, M = 1,792, T = 256**", f"{STORED}/learned"),
+}
 # From H2O with the paper's sizes to full attention: what each step changes, and in which files.
 LADDER = {
     "h2o text @ 512 + 512": ("H2O with M = T = 512", ()),
@@ -234,7 +241,7 @@ TABLES = {
     "ablations": replace(
         FROZEN, rows=ABLATIONS, part="choosing", steps=40, against="selection"
     ),
-    "result": replace(SMALL_SEGMENTS, rows=RESULT),
+    "result": replace(LONG, rows=tuple(RESULT)),
     "long": LONG,
     "small segments": SMALL_SEGMENTS,
     "field": replace(SMALL_SEGMENTS, rows=("full", *filter(None, sum(FIELD.values(), ())))),
@@ -540,11 +547,7 @@ FOUND = {  # the panels of docs/needle.json, and of needle-8192.json, by row
     "learned": "adapters/smollm2-135m/learned M=896 T=128 bits=0",
     "8 bits": "adapters/smollm2-135m/learned M=896 T=128",
     "8 bits @ 1792 + 256": "adapters/smollm2-135m/learned",
-    "window @ 512 + 512": "base, streaming M=512",
-    "h2o text @ 512 + 512": "base, h2o M=512",
     "lococo trained @ 512 + 512": "runs/lococo",
-    "h2o heads @ 512 + 512": "base, h2o+forget M=512 budgets",
-    "learned @ 512 + 512": "adapters/smollm2-135m/learned M=512 T=512 bits=0",
 }
 
 
@@ -560,10 +563,11 @@ def result_table(table: Table, lines: Lines) -> str:
     columns = "memory", "MB", "nats per token above full attention", "facts found, %"
     text = f"| {' | '.join(columns)} |\n|---|---|---|---|\n"
     for key, line in lines.items():
-        shares = panels.get(FOUND.get(key), {}).get(str(table.seq), [])
+        label, panel = RESULT[key]
+        shares = panels.get(panel, {}).get(str(table.seq), [])
         found = f"{100 * np.nanmean(np.array(shares, dtype=float)):.0f}" if shares else ""
         above = difference(line, lines.get("full"))
-        text += f"| {line.label} | {line.megabytes():.0f} | {above} | {found} |\n"
+        text += f"| {label} | {line.megabytes():.0f} | {above} | {found} |\n"
     return text
 
 
