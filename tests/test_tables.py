@@ -44,7 +44,7 @@ def test_the_table_by_hand(monkeypatch):
 def test_a_gap_on_two_texts():
     """Documents are of two texts, one after the other: a mean of the seeds for each text."""
     long = dict(mem=512, seq=8192, part="long", documents=16) | {"by position": {}}
-    stored = [cell("full", [1.0, 3.0], **long), cell("h2o text", [3.0, 7.0], **long),
+    stored = [cell("full", [1.0, 3.0], **long), cell("h2o", [3.0, 7.0], **long),
               cell("selection heads", [2.0, 4.0], steps=15, **long),
               cell("selection heads", [1.0, 6.0], steps=15, seed=1, **long)]
     rows = rows_of(tables.all_tables(stored)["long, M, float32"])
@@ -56,7 +56,7 @@ def test_what_readme_and_other_sizes_show(monkeypatch):
     panel = {"8192": [0.25, None, 0.75]}
     monkeypatch.setattr(tables, "read_json", lambda file: {"found": {"base, h2o M=512": panel}})
     small = dict(mem=896, seq=8192, part="long", documents=8) | {"by position": {}}
-    stored = [cell("full", [1.0, 3.0], **small), cell("h2o text", [3.0, 6.0], **small)]
+    stored = [cell("full", [1.0, 3.0], **small), cell("h2o", [3.0, 6.0], **small)]
     stored += [cell("h2o heads", [2.0, 3.0], **small), cell("h2o heads @ 384 + 128", [5.0], **small)]
     made = tables.all_tables(stored + [c | dict(mem=512, documents=16) for c in stored])
     assert rows_of(made["result, M, float32"]) == [

@@ -116,7 +116,7 @@ def draw_mechanism(file: Path) -> None:
 
 LOOKS = {  # of memories: label, colour, and mark; all can tell the colours apart
     "window": ("window", "#333333", "x"),
-    "h2o text": ("H2O", "#999999", "s"),
+    "h2o": ("H2O", "#999999", "s"),
     "h2o heads": ("H2O that forgets, with budgets", "#0072b2", "o"),
     "learned": ("a learned score, with budgets", "#d55e00", "o"),
     "8 bits": ("the same in few bits", "#d55e00", "*"),
@@ -204,7 +204,7 @@ def draw_result(file: Path) -> None:
 
 LEVELS = {  # what needs no training
     "official h2o": ("H2O in LoCoCo's code", ":"),
-    "h2o text": ("H2O", "--"),
+    "h2o": ("H2O", "--"),
     "h2o 5/8 forget": ("H2O that forgets", "-"),
 }
 
@@ -271,7 +271,7 @@ def draw_needle(file: Path) -> None:
     """From docs/needle.json: a panel for each memory, with a row for each length and a column
     for each depth."""
     panels = tables.panels_of("needle.json")
-    rows = "full", "window", "h2o text", "h2o heads", "learned"
+    rows = "full", "window", "h2o", "h2o heads", "learned"
     found = {tables.FOUND[row]: panels[tables.FOUND[row]] for row in rows}
     size = dict(figsize=(2.6 * len(found), 2.6), layout="constrained", sharey=True)
     figure, [places] = pyplot.subplots(1, len(found), squeeze=False, **size)

@@ -2,7 +2,6 @@
 
     python tools/tables.py frozen --model SmolLM2-135M --prose prose --seeds 0 1 2
     python tools/tables.py frozen --model SmolLM2-135M --prose prose --rows h2o selection
-    python tools/tables.py facts --rows window selection    # the embedded model
     python tools/tables.py                             # print all stored tables
     python tools/tables.py --write                     # write them into the pages
 
@@ -43,7 +42,6 @@ from model import load_base
 from support.programs.adapter import identity, load_adapter
 from support.command_line import HERE, SIZES, TINY, PlainParser, at_least, counted, prepare
 from support.command_line import run_program
-from support.facts import tell_all
 from support.files import UserError, as_json, checksum, read_json, read_text
 from support.files import write_text
 from support.ours.published import RULES
@@ -85,15 +83,12 @@ PAPER = "--conv-lr 5e-2"
 ROWS = {
     "full": Row("full attention", "--method full"),
     "window": Row("window: 4 first, M - 4 last", "--method streaming"),
-    "h2o": Row("H2O by slot: M/2 heavy, M/2 last", "--method h2o-slots"),
-    "h2o text": Row("H2O: M/2 heavy, M/2 last", "--method h2o"),
+    "h2o": Row("H2O: M/2 heavy, M/2 last", "--method h2o"),
     "official h2o": Row("H2O in LoCoCo's code: M heavy, by the last segment",
                         "--method h2o-code"),
     "lococo": Row("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
     "lococo+h2o": Row("the paper's `lococo+h2o`: M/2 heavy, M/2 merged",
                       f"--method lococo+h2o {PAPER}"),
-    "lococo+h2o by slot": Row("the paper's `lococo+h2o`: M/2 heavy, M/2 merged",
-                              f"--method lococo+h2o-slots {PAPER}"),
     "official code": Row("LoCoCo's code: M/2 heavy, M/2 merged",
                          f"--method lococo-code {PAPER}"),
     "official code 0.02": Row("LoCoCo's code with first weights of 0.02 instead of 1",
@@ -112,8 +107,6 @@ ROWS = {
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
-    "h2o facts": Row("H2O with budgets for facts",
-                     f"--method h2o --budgets {STORED}/budgets-facts.json"),
     "selection soft": Row("selection as mixtures: not sharpened in use", "", sharpness=1),
     "selection": Row("**selection**", ""),
     "selection heads": Row("**selection with budgets**", f"--budgets {BUDGETS}"),
@@ -146,7 +139,7 @@ ROWS["learned plain"] = replace(
 )
 # What each paper of support/ours/published.py is called, with equal slots and with our budgets.
 FIELD = {
-    "H2O": ("h2o text", ""),
+    "H2O": ("h2o", ""),
     "H2O that forgets": ("h2o 5/8 forget", "h2o heads"),
     "**a learned score**": ("learned, equal slots", "learned"),
     "SnapKV": ("snapkv", "snapkv heads"),
@@ -174,10 +167,10 @@ class Table:
     rows: tuple[str, ...]
     mem: int  # slots M
     seq: int  # tokens of a document that is scored
-    part: str  # that is scored: one of SCORED, or "held-out", with facts
+    part: str  # that is scored: one of SCORED
     flags: str  # of train.py
     steps: int = 60  # of training, if --steps does not say otherwise
-    against: str = "h2o"  # the row that others are compared with; or its form "h2o text"
+    against: str = "h2o"  # the row that others are compared with
     documents: int = 48  # that are scored, at most
     segment: int | None = None  # tokens T of a segment; None: M
 
@@ -188,15 +181,15 @@ FROZEN = Table(
     ("full", "window", "h2o", *OURS, "stored"), 64, 1024, "test", "--recipe inference"
 )
 ABLATIONS = (
-    "full", "h2o text", "h2o 5/8 forget", "selection", "selection untrained", "selection soft",
+    "full", "h2o", "h2o 5/8 forget", "selection", "selection untrained", "selection soft",
     "selection, one filter", "selection, top-k", "selection, at once", "selection, unattended",
     "selection, paper's compressor", "selection, 3 taps", "selection, no forgetting",
 )
 LONG = Table(
-    ("full", "window", "h2o text", *PAPERS[2:], "official code 0.02", "h2o facts", *OURS),
+    ("full", "window", "h2o", *PAPERS[2:], "official code 0.02", *OURS),
     512, 8192, "long", "--recipe inference", steps=15, documents=16, segment=512,
 )
-SMALL = ("full", "window", "h2o text", "h2o 5/8 forget", "h2o heads", "stored", "learned")
+SMALL = ("full", "window", "h2o", "h2o 5/8 forget", "h2o heads", "stored", "learned")
 SMALL += ("8 bits", "4 bits", "learned again", "learned plain")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 
@@ -209,7 +202,7 @@ def sized(row: str, sizes: str) -> str:
 
 
 SIZED = [sized("lococo trained", "512 + 512")]
-for row in ("h2o text", "h2o heads", "learned", "8 bits"):
+for row in ("h2o", "h2o heads", "learned", "8 bits"):
     SIZED.append(row)
     for sizes in ("384 + 128", "512 + 512", "768 + 256", "960 + 64", "1792 + 256"):
         SIZED.append(sized(row, sizes))
@@ -217,7 +210,7 @@ for row in ("h2o text", "h2o heads", "learned", "8 bits"):
 RESULT = {
     "full": ("full attention", "base, full"),
     "window": ("window: 4 first, M - 4 last", "base, streaming M=512"),
-    "h2o text": ("H2O: M/2 heavy, M/2 last", "base, h2o M=512"),
+    "h2o": ("H2O: M/2 heavy, M/2 last", "base, h2o M=512"),
     "official code 0.02": ("LoCoCo, its authors' code: M/2 heavy, M/2 merged", "runs/lococo"),
     "h2o heads": ("H2O that forgets, with budgets", "base, h2o+forget M=512 budgets"),
     "learned": ("a learned score, with budgets", f"{STORED}/learned M=512 T=512 bits=0"),
@@ -225,7 +218,7 @@ RESULT = {
 }
 # From H2O with the paper's sizes to full attention: what each step changes, and in which files.
 LADDER = {
-    "h2o text @ 512 + 512": ("H2O with M = T = 512", ()),
+    "h2o @ 512 + 512": ("H2O with M = T = 512", ()),
     sized("h2o 5/8 forget", "512 + 512"): ("+ forgetting", ("support/ours/forgetting.py",)),
     "h2o heads @ 512 + 512": ("+ budgets", ("support/ours/budgets.py", "tools/budgets.py")),
     "h2o heads": ("+ smaller segments: M = 896, T = 128", ()),
@@ -233,8 +226,7 @@ LADDER = {
     "8 bits @ 1792 + 256": ("+ 8 bits: M = 1,792, T = 256", ("support/ours/bits.py",)),
     "full": ("full attention", ()),
 }
-EXTENDED = ("window", "h2o text", "h2o heads", "learned")
-FACTS = ("window", "h2o", "lococo+h2o by slot", "selection")
+EXTENDED = ("window", "h2o", "h2o heads", "learned")
 TABLES = {
     "frozen": FROZEN,
     "frozen, paper": replace(FROZEN, rows=PAPERS),
@@ -248,8 +240,6 @@ TABLES = {
     "sizes": replace(SMALL_SEGMENTS, rows=tuple(SIZED)),
     "ladder": replace(SMALL_SEGMENTS, rows=tuple(LADDER)),
     "extension": replace(LONG, rows=EXTENDED, mem=896, segment=128, seq=32768, documents=4),
-    "facts": Table(FACTS, 128, 2048, "held-out", "--recipe embedded",
-                   steps=400, documents=64),
 }
 
 Options = argparse.Namespace  # the flags of `parse`
@@ -258,34 +248,27 @@ Options = argparse.Namespace  # the flags of `parse`
 
 
 def texts_to_train_on(part: str, options: Options) -> list[Path]:
-    """An empty list means Python's library."""
-    if part == "held-out":
-        return []
     return [options.prose / name for name in BOOKS if name not in SCORED[part]]
 
 
 def documents_of(table: Table, options: Options, tokenizer: Tokenizer) -> Tensor:
     """The tokens to score, (documents, seq). Raises UserError if there are none."""
     L = table.seq
-    if table.part == "held-out":
-        ids = token_streams([], tokenizer)["held-out"]
-        documents = long_documents(ids, tokenizer.bos, L, table.documents)
-    else:
-        names = SCORED[table.part]
-        most = table.documents // len(names)  # of each text
-        rows = []
-        for name in names:
-            streams = token_streams([options.prose / name], tokenizer)
-            ids = np.concatenate([streams[part] for part in sorted(streams)])
-            if table.part == "test":
-                rows.append(long_documents(ids, tokenizer.bos, L, most))
-            else:  # pieces, evenly spread
-                cut = torch.from_numpy(ids[: len(ids) // L * L].astype(np.int64)).view(-1, L)
-                rows.append(cut[:: max(1, len(cut) // most)][:most])
-                if len(rows[-1]) < most:
-                    few = f"it has {len(rows[-1])} pieces of {L:,} tokens instead of {most}"
-                    raise UserError(f"{options.prose / name}: {few}; give the whole text")
-        documents = torch.cat(rows)
+    names = SCORED[table.part]
+    most = table.documents // len(names)  # of each text
+    rows = []
+    for name in names:
+        streams = token_streams([options.prose / name], tokenizer)
+        ids = np.concatenate([streams[part] for part in sorted(streams)])
+        if table.part == "test":
+            rows.append(long_documents(ids, tokenizer.bos, L, most))
+        else:  # pieces, evenly spread
+            cut = torch.from_numpy(ids[: len(ids) // L * L].astype(np.int64)).view(-1, L)
+            rows.append(cut[:: max(1, len(cut) // most)][:most])
+            if len(rows[-1]) < most:
+                few = f"it has {len(rows[-1])} pieces of {L:,} tokens instead of {most}"
+                raise UserError(f"{options.prose / name}: {few}; give the whole text")
+    documents = torch.cat(rows)
     if not len(documents):
         raise UserError(f"{table.part} texts: none has {L} tokens; give longer ones")
     return documents
@@ -358,15 +341,6 @@ def model_of(name: dict, row: Row, options: Options) -> AdaptedLlama:
     return adapted
 
 
-def recalled(adapted: AdaptedLlama, documents: Tensor, options: Options) -> dict:
-    """Which share is recalled of the facts told 512 to 2,048 tokens ago, and how many there
-    are."""
-    told, ago = tell_all(documents, "held-out", Tokenizer(options.model))
-    _, hits, _ = token_losses(adapted, told, prepare("cpu", options.dtype), 8)
-    mask = (512 < ago) & (ago <= 2048)
-    return {"512-2,048": hits[mask].double().mean().item(), "answers 512-2,048": int(mask.sum())}
-
-
 def make_cell(name: dict, table: Table, options: Options, documents: Tensor) -> dict:
     row = ROWS[name["row"]]
     adapted = model_of(name, row, options)
@@ -380,15 +354,13 @@ def make_cell(name: dict, table: Table, options: Options, documents: Tensor) -> 
         masks = ranges("", position, table.mem + (table.segment or table.mem))
         where = {label: losses[mask].double().mean().item() for label, mask in masks.items()}
         figures["by position"] = where
-    if table.part == "held-out":
-        figures |= recalled(adapted, documents, options)
     gates = [c.gate.item() for c in adapted.compressors if hasattr(c, "gate")]
     return figures | ({"gates": gates} if gates else {})  # of LoCoCo's code, by layer
 
 
 def make_cells(table: Table, options: Options) -> None:
     """Make and store the cells that are asked for and not stored yet."""
-    if table.part != "held-out" and not (options.prose and options.prose.is_dir()):
+    if not (options.prose and options.prose.is_dir()):
         remedy = "name one with the files that --help lists"
         raise UserError(f"--prose {options.prose}: there is no such folder; {remedy}")
     model, tokenizer = load_base(options.model)
@@ -523,8 +495,7 @@ def loss_table(table: Table, lines: Lines) -> str:
     places = [*last.where()][1:] if table.part == "long" else []  # the first has no compression
     columns += places
     text = "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n"
-    h2o = lines.get("h2o", lines.get("h2o text"))  # a table has one of them
-    against = lines.get("selection") if table.against == "selection" else h2o
+    h2o, against = lines.get("h2o"), lines.get(table.against)
     for row, line in lines.items():
         stored = ROWS[row].stored.removeprefix(f"{STORED}/")
         trained = f"`{stored}`" if stored else "-"
@@ -542,7 +513,7 @@ def loss_table(table: Table, lines: Lines) -> str:
 FOUND = {  # the panels of docs/needle.json, and of needle-8192.json, by row
     "full": "base, full",
     "window": "base, streaming M=896 T=128",
-    "h2o text": "base, h2o M=896 T=128",
+    "h2o": "base, h2o M=896 T=128",
     "h2o heads": "base, h2o+forget M=896 T=128 budgets",
     "learned": "adapters/smollm2-135m/learned M=896 T=128 bits=0",
     "8 bits": "adapters/smollm2-135m/learned M=896 T=128",
@@ -620,20 +591,8 @@ def ladder_table(table: Table, lines: Lines) -> str:
     return text
 
 
-def facts_table(table: Table, lines: Lines) -> str:
-    """Each figure is that of one seed, in their order."""
-    text = "| memory | steps | perplexity | recalled, % |\n|---|---|---|---|\n"
-    for line in lines.values():
-        cells = line.cells.values()
-        figures = ", ".join(f"{cell['perplexity']:.2f}" for cell in cells)
-        shares = ", ".join(f"{100 * cell['512-2,048']:.0f}" for cell in cells)
-        text += f"| {line.label} | {line.steps} | {figures} | {shares} |\n"
-    return text
-
-
 FORMS = {
     "result": result_table, "field": field_table, "sizes": sizes_table, "ladder": ladder_table,
-    "facts": facts_table,
 }
 
 

@@ -1,5 +1,5 @@
-"""Ablations: selection with one of its parts made otherwise, methods with positions by slot, and
-the paper's with smaller first weights.
+"""Ablations: selection with one of its parts made otherwise, and the paper's method with smaller
+first weights.
 
 tools/tables.py imports this module, which adds the names to COMPRESSORS and METHODS. To use one
 in another program, write `import tools.variants` there.
@@ -63,8 +63,6 @@ COMPRESSORS |= {
 }
 for name in ("at-once", "unattended", "one-filter", "top-k"):
     METHODS[f"selection-{name}"] = changed("selection", compressor=name)
-for name in ("h2o", "lococo+h2o"):  # positions in the cache, as StreamingLLM has them
-    METHODS[f"{name}-slots"] = changed(name, positions="slots")
 METHODS["lococo+h2o-0.02"] = changed("lococo+h2o", start=0.02)
 METHODS["selection-paper"] = changed("selection", compressor="paper", kernel=21)
 METHODS["selection-3-taps"] = changed("selection", kernel=3)
