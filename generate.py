@@ -203,7 +203,7 @@ def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedL
 
 def print_figures(cache: KVCache, settings: Settings) -> None:
     """How much is held, and what the full cache would hold."""
-    sizes = [keys.size for keys in cache.keys for _ in range(keys.held.shape[1])]
+    sizes = [keys.size for keys in cache.keys for _ in range(keys.buffer.shape[1])]
     held = sum(sizes) // len(sizes)  # a mean over all heads
     slots, bound = "all entries", ""
     if settings.mem:
@@ -291,8 +291,8 @@ def show_page(
         print_figures(memory, adapted.settings)
         likeliest = sample(logits[0, : tokenizer.vocab_size], temperature=0)
         records.append(page_record(name, memory, tokenizer.piece(likeliest)))
-    print_peak(logits.device)
     write_page(page, *token_texts(ids, tokenizer), records)
+    print_peak(logits.device)
     print(f"open {page} in a browser", file=sys.stderr)
 
 

@@ -216,14 +216,20 @@ PANELS = {  # title: the table, and what its cells have in common
 }
 
 
+TRAINED = {  # label: colour, and the rows
+    "LoCoCo's code": ("#e69f00", ("official code 0.02", "official code, one")),
+    "selection": ("#0072b2", ("selection",)),
+}
+
+
 def tokens_of(cell: dict) -> int:
-    """How many tokens a cell of LoCoCo's code was trained on; 0 for other cells."""
-    batch = {"official code 0.02": max(1, 4096 // cell["seq"]), "official code, one": 1}
-    return batch.get(cell["row"], 0) * cell["steps"] * cell["seq"]
+    """How many tokens a cell was trained on."""
+    batch = 1 if cell["row"] == "official code, one" else max(1, 4096 // cell["seq"])
+    return batch * cell["steps"] * cell["seq"]
 
 
 def draw_curve(file: Path) -> None:
-    """The loss of LoCoCo's code by tokens trained, from docs/results.jsonl."""
+    """The loss by tokens trained, from docs/results.jsonl."""
     figure, panels = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     about = {"model": "SmolLM2-135M", "dtype": "float32"}
     stored = [cell for cell in tables.stored_cells() if about.items() <= cell.items()]
@@ -232,16 +238,17 @@ def draw_curve(file: Path) -> None:
         for row, line in levels.items():
             label, look = LEVELS[row]
             axes.axhline(line.mean(), ls=look, color="#333333", lw=1, label=label)
-        trained = {}  # by tokens, the loss of each seed
-        for cell in stored:
-            if tokens_of(cell) and common.items() <= cell.items():
-                nats = float(np.mean(cell["by document"]))
-                trained.setdefault(tokens_of(cell), []).append(nats)
-        first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}
-        label = "LoCoCo's code, a dot for each seed"
-        axes.plot(first.keys(), first.values(), color="#e69f00", label=label)
-        for tokens, losses in trained.items():
-            axes.plot([tokens] * len(losses), losses, "o", color="#e69f00")
+        for label, (colour, rows) in TRAINED.items():
+            trained = {}  # by tokens, the loss of each seed
+            for cell in stored:
+                if cell["row"] in rows and common.items() <= cell.items():
+                    nats = float(np.mean(cell["by document"]))
+                    trained.setdefault(tokens_of(cell), []).append(nats)
+            first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}
+            look = dict(color=colour, label=f"{label}, a dot for each seed")
+            axes.plot(first.keys(), first.values(), "-", **look)
+            for tokens, losses in trained.items():
+                axes.plot([tokens] * len(losses), losses, "o", color=colour)
         axes.set_xscale("log")
         axes.set_xticks([100_000, 200_000, 500_000], ["100,000", "200,000", "500,000"])
         axes.minorticks_off()
@@ -249,10 +256,10 @@ def draw_curve(file: Path) -> None:
         axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("nats per token")
-    seen = "LoCoCo passes H2O with 512 slots (on articles), and is near it with 64"
+    seen = "LoCoCo passes H2O with 512 slots, and is near it with 64"
     figure.suptitle(seen, x=0.01, ha="left")
     names, labels = panels[0].get_legend_handles_labels()
-    figure.legend(names, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(names, labels, loc="outside lower center", ncols=5, frameon=False)
     write_picture(file, figure)
 
 
@@ -364,7 +371,7 @@ def draw_memory(file: Path) -> None:
         program = [sys.executable, str(HERE / "generate.py"), *words]
         subprocess.run([*program, "--page", str(page)], check=True)
         shutil.copyfile(page, file.with_suffix(".html"))
-        view = f"{page.as_uri()}#compression=17&layer=1&head=0&token=72"
+        view = f"{page.as_uri()}#compression=6&layer=1&head=0&token=72"
         command = [browser, *flags, f"--screenshot={picture}", view]
         subprocess.run(command, check=True, capture_output=True)
         drawn = Image.open(picture).convert("RGB")

@@ -87,7 +87,7 @@ def given(flags: argparse.Namespace) -> str:
     return named
 
 
-def baselines(model: Llama, mem: int, segment: int, bits: int) -> list[AdaptedLlama]:
+def baselines(model: Llama, mem: int, segment: int, bits: int = 0) -> list[AdaptedLlama]:
     """A window and H2O of M slots, at least 4, on their base."""
     sizes = dict(mem=max(4, mem), segment=segment, bits=bits)
     return [untrained(model, method, **sizes) for method in ("streaming", "h2o")]
