@@ -120,7 +120,6 @@ LOOKS = {  # of memories: label, colour, and mark; all can tell the colours apar
     "h2o heads": ("H2O that forgets, with budgets", "#0072b2", "o"),
     "learned": ("a learned score, with budgets", "#d55e00", "o"),
     "8 bits": ("the same in few bits", "#d55e00", "*"),
-    "lococo trained @ 512 + 512": ("LoCoCo (M = T = 512)", "#009e73", "D"),
 }
 # Labels beside points, and where they stand, in points of the font.
 LABELS = {

@@ -518,7 +518,6 @@ FOUND = {  # the panels of docs/needle.json, and of needle-8192.json, by row
     "learned": "adapters/smollm2-135m/learned M=896 T=128 bits=0",
     "8 bits": "adapters/smollm2-135m/learned M=896 T=128",
     "8 bits @ 1792 + 256": "adapters/smollm2-135m/learned",
-    "lococo trained @ 512 + 512": "runs/lococo",
 }
 
 
