@@ -223,17 +223,18 @@ def test_a_rule_that_reads_queries_is_copied_and_saved(model):
     assert torch.equal(logits_of(model, copied), expected)
 
 
+@pytest.mark.parametrize("D, block", [(64, 32), (48, 16), (100, 4), (8, 8)])
 @pytest.mark.parametrize("bits, error", [(8, 1 / 128), (4, 1 / 8)])
-def test_packed_numbers_are_near_and_are_packed_again_exactly(bits, error):
-    """The largest of 32 channels is 64 to 127 steps (4 to 7 with 4 bits), so that a number is off by
+def test_packed_numbers_are_near_and_are_packed_again_exactly(bits, error, D, block):
+    """The largest of a block's channels is 64 to 127 steps (4 to 7 with 4 bits), so that a number is off by
     half a step at most, and the largest ones by one; in bfloat16, too."""
-    x = torch.randn(2, 3, 5, 64) * 10.0 ** torch.randint(-3, 3, (2, 3, 5, 1))
+    x = torch.randn(2, 3, 5, D) * 10.0 ** torch.randint(-3, 3, (2, 3, 5, 1))
     x[0, 0, 0] = 0
     numbers, exponents = pack(x, bits)
-    assert numbers.nbytes == x.numel() * bits // 8 and exponents.nbytes == x.numel() // 32
+    assert numbers.nbytes == x.numel() * bits // 8 and exponents.nbytes == x.numel() // block
     near = unpack(numbers, exponents, bits, x)
-    largest = x.unflatten(-1, (2, 32)).abs().amax(dim=-1)
-    assert ((near - x).unflatten(-1, (2, 32)).abs().amax(dim=-1) <= error * largest).all()
+    largest = x.unflatten(-1, (-1, block)).abs().amax(dim=-1)
+    assert ((near - x).unflatten(-1, (-1, block)).abs().amax(dim=-1) <= error * largest).all()
     again = unpack(numbers, exponents, bits, x.bfloat16())
     assert torch.equal(pack(again, bits)[0], numbers) and torch.equal(again.float(), near)
 
@@ -354,6 +355,8 @@ def test_a_budget_has_the_kinds_of_slots_in_proportion():
 def test_what_was_trained_with_m_slots_is_used_with_others():
     trained = settings("selection", 64, segment=32)
     assert resized(trained, mem=512) == settings("selection", 512, segment=32)
+    packed = resized(trained, bits=8)  # None keeps them, and 0 is none
+    assert resized(packed).bits == 8 and resized(packed, bits=0) == trained
     changes = dict(mem=128, segment=64, budgets=[[1], [3]])
     assert resized(trained, **changes) == settings("selection", **changes)
     assert resized(settings("selection", 128, budgets=[[2], [6]]), mem=64).budgets == [[32], [96]]

@@ -142,7 +142,7 @@ def test_what_the_first_commands_print(run):
         if line.startswith("("):
             subprocess.run(["bash", "-c", line], check=True)
         if shown:
-            _, out, err = run(generate, line.removeprefix("python generate.py"))
+            _, out, _ = run(generate, line.removeprefix("python generate.py"))
             assert out.strip() == shown[1], line
     assert Path("own.txt").exists()
 

@@ -8,7 +8,7 @@ is noted how much attention each entry receives from each segment. Then the scor
 layer learns, at moments within a piece, how much attention an entry will receive in all, and
 the largest share of its attention that a later token will pay to it. No gradient goes through
 the model. For SmolLM2 this takes 21 minutes of a core. The folder --out gets an adapter, as
-train.py writes it.
+train.py writes it, whose memory is in 8 bits.
 """
 
 import argparse

@@ -176,7 +176,7 @@ def draw_facts(axes, small: dict, sizes: dict) -> None:
     held = small | sizes
     panels = tables.panels_of("needle.json", "needle-8192.json")
     shares = {row: np.nanmean(np.array(panels[name]["8192"], dtype=float))
-              for row, name in tables.FOUND.items() if row in ("full", *SHOWN)}
+              for row, name in tables.FOUND.items()}
     full = 100 * shares.pop("full")
     axes.axhline(full, color="#333333", lw=0.8)
     axes.annotate("full cache", (8.5, full + 1))

@@ -1,4 +1,4 @@
-"""Make the tables of README.md and docs/: what does each memory lose, or recall?
+"""Make the tables of README.md and docs/: what does each memory lose?
 
     python tools/tables.py frozen --model SmolLM2-135M --prose prose --seeds 0 1 2
     python tools/tables.py frozen --model SmolLM2-135M --prose prose --rows h2o selection
@@ -40,7 +40,7 @@ from eval_ppl import perplexity, ranges, standard_error, token_losses
 from lococo import AdaptedLlama, Settings
 from model import load_base
 from support.programs.adapter import identity, load_adapter
-from support.command_line import HERE, SIZES, TINY, PlainParser, at_least, counted, prepare
+from support.command_line import HERE, SIZES, PlainParser, at_least, counted, prepare
 from support.command_line import run_program
 from support.files import UserError, as_json, checksum, read_json, read_text
 from support.files import write_text
@@ -186,7 +186,7 @@ ABLATIONS = (
     "selection, paper's compressor", "selection, 3 taps", "selection, no forgetting",
 )
 LONG = Table(
-    ("full", "window", "h2o", *PAPERS[2:], "official code 0.02", *OURS),
+    ("full", *PAPERS, "official code 0.02", *OURS),
     512, 8192, "long", "--recipe inference", steps=15, documents=16, segment=512,
 )
 SMALL = ("full", "window", "h2o", "h2o 5/8 forget", "h2o heads", "stored", "learned")
@@ -211,7 +211,7 @@ RESULT = {
     "full": ("full attention", "base, full"),
     "window": ("window: 4 first, M - 4 last", "base, streaming M=512"),
     "h2o": ("H2O: M/2 heavy, M/2 last", "base, h2o M=512"),
-    "official code 0.02": ("LoCoCo, its authors' code: M/2 heavy, M/2 merged", "runs/lococo"),
+    "official code 0.02": ("LoCoCo, its authors' code with smaller first weights", "runs/lococo"),
     "h2o heads": ("H2O that forgets, with budgets", "base, h2o+forget M=512 budgets"),
     "learned": ("a learned score, with budgets", f"{STORED}/learned M=512 T=512 bits=0"),
     "8 bits @ 1792 + 256": ("**the same in 8 bits, M = 1,792, T = 256**", f"{STORED}/learned"),
@@ -310,9 +310,7 @@ def train_cell(name: dict, options: Options) -> Path:
     line = [*name["flags"].split(), "--model", str(options.model), "--device", "cpu"]
     line += ["--steps", str(name["steps"]), "--seed", str(name["seed"])]
     line += ["--dtype", name["dtype"], "--score-tokens", "0", "--out", str(out)]
-    texts = texts_to_train_on(name["part"], options)
-    if texts:
-        line += ["--data", *map(str, texts)]
+    line += ["--data", *map(str, texts_to_train_on(name["part"], options))]
     if name["part"] == "long":  # else a tenth of the texts, a book, does not train
         line += ["--held-out", *(str(options.prose / text) for text in SCORED["long"])]
     if (out / "state.safetensors").is_file():
@@ -630,7 +628,8 @@ def parse() -> Options:
     add("tables", nargs="*", metavar="TABLE", help=f"to make: {'; '.join(TABLES)}")
     add("--rows", nargs="+", choices=ROWS, default=[], metavar="ROW",
         help="default: all of a table")
-    add("--model", type=Path, default=TINY, help="directory of the base (default: tiny/)")
+    add("--model", type=Path, default=HERE / "SmolLM2-135M",
+        help="directory of the base (default: SmolLM2-135M/)")
     add("--prose", type=Path, help=f"folder with {prose}")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="of the base (default: float32)")

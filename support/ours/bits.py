@@ -13,13 +13,15 @@ It departs from every other memory in what is stored. Attention is computed in t
 dtype.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from model import Entries, widened
 from support.ours.ceiling import CeilingMemory
 
-BLOCK = 32  # channels that share a scale
+BLOCK = 32  # channels that share a scale; fewer if 32 does not divide those of a head
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -30,7 +32,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 def pack(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Keys or values (B, G, S, D) -> whole numbers of 8 bits, or two of 4 bits in a byte,
     and the exponents of their scales (B, G, S, blocks), both int8."""
-    blocks = widened(x).unflatten(-1, (-1, min(BLOCK, x.shape[-1])))
+    blocks = widened(x).unflatten(-1, (-1, math.gcd(BLOCK, x.shape[-1])))
     _, exponent = torch.frexp(blocks.abs().amax(dim=-1, keepdim=True))
     exponent = (exponent - (bits - 1)).clamp(-126, 126)
     largest = 2 ** (bits - 1) - 1
