@@ -172,7 +172,9 @@ class Compressor(nn.Module):
 COMPRESSORS = {"paper": Compressor}
 
 
-def merge(compute_w: Callable, entries: Tensor, received: Tensor | None) -> tuple[Tensor, Tensor]:
+def merge(
+    compute_w: Callable, entries: Tensor, received: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Equations (4) and (5), after (6) and (7): entries [K, V] (B, G, R, 2D), and the
     attention `received` (B, G, R) -> [K', V'] (B, G, slots, 2D), and w (B, G, slots, R).
     `compute_w` is `Compressor.weights`, or does the same.
@@ -184,8 +186,10 @@ def merge(compute_w: Callable, entries: Tensor, received: Tensor | None) -> tupl
     with torch.autocast(entries.device.type, enabled=False):
         wide = widened(entries)
         received = None if received is None else received.flatten(0, 1)
-        w = compute_w(wide.flatten(0, 1).mT, received).unflatten(0, entries.shape[:2])
-        return (w @ wide).type_as(entries), w  # (4) K' = w K, (5) V' = w V
+        channels_first = wide.flatten(0, 1).mT  # (N, 2D, R), as a convolution reads them
+        w = compute_w(channels_first, received).unflatten(0, entries.shape[:2])
+        mixed = w @ wide  # [K', V'], so that (4) K' = w K and (5) V' = w V
+        return mixed.type_as(entries), w
 
 
 # --- Attention that can be seen (for H2O) -----------------------------------------------
@@ -392,6 +396,7 @@ class Memory(KVCache):
 
         merged, w = self.fill_merged(layer, rest, received_rest, places)
 
+        # Two views of one tensor, which the next append copies.
         k, v = torch.cat((pinned, merged, recent), dim=2).chunk(2, dim=-1)
         if self.counts_attention:
             # The paper is silent: a merged slot gets the mean, by w, of the attention

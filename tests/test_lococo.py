@@ -148,7 +148,7 @@ def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
 
 # Without the rows of tools/variants.py, which another test may have added.
 # TOVA regards all heads of a layer, which the slow memory does not know.
-OTHERS = ("selection-", "lococo+h2o-", "tova")
+OTHERS = ("selection-", "lococo+h2o-", "lococo-code-closed", "tova")
 OWN = [m for m in METHODS if METHODS[m](8) and not m.startswith(OTHERS)]
 VARIANTS = [(method, {}) for method in OWN] + [
     ("streaming", dict(sinks=3, recent=0)),

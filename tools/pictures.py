@@ -9,8 +9,9 @@
     python tools/pictures.py memory           # from the embedded adapter
 
 mechanism: one compression, as LoCoCo makes it and with a learned score.
-result: the loss of memories of many sizes above that of full attention, on a frozen SmolLM2.
-curve: the loss of LoCoCo's code by tokens trained.
+result: the loss of memories of many sizes above that of full attention, on a frozen SmolLM2,
+    and the facts that they find, from docs/needle.json and docs/needle-8192.json.
+curve: the loss of LoCoCo's code and of selection by tokens trained.
 needle: which facts each memory finds again, by their depth in texts of several lengths.
 heads: which heads need more slots, for prose and for facts, and which find a fact.
 memory: what three memories have of assets/prompt.txt at the end, as Chromium shows it, and

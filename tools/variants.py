@@ -1,5 +1,5 @@
-"""Ablations: selection with one of its parts made otherwise, and the paper's method with smaller
-first weights.
+"""Ablations: selection with one of its parts made otherwise, and LoCoCo with smaller first weights
+or a gate that starts at 0.
 
 tools/tables.py imports this module, which adds the names to COMPRESSORS and METHODS. To use one
 in another program, write `import tools.variants` there.
@@ -9,9 +9,10 @@ from typing import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lococo import COMPRESSORS, METHODS
+from support.ours.official_code import OfficialCompressor
 from support.ours.selection import PENALTY, Selection
 
 
@@ -53,6 +54,14 @@ class TopK(OneFilter):
         return (sharpness * (relevance - PENALTY * taken)).softmax(dim=-1)
 
 
+class ClosedGate(OfficialCompressor):
+    """LoCoCo's code that begins by choosing, as H2O does."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.gate = nn.Parameter(torch.tensor(0.0))
+
+
 def changed(method: str, **changes) -> Callable[[int], dict]:
     """A row of METHODS with these changes."""
     return lambda M: METHODS[method](M) | changes
@@ -60,9 +69,11 @@ def changed(method: str, **changes) -> Callable[[int], dict]:
 
 COMPRESSORS |= {
     "at-once": AtOnce, "unattended": Unattended, "one-filter": OneFilter, "top-k": TopK,
+    "official-closed": ClosedGate,
 }
 for name in ("at-once", "unattended", "one-filter", "top-k"):
     METHODS[f"selection-{name}"] = changed("selection", compressor=name)
+METHODS["lococo-code-closed"] = changed("lococo-code-0.02", compressor="official-closed")
 METHODS["lococo+h2o-0.02"] = changed("lococo+h2o", start=0.02)
 METHODS["selection-paper"] = changed("selection", compressor="paper", kernel=21)
 METHODS["selection-3-taps"] = changed("selection", kernel=3)

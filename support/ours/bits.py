@@ -6,8 +6,8 @@ channel has 8 bits, as in the format MXINT8 (arXiv 2310.10537). A power of two m
 exact to pack again what was unpacked, so that a kept slot is rounded once, as KIVI (arXiv
 2402.02750) keeps what it stored. The last segment stays as it is. On SmolLM2 8 bits change
 the loss of a learned score by less than 0.0001 nats per token over eight texts of 8,192
-tokens, and the memory holds 16 MB instead of 47 (docs/results.md). All of it is
-unpacked for each token, which makes writing slower. 4 bits in this form raise the loss by 0.03.
+tokens, and the memory holds 16 MB instead of 47 (docs/results.md). All of it is unpacked
+for each token, which makes writing slower. 4 bits in this form raise the loss by 0.03.
 
 It departs from every other memory in what is stored. Attention is computed in the model's
 dtype.

@@ -2,7 +2,7 @@
 
 `lococo-code` keeps half of M as heavy hitters, by the attention of the last forward pass only,
 and `h2o-code`, its H2O, keeps M of them: no slots are set aside for recent tokens.
-`lococo-code-0.02` starts with smaller weights, and `lococo-code-closed` with a gate of 0, too.
+`lococo-code-0.02` starts with smaller weights.
 
 Not copied: 16 entries of spare room, and a first segment whose keys and values get no
 gradient.
@@ -34,21 +34,10 @@ class OfficialCompressor(Compressor):
         return (1 - self.gate) * F.one_hot(best, w.shape[2]) + self.gate * w
 
 
-class ClosedGate(OfficialCompressor):
-    """Its gate starts at 0, so that it begins by choosing, as H2O does."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.gate = nn.Parameter(torch.tensor(0.0))
-
-
-COMPRESSORS |= {"official": OfficialCompressor, "official-closed": ClosedGate}
+COMPRESSORS["official"] = OfficialCompressor
 METHODS["h2o-code"] = lambda M: dict(heavy=M, forget=0.0)
 METHODS["lococo-code"] = lambda M: dict(
     heavy=M // 2, merged=M - M // 2, forget=0.0, compressor="official"
 )
 # Its first weights have a standard deviation of 0.02, as in many networks, and not of 1.
 METHODS["lococo-code-0.02"] = lambda M: METHODS["lococo-code"](M) | {"start": 0.02}
-METHODS["lococo-code-closed"] = lambda M: METHODS["lococo-code-0.02"](M) | {
-    "compressor": "official-closed"
-}
