@@ -82,6 +82,9 @@ BUDGETS = f"{STORED}/budgets.json"
 PAPER = "--conv-lr 5e-2"
 ROWS = {
     "full": Row("full attention", "--method full"),
+    # A memory that holds 8,192 tokens compresses nothing.
+    "full, 8 bits": Row("full attention, in 8 bits", "--method h2o --mem 8064", bits=8),
+    "full, 4 bits": Row("full attention, in 4 bits", "--method h2o --mem 8064", bits=4),
     "window": Row("window: 4 first, M - 4 last", "--method streaming"),
     "h2o": Row("H2O: M/2 heavy, M/2 last", "--method h2o"),
     "official h2o": Row("H2O in LoCoCo's code: M heavy, by the last segment",
@@ -189,8 +192,8 @@ LONG = Table(
     ("full", *PAPERS, "official code 0.02", *OURS),
     512, 8192, "long", "--recipe inference", steps=15, documents=16, segment=512,
 )
-SMALL = ("full", "window", "h2o", "h2o 5/8 forget", "h2o heads", "stored", "learned")
-SMALL += ("8 bits", "4 bits", "learned again", "learned plain")
+SMALL = ("full", "full, 8 bits", "full, 4 bits", "window", "h2o", "h2o 5/8 forget", "h2o heads")
+SMALL += ("stored", "learned", "8 bits", "4 bits", "learned again", "learned plain")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 
 
@@ -226,7 +229,7 @@ LADDER = {
     "8 bits @ 1792 + 256": ("+ 8 bits: M = 1,792, T = 256", ("support/ours/bits.py",)),
     "full": ("full attention", ()),
 }
-EXTENDED = ("window", "h2o", "h2o heads", "learned")
+EXTENDED = ("window", "h2o", "h2o heads", "learned", "8 bits @ 1792 + 256")
 TABLES = {
     "frozen": FROZEN,
     "frozen, paper": replace(FROZEN, rows=PAPERS),
@@ -333,7 +336,8 @@ def model_of(name: dict, row: Row, options: Options) -> AdaptedLlama:
         sizes = {size: getattr(settings, size) for size in SIZES} | {"bits": row.bits}
         adapted = load_adapter(HERE / row.stored, model, **sizes)
     else:
-        adapted = AdaptedLlama(model, settings_of(name["flags"], options)).eval()
+        settings = replace(settings_of(name["flags"], options), bits=row.bits)
+        adapted = AdaptedLlama(model, settings).eval()
     for compressor in adapted.compressors if row.sharpness else ():
         compressor.sharpness = row.sharpness
     return adapted
