@@ -1,10 +1,16 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a convolution.
 
-This file is the paper (arXiv 2406.05317) and what it compares with. An entry is the key
-and the value of a token in one head of a layer. Letters are those of model.py, and one more:
+This file is the paper (arXiv 2406.05317) and what it compares with. Methods of other
+papers are in files of their own. What is called a hook is here for them, and otherwise does
+nothing. An entry is the key and the value of a token in one head of a layer. Letters are
+those of model.py:
 
-    R  entries of a head that a compression does not keep as they are: it puts them into
-       merged slots, or drops them
+    B, G  texts in a batch, and key/value heads; N is both in one, B * G
+    D     channels of a head
+    S     entries in the cache of a head: at most M slots and T new tokens, a segment,
+          which the paper calls B
+    R     entries that a compression does not keep as they are: it puts them into merged
+          slots, or drops them
 
 Equation numbers are the paper's: (1) is `model.attention` or, where attention is counted,
 `attention_weights` and `Memory.read`; (2) is `model.Attention.project`; (3) is
@@ -43,11 +49,11 @@ KINDS = ("sinks", "heavy", "merged", "recent")  # in their order in the cache
 
 # A method is a function of M. It gives the fields of Settings (below) that it sets.
 METHODS = {
-    # What the paper compares with. As a memory `longlora` is `full`; while it trains, its
-    # attention is that of support/programs/longlora.py.
+    # What the paper compares with. `longlora` keeps all, as `full` does. It differs in how
+    # it trains (support/programs/longlora.py).
     "full": lambda M: {},
     "longlora": lambda M: {},
-    # StreamingLLM, here with M slots. The paper's table gives it 8, and does not say which.
+    # StreamingLLM, here with M slots. The paper's table gives it 8 slots.
     "streaming": lambda M: dict(sinks=4, recent=M - 4, positions="slots"),
     # The paper does not say how H2O divides its slots; H2O's authors do it so.
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
@@ -80,10 +86,11 @@ class Settings:
     start: float = 1.0  # standard deviation of its first weights, as in the official code
     lora_rank: int = 8  # section 4.1
     lora_alpha: int = 16  # as in the official code; the paper names none
-    # Earlier attention is multiplied by this at each segment. 1, as in H2O, forgets
-    # nothing. 0, as in the official code, counts only the queries that entered last.
+    # Attention received is multiplied by `forget` every `forget_in` tokens (0: a segment).
+    # 1, as in H2O, forgets nothing. 0, as in the official code, counts only the queries
+    # that entered last.
     forget: float = 1.0
-    forget_in: int = 0  # tokens in which `forget` is applied once. 0: a segment
+    forget_in: int = 0
 
     @property
     def pinned(self) -> int:
@@ -97,7 +104,7 @@ class Settings:
 
     @property
     def largest(self) -> int:
-        """The slots of the head that has most. Here all have M."""
+        """The slots of the head that has most. Here all have M (a hook)."""
         return self.mem
 
     @property
@@ -137,12 +144,12 @@ class Compressor(nn.Module):
 
     One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. It is
     made with the arguments below, once for each layer. All its parameters train at the
-    rate of the convolutions. The paper's does not regard `train()` and `eval()`.
+    rate of the convolutions.
     """
 
     memory_name = "paper"  # the one of MEMORIES that it works in
-    reads_received = False  # True: the memory counts attention, also without heavy slots
-    always = False  # True: it is there also if there are no merged slots
+    reads_received = False  # True: `weights` needs the attention that entries received
+    without_merged = False  # True: it is made also if no slots are merged (a hook)
     recompute = False  # True: the backward pass merges again, to keep less in between
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
@@ -150,8 +157,8 @@ class Compressor(nn.Module):
         self.slots = slots
         # g of (6)
         self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
-        # The scale of g cancels in (7). A step of AdamW does not grow with it, so that
-        # with a larger `start` w changes more slowly.
+        # The scale of g cancels in (7). But a step of AdamW has the same size at any scale,
+        # so that with a larger `start` w changes more slowly.
         nn.init.normal_(self.conv.weight, std=start)
 
     def weights(self, entries: Tensor, received: Tensor | None) -> Tensor:
@@ -180,8 +187,8 @@ def merge(
     `compute_w` is `Compressor.weights`, or does the same.
 
     All is computed in float32, as bfloat16 is too coarse for W, and K' and V' are rounded
-    to the dtype of the entries. With positions of the text a mixed key has no single
-    position; the paper does not discuss this.
+    to the dtype of the entries. With positions of the text keys are mixed after their
+    rotation, so that a mixed key has no single position; the paper does not discuss this.
     """
     with torch.autocast(entries.device.type, enabled=False):
         wide = widened(entries)
@@ -223,6 +230,16 @@ def in_order(held: Tensor, order: Tensor) -> Tensor:
     return held[sequence, head, order]
 
 
+def of_slots(numbers: Tensor, order: Tensor, w: Tensor, s: Settings) -> Tensor:
+    """A number of each entry (B, G, S), such as the attention that it has received -> one of
+    each slot (B, G, M), after a compression with this order and w. The paper is silent: a
+    merged slot gets the mean, by w, of its entries."""
+    sizes = (s.pinned, w.shape[3], s.recent)
+    pinned, rest, recent = in_order(numbers, order).split(sizes, dim=2)
+    merged = (w.detach() * rest[:, :, None]).sum(dim=3)
+    return torch.cat((pinned, merged, recent), dim=2)
+
+
 def check_choice(chosen: Tensor, s: Settings) -> None:
     """Assert that `Memory.choose` keeps its rule. A GPU has to wait for the answer, so
     that it is asked only at the first compression of a text."""
@@ -236,11 +253,11 @@ class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer and key/value head. The
     lists of keys, values and attention received have one item for each layer.
 
-    When new tokens do not fit into a layer, the mixing matrix turns its S entries into M
-    slots. Each method is a choice of this matrix, whose one-hot rows are never built. For
-    M = 4 and a segment of 3, with one heavy slot, two merged slots and one recent slot
-    (the paper's own methods have no recent slots), let the entry at place 4 have received
-    most attention. Then
+    When new tokens do not fit into a layer, a matrix of M rows and S columns turns its S
+    entries into M slots. Each method is a choice of this matrix, whose one-hot rows are
+    never built. For M = 4 and a segment of 3, with one heavy slot, two merged slots and one
+    recent slot (the paper's own methods have no recent slots), let the entry at place 4 have
+    received most attention. Then
 
         place      0  1  2  3   4  5  6
                      memory     segment
@@ -250,27 +267,28 @@ class Memory(KVCache):
         recent     .  .  .  .   .  .  1
 
     The convolution sees only the columns with a w, side by side: places 3 and 5 become
-    neighbours. The paper's (6) has the segment first. Here the memory is first, as its
-    tokens are older.
+    neighbours. The paper does not say what it sees beside heavy slots. Its (6) has the
+    segment first. Here the memory is first, as its tokens are older.
     """
 
-    counters = ("seen",)  # numbers that a saved memory needs beside what `stored` returns
-    reads_received = True  # if heavy slots are chosen by the attention received
+    counters = ("seen",)  # numbers that are saved beside what `stored` returns
+    chooses_by_received = True  # if heavy slots are chosen by the attention received
 
     def __init__(
         self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList
     ):
         super().__init__(config, position_divisor(config, settings))
         self.settings, self.compressors = settings, compressors
-        self.counts_attention = settings.heavy > 0 and self.reads_received
+        self.counts_attention = settings.heavy > 0 and self.chooses_by_received
         self.counts_attention |= any(c.reads_received for c in compressors)
         # By slot a key has a new place after each compression. So it is held without a
         # rotation, and rotated whenever it is read.
         self.by_slot = settings.positions == "slots"
-        self.empty([settings] * config.n_layers)
+        self.clear([settings] * config.n_layers)
 
-    def empty(self, of_layer: list[Settings]) -> None:
-        """Hold nothing. `of_layer` says how many slots of each kind each layer has."""
+    def clear(self, of_layer: list[Settings]) -> None:
+        """Hold nothing. `of_layer` says how many slots of each kind each layer has. Here all
+        have the same (a hook)."""
         self.of_layer = of_layer
         self.keys = [Entries() for _ in of_layer]
         self.values = [Entries() for _ in of_layer]
@@ -279,7 +297,7 @@ class Memory(KVCache):
 
     @staticmethod
     def merged_slots(config: LlamaConfig, settings: Settings) -> list[int]:
-        """How many slots the compressor of each layer fills."""
+        """How many slots the compressor of each layer fills (a hook)."""
         return [settings.merged] * config.n_layers
 
     def make_room(self, B: int, T: int) -> None:
@@ -378,7 +396,7 @@ class Memory(KVCache):
         """
         s = self.of_layer[layer]
         k, v = self.keys[layer].held, self.values[layer].held
-        received = self.received[layer]
+        received = self.received[layer]  # None if attention is not counted
         chosen = self.choose(layer, k, v, received)
         if k.shape[2] == self.seen:  # nothing was compressed before
             check_choice(chosen, s)
@@ -386,23 +404,13 @@ class Memory(KVCache):
         # among the chosen entries, and among the others, so that recent ones stay last.
         order = (~chosen).byte().argsort(dim=2, stable=True)
         sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
-        _, places, _ = order.split(sizes, dim=2)  # of the rest; `w_function` may need them
         entries = in_order(torch.cat((k, v), dim=-1), order)  # [K, V], (B, G, S, 2D)
         pinned, rest, recent = entries.split(sizes, dim=2)
-        received_rest = None
-        if self.counts_attention:
-            received = in_order(received, order)
-            received_pinned, received_rest, received_recent = received.split(sizes, dim=2)
-
-        merged, w = self.fill_merged(layer, rest, received_rest, places)
-
+        places = order.split(sizes, dim=2)[1]  # of the rest
+        merged, w = self.fill_merged(layer, rest, received, places)
         # Two views of one tensor, which the next append copies.
         k, v = torch.cat((pinned, merged, recent), dim=2).chunk(2, dim=-1)
-        if self.counts_attention:
-            # The paper is silent: a merged slot gets the mean, by w, of the attention
-            # that its entries received.
-            received_merged = (w.detach() * received_rest[:, :, None]).sum(dim=3)
-            received = torch.cat((received_pinned, received_merged, received_recent), dim=2)
+        received = None if received is None else of_slots(received, order, w, s)
         self.hold(layer, k, v, received)
         return order, w
 
@@ -410,18 +418,19 @@ class Memory(KVCache):
         self, layer: int, rest: Tensor, received: Tensor | None, places: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[K', V'] and w of the layer's compressor, for entries (B, G, R, 2D) that stood at
-        these places of the cache, (B, G, R). If there are no merged slots, they are dropped."""
+        these places of the cache, (B, G, R). All entries have `received` (B, G, S). If there
+        are no merged slots, the entries are dropped."""
         if not self.of_layer[layer].merged:
             return rest[:, :, :0], rest.new_zeros(*rest.shape[:2], 0, rest.shape[2])
+        received = None if received is None else in_order(received, places)
         args = (self.w_function(layer, places), rest, received)
         if self.compressors[layer].recompute:
             return checkpoint(merge, *args, use_reentrant=False)
         return merge(*args)
 
     def w_function(self, layer: int, places: Tensor) -> Callable:
-        """What computes w of entries and the attention that they received. A subclass may
-        also tell the compressor where in the cache they stood. What is returned holds what is
-        true now, as the backward pass may call it again later."""
+        """What computes w of entries that stood at these places (a hook). It must not read
+        what changes later, as a checkpointed backward pass calls it again."""
         return self.compressors[layer].weights
 
     def hold(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> None:
@@ -560,10 +569,11 @@ class AdaptedLlama(nn.Module):
         self.model.requires_grad_(False)
         merged = MEMORIES[settings.memory_name].merged_slots(config, settings)
         compressor_class = COMPRESSORS[settings.compressor]
+        needed = settings.merged or compressor_class.without_merged
         with torch.device("cpu"):  # so that training on a GPU starts from the same numbers
             compressors = [
                 compressor_class(config.head_dim, slots, settings.kernel, settings.start)
-                for slots in (merged if settings.merged or compressor_class.always else [])
+                for slots in (merged if needed else [])
             ]
         like = widened(model.norm.weight[:0])
         self.compressors = nn.ModuleList(compressors).to(like)

@@ -33,7 +33,7 @@ M, T, L = 896, 128, 8192
 class Oracle(BudgetMemory):
     """All slots keep the entries that will receive most attention."""
 
-    reads_received = False
+    chooses_by_received = False
 
     def __init__(self, *args, noted: Noted):
         """`noted` has read the same text, in segments of T tokens."""

@@ -14,7 +14,7 @@ float32, which is exact enough for a million tokens.
 import torch
 from torch import Tensor, nn
 
-from lococo import Memory, Settings, in_order
+from lococo import Memory, Settings, of_slots
 from model import Entries, LlamaConfig, rotate
 
 
@@ -33,8 +33,8 @@ class CeilingMemory(Memory):
         # rounds the keys, so that moves must be rare.
         self.ceiling = max(0, self.reach - max(settings.segment, self.reach // 8))
 
-    def empty(self, of_layer: list[Settings]) -> None:
-        super().empty(of_layer)
+    def clear(self, of_layer: list[Settings]) -> None:
+        super().clear(of_layer)
         self.lowest = 0  # no entry stands below this position
         # The positions of entries, (B, G, S): of those that were held at the last
         # compression or move. Entries since then stand one after the other. By slot there
@@ -69,12 +69,9 @@ class CeilingMemory(Memory):
         entries."""
         if self.by_slot:
             return super().compress(n)
-        before, s = self.positions_of(n), self.of_layer[n]
+        before = self.positions_of(n)
         order, w = super().compress(n)
-        sizes = (s.pinned, before.shape[2] - s.pinned - s.recent, s.recent)
-        pinned, rest, recent = in_order(before, order).split(sizes, dim=2)
-        merged = (w.detach() * rest[:, :, None]).sum(dim=3)
-        self.positions[n] = torch.cat((pinned, merged, recent), dim=2)
+        self.positions[n] = of_slots(before, order, w, self.of_layer[n])
         return order, w
 
     def stored(self, n: int) -> dict[str, Tensor]:

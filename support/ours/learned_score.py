@@ -61,7 +61,7 @@ class LearnedScore(Compressor):
 
     memory_name = "scored"
     fitted_by = "tools/fit_scores.py"
-    always = True
+    without_merged = True
     reads_received = True
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):

@@ -65,7 +65,7 @@ class KeyNorm(BudgetMemory):
     """The entries with the shortest keys (Devoto et al., arXiv 2406.11430). The paper
     does not compress the first layers."""
 
-    reads_received = False
+    chooses_by_received = False
 
     def scores(self, n: int, k: Tensor, v: Tensor, received: None) -> Tensor:
         return -widened(k).norm(dim=-1)
@@ -75,7 +75,7 @@ class KeyDiff(BudgetMemory):
     """KeyDiff (arXiv 2504.15364): the entries whose keys are least like the mean of all
     keys of length 1."""
 
-    reads_received = False
+    chooses_by_received = False
 
     def scores(self, n: int, k: Tensor, v: Tensor, received: None) -> Tensor:
         unit = F.normalize(widened(k), dim=-1)
@@ -88,11 +88,11 @@ class ExpectedAttention(BudgetMemory):
     paper adds a constant to the attention, and protects the first tokens. This needs
     positions of the text."""
 
-    reads_received = False
+    chooses_by_received = False
     LAST, FUTURE = 128, 512  # queries that are known, and positions of later ones
 
-    def empty(self, of_layer: list) -> None:
-        super().empty(of_layer)
+    def clear(self, of_layer: list) -> None:
+        super().clear(of_layer)
         self.queries: list[Tensor | None] = [None] * len(of_layer)  # the last, not rotated
 
     @property
