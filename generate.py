@@ -16,8 +16,8 @@ from standard input, one a line:
     python generate.py --model SmolLM2-135M --load-memory book --ask "Who tells this story?"
     python generate.py --model SmolLM2-135M --load-memory book --prompt more.txt --save-memory both
 
-The text goes to standard output, the figures to standard error. For the method read
-`prefill` and `decode`.
+The text goes to standard output, the figures to standard error. How it works is in the
+functions `prefill` and `decode`.
 """
 
 import argparse
@@ -128,10 +128,10 @@ def parse() -> argparse.Namespace:
              "--ask)")
     add = parser.memory.add_argument
     add("--adapter", type=Path, metavar="RUN",
-        help="run directory of train.py (default for tiny/: its own)")
-    add("--method", nargs="+", default=[], choices=METHODS,
-        help="a method without training, instead of an adapter (default for other models: "
-             "full); several, also beside an adapter, with --page")
+        help="directory made by train.py or tools/fit_scores.py (default for tiny/: its own)")
+    add("--method", nargs="+", default=[], choices=METHODS, metavar="METHOD",
+        help="one without training, instead of an adapter (default for other models: full), of: "
+             "%(choices)s; several, also beside an adapter, with --page")
     add = parser.add_argument_group("output").add_argument
     add("--save-memory", type=new_file, metavar="FILE",
         help="write the memory there, and end")

@@ -147,8 +147,8 @@ def print_table(columns: dict[str, dict[str, list]], rows: list[str]) -> None:
 def parse() -> Options:
     parser = PlainParser(__doc__)
     add = parser.add_argument
-    add("--rows", nargs="+", choices=METHODS, default=ROWS,
-        help=f"methods; the window is always there (default: {' '.join(ROWS)})")
+    add("--rows", nargs="+", choices=METHODS, default=ROWS, metavar="METHOD",
+        help=f"the window is always there (default: {' '.join(ROWS)}), of: %(choices)s")
     add("--model", type=Path, default=TINY, help="directory of the base (default: tiny/)")
     positive = at_least(1)
     add("--mem", type=at_least(8), default=128, help="slots M (default: 128)")

@@ -1,7 +1,7 @@
 """Which heads of a model need more slots? Measures it, and writes the slots of each one.
 
-    python tools/budgets.py --model SmolLM2-135M --data texts.jsonl --mem 64 --out FILE
-    python tools/budgets.py --model SmolLM2-135M --data texts.jsonl --mem 128 --recall
+    python tools/budgets.py --model SmolLM2-135M --data books/ --out budgets.json
+    python tools/budgets.py --model SmolLM2-135M --data books/ --recall
 
 Few heads retrieve what was said long ago, so that equal budgets waste slots (DuoAttention,
 arXiv 2410.10819; HeadKV, arXiv 2410.19258). Here each key/value head has a gate: at 0 it
@@ -103,18 +103,18 @@ Options = argparse.Namespace  # the flags of `parse`
 
 
 def parse() -> Options:
-    parser = Parser(__doc__, mem="64", segment="as --mem")
-    parser.set_defaults(mem=64)
+    parser = Parser(__doc__, mem="256", segment="as --mem")
+    parser.set_defaults(mem=256)
     add = parser.memory.add_argument
-    add("--method", choices=METHODS, default="h2o",
-        help="one without merged slots (default: h2o)")
+    add("--method", choices=METHODS, default="h2o+forget", metavar="METHOD",
+        help="one without merged slots (default: h2o+forget), of: %(choices)s")
     add = parser.add_argument_group("text").add_argument
     add("--data", type=named_path, nargs="+", metavar="PATH", required=True,
         help="files and folders")
-    add("--length", type=at_least(2), default=1024, metavar="L",
-        help="tokens of a piece of text (default: 1024)")
-    add("--documents", type=at_least(1), default=16, metavar="N",
-        help="pieces at most, spread evenly over the texts (default: 16)")
+    add("--length", type=at_least(2), metavar="L",
+        help="tokens of a piece of text (default: 4096, or the base's context if it is less)")
+    add("--documents", type=at_least(1), default=6, metavar="N",
+        help="pieces at most, spread evenly over the texts (default: 6)")
     add("--recall", action="store_true", help="what recalling facts needs, as said above")
     add("--out", type=output_file, metavar="FILE",
         help="write the slots of each head there, for --budgets (default: print them alone)")
@@ -124,11 +124,15 @@ def parse() -> Options:
     return flags
 
 
+def context_of(model: Llama) -> int:
+    """The most tokens that the base reads, with positions divided as in use."""
+    return int(model.config.context * model.config.rope_scale)
+
+
 def settings_of(options: Options, model: Llama) -> Settings:
     """Raises UserError if nothing can be measured with them."""
     mem, segment, L = options.mem, options.segment or options.mem, options.length
-    # Positions are divided as in use.
-    length = int(model.config.context * model.config.rope_scale)
+    length = context_of(model)
     s = make_settings(options.method, mem, segment, length, lora_rank=0)
     if s.merged or s.mem == s.sinks:
         remedy = "take one with heavy or recent slots, which merges nothing"
@@ -171,6 +175,7 @@ def main() -> None:
     options = parse()
     machine = prepare(options.device, options.dtype)
     model, tokenizer = load_base(options.model, machine.dtype, machine.device)
+    options.length = options.length or min(4096, context_of(model))
     settings = settings_of(options, model)
     documents, mask = what_is_scored(options, settings, tokenizer)
     found = measure_needs(model, settings, documents, mask)

@@ -26,7 +26,8 @@ def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
     """Add the flags that all programs share which score. Returns the group that others may
     join."""
     parser.memory.add_argument("--method", nargs="+", default=[], choices=METHODS,
-                               help="methods without training (default: none)")
+                               metavar="METHOD",
+                               help="some without training (default: none), of: %(choices)s")
     group = parser.add_argument_group("scoring and output")
     group.add_argument(
         "--json", type=output_file, metavar="FILE",

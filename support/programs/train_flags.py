@@ -45,8 +45,8 @@ def make_parser(doc: str, recipes: dict[str, Any]) -> Parser:
 
 def add_memory_flags(parser: Parser) -> None:
     add = parser.memory.add_argument
-    add("--method", choices=METHODS,
-        help="what the slots hold: a row of lococo.METHODS (default: the recipe's)")
+    add("--method", choices=METHODS, metavar="METHOD",
+        help="what the slots hold (default: the recipe's), of: %(choices)s")
 
 
 def add_text_flags(parser: Parser) -> None:
