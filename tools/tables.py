@@ -132,6 +132,9 @@ ROWS = {
 }
 # The learned score with its entries in fewer bits, and two other fits of it. The adapter's README
 # has the commands that make what is in runs/.
+ROWS["h2o heads, 8 bits"] = replace(
+    ROWS["h2o heads"], label="H2O that forgets, with budgets, in 8 bits", bits=8
+)
 ROWS["8 bits"] = replace(ROWS["learned"], label="the same in 8 bits", bits=8)
 ROWS["4 bits"] = replace(ROWS["learned"], label="the same in 4 bits", bits=4)
 ROWS["learned again"] = replace(
@@ -214,10 +217,14 @@ RESULT = {
     "full": ("full attention", "base, full"),
     "window": ("window: 4 first, M - 4 last", "base, streaming M=512"),
     "h2o": ("H2O: M/2 heavy, M/2 last", "base, h2o M=512"),
-    "official code 0.02": ("LoCoCo, its authors' code with smaller first weights", "runs/lococo"),
+    "official code 0.02": ("LoCoCo, rebuilt from its authors' code", "runs/lococo"),
     "h2o heads": ("H2O that forgets, with budgets", "base, h2o+forget M=512 budgets"),
     "learned": ("a learned score, with budgets", f"{STORED}/learned M=512 T=512 bits=0"),
-    "8 bits @ 1792 + 256": ("**the same in 8 bits, M = 1,792, T = 256**", f"{STORED}/learned"),
+    sized("h2o heads, 8 bits", "1792 + 256"): (
+        "H2O that forgets, with budgets, M = 1,792, T = 256, 8 bits",
+        "base, h2o+forget M=1792 T=256 bits=8 budgets",
+    ),
+    "8 bits @ 1792 + 256": ("**with M = 1,792, T = 256 and 8 bits**", f"{STORED}/learned"),
 }
 # From H2O with the paper's sizes to full attention: what each step changes, and in which files.
 LADDER = {
