@@ -105,7 +105,7 @@ def draw_mechanism(file: Path) -> None:
     chosen = "heavy slots: entries that\nwill be attended to"
     draw_compression(panels[0], LOCOCO, LOCOCO_PARTS, "LoCoCo mixes entries", mixed)
     draw_compression(panels[1], KEPT, KEPT_PARTS, "A learned score chooses them", chosen)
-    labels = {"heavy": "heavy: attended to", "merged": "merged: a mixture",
+    labels = {"heavy": "heavy: the highest scores", "merged": "merged: a mixture",
               "recent": "recent: the last ones"}
     boxes = [Rectangle((0, 0), 1, 1, facecolor=KIND_COLOURS[kind]) for kind in labels]
     look = dict(ncols=3, fontsize=16, frameon=False, handlelength=1)
@@ -169,7 +169,7 @@ def draw_losses(axes, small: dict, sizes: dict) -> None:
     axes.axhline(0, color="#333333", lw=0.8)
     axes.set_ylim(-0.014, 0.065)
     axes.set_ylabel("nats per token above full attention")
-    axes.set_title("An eighth of the bytes adds little to the loss", loc="left")
+    axes.set_title("With budgets an eighth of the bytes adds little loss", loc="left")
 
 
 def draw_facts(axes, small: dict, sizes: dict) -> None:

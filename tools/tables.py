@@ -222,7 +222,7 @@ RESULT = {
     "learned": ("a learned score, with budgets", f"{STORED}/learned M=512 T=512 bits=0"),
     sized("h2o heads, 8 bits", "1792 + 256"): (
         "H2O that forgets, with budgets, M = 1,792, T = 256, 8 bits",
-        "base, h2o+forget M=1792 T=256 bits=8 budgets",
+        "base, h2o+forget M=1792 T=256 budgets bits=8",
     ),
     "8 bits @ 1792 + 256": ("**with M = 1,792, T = 256 and 8 bits**", f"{STORED}/learned"),
 }

@@ -1,14 +1,15 @@
-"""A learned score: heavy slots keep the entries that will receive attention, and not those
-that have received it.
+"""A learned score: heavy slots keep the entries that are expected to receive attention, and
+not those that have received most.
 
 KVzap (arXiv 2601.07891) predicts KVzip's scores, and KVP (arXiv 2602.10238) learns a rank.
 Here a small network says of each entry how much attention it will receive. It is fitted to
 what full attention pays in some texts (tools/fit_scores.py), in minutes of a core and without
-a gradient through the model. Two things are learnt: the attention in all, and the largest
-share that one later token will pay. On SmolLM2 with 1,024 entries in a head and budgets it
-finds 51 % of the facts in 8,192 tokens, H2O that forgets with the same budgets 28 %, and the
-full cache 57 % (docs/results.md; the standard error is 6 points). Over eight texts its loss
-is 0.0020 +- 0.0006 nats per token lower than that of H2O that forgets, with the same budgets.
+a gradient through the model. Two things are learnt: the attention that will come in all, and
+the largest share that one later token will pay. On SmolLM2 with 1,024 entries in a head and
+budgets it finds 51 % of the facts in 8,192 tokens, H2O that forgets with the same budgets
+28 %, and the full cache 57 % (docs/results.md; the standard error is 6 points). Over eight
+texts its loss is 0.0020 +- 0.0006 nats per token lower than that of H2O that forgets, with the
+same budgets. With 1,792 slots it gains little, as the heads that need most drop nothing then.
 
 It departs from H2O in which entries are heavy, and from the paper in that it merges nothing.
 """

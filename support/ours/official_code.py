@@ -16,9 +16,9 @@ from lococo import COMPRESSORS, METHODS, Compressor
 
 
 class OfficialCompressor(Compressor):
-    """W = (1 - g) onehot + g softmax(ReLU(logits)) with a learnt g. The one-hot rows keep
-    the heavy hitters that come next after those that have a slot of their own: g = 0 is
-    plain eviction."""
+    """w = (1 - gate) one-hot + gate * softmax(ReLU(convolution)), with a learnt gate. The
+    one-hot rows keep the heavy hitters that come next after those that have a slot of their
+    own: with a gate of 0 this is plain eviction."""
 
     reads_received = True
 
@@ -28,7 +28,7 @@ class OfficialCompressor(Compressor):
         self.gate = nn.Parameter(torch.tensor(0.5))
 
     def weights(self, entries: Tensor, received: Tensor | None) -> Tensor:
-        w = self.conv(entries).relu().softmax(dim=-1)  # (6)
+        w = self.conv(entries).relu().softmax(dim=-1)  # (6), and a softmax instead of (7)
         heaviest = received.topk(w.shape[1], dim=-1).indices
         best = heaviest.sort(dim=-1).values  # in time order
         return (1 - self.gate) * F.one_hot(best, w.shape[2]) + self.gate * w
@@ -39,5 +39,6 @@ METHODS["h2o-code"] = lambda M: dict(heavy=M, forget=0.0)
 METHODS["lococo-code"] = lambda M: dict(
     heavy=M // 2, merged=M - M // 2, forget=0.0, compressor="official"
 )
-# Its first weights have a standard deviation of 0.02, as in many networks, and not of 1.
+# Its first weights have a standard deviation of 0.02, as in many networks, and not of 1. A
+# softmax depends on their scale: it begins as a plain mean of the entries.
 METHODS["lococo-code-0.02"] = lambda M: METHODS["lococo-code"](M) | {"start": 0.02}
