@@ -228,11 +228,13 @@ RESULT = {
 }
 # From H2O with the paper's sizes to full attention: what each step changes, and in which files.
 LADDER = {
-    "h2o @ 512 + 512": ("H2O with M = T = 512", ()),
-    sized("h2o 5/8 forget", "512 + 512"): ("+ forgetting", ("support/ours/forgetting.py",)),
-    "h2o heads @ 512 + 512": ("+ budgets", ("support/ours/budgets.py", "tools/budgets.py")),
-    "h2o heads": ("+ smaller segments: M = 896, T = 128", ()),
-    "learned": ("+ a learned score", ("support/ours/learned_score.py", "tools/fit_scores.py")),
+    "h2o": ("H2O with M = T = 512", ()),
+    "h2o 5/8 forget": ("+ forgetting", ("support/ours/forgetting.py",)),
+    "h2o heads": ("+ budgets", ("support/ours/budgets.py", "tools/budgets.py")),
+    sized("h2o heads", "896 + 128"): ("+ smaller segments: M = 896, T = 128", ()),
+    sized("learned", "896 + 128"): (
+        "+ a learned score", ("support/ours/learned_score.py", "tools/fit_scores.py"),
+    ),
     "8 bits @ 1792 + 256": ("+ 8 bits: M = 1,792, T = 256", ("support/ours/bits.py",)),
     "full": ("full attention", ()),
 }
@@ -248,7 +250,7 @@ TABLES = {
     "small segments": SMALL_SEGMENTS,
     "field": replace(SMALL_SEGMENTS, rows=("full", *filter(None, sum(FIELD.values(), ())))),
     "sizes": replace(SMALL_SEGMENTS, rows=tuple(SIZED)),
-    "ladder": replace(SMALL_SEGMENTS, rows=tuple(LADDER)),
+    "ladder": replace(LONG, rows=tuple(LADDER)),
     "extension": replace(LONG, rows=EXTENDED, mem=896, segment=128, seq=32768, documents=4),
 }
 
