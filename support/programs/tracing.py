@@ -124,9 +124,11 @@ def describe_slots(
     )
     part = memory.parts[n]
     yield f"layer {layer}, head {head}: {memory.keys[n].size} entries after {len(ids)} tokens"
+    if not memory.largest[n]:
+        yield "nothing has been compressed yet, so that there are no slots to show"
+        return
     own = part.heads.index(head)
-    kinds = kinds_of(part.settings) if memory.largest[n] else []
-    for slot, kind in enumerate(kinds):
+    for slot, kind in enumerate(kinds_of(part.settings)):
         line = f"{slot:>4} {kind:7}"
         last = memory.largest[n][-1]  # after the last compression
         shares, places = (tensor[own, slot].tolist() for tensor in last)
