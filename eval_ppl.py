@@ -7,8 +7,8 @@
 
 Perplexity is exp(nats / tokens) over all tokens of a piece after the first. Texts are cut
 into pieces of each length, and what is too short for a length is left out: compare within
-a column. The paper's tasks are scored by tools/tasks.py. For the method read
-`token_losses`.
+a column. The paper's tasks are scored by tools/tasks.py. How it works is in the
+function `token_losses`.
 """
 
 import argparse

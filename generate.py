@@ -130,8 +130,8 @@ def parse() -> argparse.Namespace:
     add("--adapter", type=Path, metavar="RUN",
         help="directory made by train.py or tools/fit_scores.py (default for tiny/: its own)")
     add("--method", nargs="+", default=[], choices=METHODS, metavar="METHOD",
-        help="one without training, instead of an adapter (default for other models: full), of: "
-             "%(choices)s; several, also beside an adapter, with --page")
+        help="instead of an adapter, one without training, of %(choices)s (default for other "
+             "models: full); several, also beside an adapter, with --page")
     add = parser.add_argument_group("output").add_argument
     add("--save-memory", type=new_file, metavar="FILE",
         help="write the memory there, and end")

@@ -1,14 +1,13 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a convolution.
 
-This file is the paper (arXiv 2406.05317) and what it compares with. Methods of other
-papers are in files of their own. What is called a hook is here for them, and otherwise does
-nothing. An entry is the key and the value of a token in one head of a layer. Letters are
-those of model.py:
+This file is the paper (arXiv 2406.05317) and what it compares with. Later methods are in
+files of their own. What is called a hook is there for them to change. An entry is the key
+and the value of a token in one head of a layer. Letters are those of model.py, and R:
 
-    B, G  texts in a batch, and key/value heads; N is both in one, B * G
+    B, G  texts in a batch, and key/value heads; N is B * G
     D     channels of a head
-    S     entries in the cache of a head: at most M slots and T new tokens, a segment,
-          which the paper calls B
+    S     entries in the cache of a head: at most M slots and a segment of T tokens (the
+          paper's B)
     R     entries that a compression does not keep as they are: it puts them into merged
           slots, or drops them
 
@@ -148,7 +147,7 @@ class Compressor(nn.Module):
     """
 
     memory_name = "paper"  # the one of MEMORIES that it works in
-    reads_received = False  # True: `weights` needs the attention that entries received
+    reads_received = False  # True: it needs the attention that entries received
     without_merged = False  # True: it is made also if no slots are merged (a hook)
     recompute = False  # True: the backward pass merges again, to keep less in between
 
@@ -230,10 +229,10 @@ def in_order(held: Tensor, order: Tensor) -> Tensor:
     return held[sequence, head, order]
 
 
-def of_slots(numbers: Tensor, order: Tensor, w: Tensor, s: Settings) -> Tensor:
+def numbers_of_slots(numbers: Tensor, order: Tensor, w: Tensor, s: Settings) -> Tensor:
     """A number of each entry (B, G, S), such as the attention that it has received -> one of
     each slot (B, G, M), after a compression with this order and w. The paper is silent: a
-    merged slot gets the mean, by w, of its entries."""
+    merged slot gets the mean, by w, of those of its entries."""
     sizes = (s.pinned, w.shape[3], s.recent)
     pinned, rest, recent = in_order(numbers, order).split(sizes, dim=2)
     merged = (w.detach() * rest[:, :, None]).sum(dim=3)
@@ -267,8 +266,8 @@ class Memory(KVCache):
         recent     .  .  .  .   .  .  1
 
     The convolution sees only the columns with a w, side by side: places 3 and 5 become
-    neighbours. The paper does not say what it sees beside heavy slots. Its (6) has the
-    segment first. Here the memory is first, as its tokens are older.
+    neighbours. The paper does not treat heavy slots here. In (6) it has the segment first;
+    here the memory is first, as its tokens are older.
     """
 
     counters = ("seen",)  # numbers that are saved beside what `stored` returns
@@ -284,10 +283,10 @@ class Memory(KVCache):
         # By slot a key has a new place after each compression. So it is held without a
         # rotation, and rotated whenever it is read.
         self.by_slot = settings.positions == "slots"
-        self.clear([settings] * config.n_layers)
+        self.make_lists([settings] * config.n_layers)
 
-    def clear(self, of_layer: list[Settings]) -> None:
-        """Hold nothing. `of_layer` says how many slots of each kind each layer has. Here all
+    def make_lists(self, of_layer: list[Settings]) -> None:
+        """Lists of a memory that holds nothing. `of_layer` says how many slots of each kind each layer has. Here all
         have the same (a hook)."""
         self.of_layer = of_layer
         self.keys = [Entries() for _ in of_layer]
@@ -410,27 +409,28 @@ class Memory(KVCache):
         merged, w = self.fill_merged(layer, rest, received, places)
         # Two views of one tensor, which the next append copies.
         k, v = torch.cat((pinned, merged, recent), dim=2).chunk(2, dim=-1)
-        received = None if received is None else of_slots(received, order, w, s)
+        received = None if received is None else numbers_of_slots(received, order, w, s)
         self.hold(layer, k, v, received)
         return order, w
 
     def fill_merged(
-        self, layer: int, rest: Tensor, received: Tensor | None, places: Tensor
+        self, layer: int, rest: Tensor, all_received: Tensor | None, places: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[K', V'] and w of the layer's compressor, for entries (B, G, R, 2D) that stood at
-        these places of the cache, (B, G, R). All entries have `received` (B, G, S). If there
-        are no merged slots, the entries are dropped."""
+        these places of the cache, (B, G, R). `all_received` (B, G, S) is of all entries. If
+        there are no merged slots, the entries are dropped."""
         if not self.of_layer[layer].merged:
             return rest[:, :, :0], rest.new_zeros(*rest.shape[:2], 0, rest.shape[2])
-        received = None if received is None else in_order(received, places)
+        received = None if all_received is None else in_order(all_received, places)
         args = (self.w_function(layer, places), rest, received)
         if self.compressors[layer].recompute:
             return checkpoint(merge, *args, use_reentrant=False)
         return merge(*args)
 
     def w_function(self, layer: int, places: Tensor) -> Callable:
-        """What computes w of entries that stood at these places (a hook). It must not read
-        what changes later, as a checkpointed backward pass calls it again."""
+        """What computes w of entries that stood at these places (a hook). What is
+        returned must not read what changes later: a checkpointed backward pass calls it
+        again."""
         return self.compressors[layer].weights
 
     def hold(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> None:

@@ -50,8 +50,7 @@ class LlamaConfig:
     ffn_dim: int
     vocab_size: int = 32000
     norm_eps: float = 1e-5
-    # Pretrained length, in tokens. A base with a `rope_scale` reads context * rope_scale.
-    context: int = 4096
+    context: int = 4096  # pretrained length, in tokens
     rope_theta: float = 10000.0
     rope_scale: float = 1.0  # positions are divided by this (position interpolation)
     tied: bool = False  # the embeddings are the output matrix, too
@@ -72,6 +71,11 @@ class LlamaConfig:
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a text that the base reads well."""
+        return int(self.context * self.rope_scale)
 
 
 def widened(t: Tensor) -> Tensor:

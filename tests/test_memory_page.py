@@ -122,6 +122,8 @@ def test_three_memories_on_one_page(run, stock):
             shown = re.findall(r" (\d\.\d\d) (?:'.*?'|\".*?\") +(\d+)", line)
             found = {int(token): share for share, token in shown}
             assert found == {n: f"{share / 100:.2f}" for n, share in pairs(slot).items()}
+    words = "--prompt prompt.txt --method h2o --mem 512 --max-new-tokens 1 --show-memory 3 1"
+    assert "nothing has been compressed yet" in run(generate, words)[1]
 
 
 # --- The template -----------------------------------------------------------------------

@@ -95,6 +95,17 @@ def test_an_oracle_keeps_what_later_segments_read(in_float64, model, monkeypatch
         assert positions.tolist() == kept.tolist()
 
 
+def test_budgets_of_a_base_say_how_they_were_measured(run):
+    """The embedded base has a context of 1,024 tokens, and four layers of two heads."""
+    code, out, err = run(budgets, f"--data {argparse.__file__} --documents 1 --out heads.json")
+    assert code == 0, err
+    stored = read_json(Path("heads.json"))
+    sizes = {name: stored[name] for name in ("method", "mem", "length", "documents")}
+    assert sizes == {"method": "h2o+forget", "mem": 256, "length": 1024, "documents": 1}
+    assert np.shape(stored["budgets"]) == (4, 2) and np.sum(stored["budgets"]) == 8 * 256
+    assert np.min(stored["budgets"]) >= 96 and f"budgets {stored['budgets'][0]}" in out
+
+
 def test_budgets_of_other_papers(tmp_path, monkeypatch):
     """Four layers of three heads, with 896 slots on average: one head can hold all."""
     monkeypatch.setattr(field_budgets, "RETRIEVAL_HEADS", 1)

@@ -148,7 +148,7 @@ def parse() -> Options:
     parser = PlainParser(__doc__)
     add = parser.add_argument
     add("--rows", nargs="+", choices=METHODS, default=ROWS, metavar="METHOD",
-        help=f"the window is always there (default: {' '.join(ROWS)}), of: %(choices)s")
+        help=f"methods beside the window, of %(choices)s (default: {' '.join(ROWS)})")
     add("--model", type=Path, default=TINY, help="directory of the base (default: tiny/)")
     positive = at_least(1)
     add("--mem", type=at_least(8), default=128, help="slots M (default: 128)")

@@ -107,7 +107,7 @@ def parse() -> Options:
     parser.set_defaults(mem=256)
     add = parser.memory.add_argument
     add("--method", choices=METHODS, default="h2o+forget", metavar="METHOD",
-        help="one without merged slots (default: h2o+forget), of: %(choices)s")
+        help="one without merged slots, of %(choices)s (default: h2o+forget)")
     add = parser.add_argument_group("text").add_argument
     add("--data", type=named_path, nargs="+", metavar="PATH", required=True,
         help="files and folders")
@@ -124,15 +124,10 @@ def parse() -> Options:
     return flags
 
 
-def context_of(model: Llama) -> int:
-    """The most tokens that the base reads, with positions divided as in use."""
-    return int(model.config.context * model.config.rope_scale)
-
-
 def settings_of(options: Options, model: Llama) -> Settings:
     """Raises UserError if nothing can be measured with them."""
     mem, segment, L = options.mem, options.segment or options.mem, options.length
-    length = context_of(model)
+    length = model.config.longest
     s = make_settings(options.method, mem, segment, length, lora_rank=0)
     if s.merged or s.mem == s.sinks:
         remedy = "take one with heavy or recent slots, which merges nothing"
@@ -175,7 +170,7 @@ def main() -> None:
     options = parse()
     machine = prepare(options.device, options.dtype)
     model, tokenizer = load_base(options.model, machine.dtype, machine.device)
-    options.length = options.length or min(4096, context_of(model))
+    options.length = options.length or min(4096, model.config.longest)
     settings = settings_of(options, model)
     documents, mask = what_is_scored(options, settings, tokenizer)
     found = measure_needs(model, settings, documents, mask)
@@ -188,7 +183,9 @@ def main() -> None:
     if options.out:
         command = shlex.join(["python", "tools/budgets.py", *sys.argv[1:]])
         needs = [[round(nats, 6) for nats in row] for row in found.tolist()]
-        write_json(options.out, {"made by": command, "needs": needs, "budgets": budgets})
+        sizes = {name: getattr(options, name) for name in ("method", "mem", "length", "documents")}
+        about = {"made by": command} | sizes
+        write_json(options.out, about | {"needs": needs, "budgets": budgets})
     print("budgets", *budgets)
 
 

@@ -167,7 +167,7 @@ def main() -> None:
     options = parse()
     machine = prepare(options.device, options.dtype, options.seed)
     model, tokenizer = load_base(options.model, machine.dtype, machine.device)
-    context = int(model.config.context * model.config.rope_scale)
+    context = model.config.longest
     options.length = options.length or min(8192, context)
     if options.length > context:
         passed = f"full attention would pass the base's context of {context:,} tokens"

@@ -130,11 +130,11 @@ ROWS = {
     "selection, 3 taps": Row("3 taps instead of 1", "--method selection-3-taps"),
     "selection, no forgetting": Row("no forgetting", "--method selection-no-forgetting"),
 }
-# The learned score with its entries in fewer bits, and two other fits of it. The adapter's README
-# has the commands that make what is in runs/.
 ROWS["h2o heads, 8 bits"] = replace(
     ROWS["h2o heads"], label="H2O that forgets, with budgets, in 8 bits", bits=8
 )
+# The learned score with its entries in fewer bits, and two other fits of it. The adapter's README
+# has the commands that make what is in runs/.
 ROWS["8 bits"] = replace(ROWS["learned"], label="the same in 8 bits", bits=8)
 ROWS["4 bits"] = replace(ROWS["learned"], label="the same in 4 bits", bits=4)
 ROWS["learned again"] = replace(
@@ -212,19 +212,19 @@ for row in ("h2o", "h2o heads", "learned", "8 bits"):
     SIZED.append(row)
     for sizes in ("384 + 128", "512 + 512", "768 + 256", "960 + 64", "1792 + 256"):
         SIZED.append(sized(row, sizes))
-# What README.md calls a row, and the panel of its facts. All but the last have M = T = 512.
+# What README.md calls a row, and the panel of its facts. Rows without sizes have
+# M = T = 512.
 RESULT = {
     "full": ("full attention", "base, full"),
     "window": ("window: 4 first, M - 4 last", "base, streaming M=512"),
     "h2o": ("H2O: M/2 heavy, M/2 last", "base, h2o M=512"),
-    "official code 0.02": ("LoCoCo, rebuilt from its authors' code", "runs/lococo"),
+    "official code 0.02": ("LoCoCo's code with smaller first weights", "runs/lococo"),
     "h2o heads": ("H2O that forgets, with budgets", "base, h2o+forget M=512 budgets"),
-    "learned": ("a learned score, with budgets", f"{STORED}/learned M=512 T=512 bits=0"),
     sized("h2o heads, 8 bits", "1792 + 256"): (
-        "H2O that forgets, with budgets, M = 1,792, T = 256, 8 bits",
-        "base, h2o+forget M=1792 T=256 budgets bits=8",
+        "the same in 8 bits, M = 1,792, T = 256", "base, h2o+forget M=1792 T=256 budgets bits=8",
     ),
-    "8 bits @ 1792 + 256": ("**with M = 1,792, T = 256 and 8 bits**", f"{STORED}/learned"),
+    "learned": ("a learned score, with budgets", f"{STORED}/learned M=512 T=512 bits=0"),
+    "8 bits @ 1792 + 256": ("**the same in 8 bits, M = 1,792, T = 256**", f"{STORED}/learned"),
 }
 # From H2O with the paper's sizes to full attention: what each step changes, and in which files.
 LADDER = {
@@ -590,14 +590,14 @@ def ladder_table(table: Table, lines: Lines) -> str:
     """Nats per token above full attention, what each step changes, and the lines of its files."""
     columns = "step", "MB", "nats per token above full attention", "change", "lines of code"
     text = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
-    before = None
-    for key, line in lines.items():
-        label, files = LADDER[key]
-        above, change = difference(line, lines.get("full")), difference(line, before)
-        code = sum(len(read_text(HERE / file).splitlines()) for file in files)
-        cells = label, f"{line.megabytes():.0f}", above, change, str(code or "")
-        text += f"| {' | '.join(cells)} |\n"
-        before = line
+    for key, before in zip(table.rows, (None, *table.rows)):
+        if key in lines:
+            label, files = LADDER[key]
+            above = difference(lines[key], lines.get("full"))
+            change = difference(lines[key], lines.get(before))
+            code = sum(len(read_text(HERE / file).splitlines()) for file in files)
+            cells = label, f"{lines[key].megabytes():.0f}", above, change, str(code or "")
+            text += f"| {' | '.join(cells)} |\n"
     return text
 
 

@@ -119,7 +119,7 @@ class BudgetMemory(SelectingMemory, PackedMemory):
         super().__init__(config, settings, compressors)
         self.parts = parts_of(config, settings)
         self.heads: list[Tensor | None] = [None] * len(self.parts)  # their indices, if needed
-        self.clear([part.settings for part in self.parts])
+        self.make_lists([part.settings for part in self.parts])
         if len(compressors):  # the heads of a layer share its compressor
             self.compressors = [compressors[part.layer] for part in self.parts]
 

@@ -14,7 +14,7 @@ float32, which is exact enough for a million tokens.
 import torch
 from torch import Tensor, nn
 
-from lococo import Memory, Settings, of_slots
+from lococo import Memory, Settings, numbers_of_slots
 from model import Entries, LlamaConfig, rotate
 
 
@@ -33,8 +33,8 @@ class CeilingMemory(Memory):
         # rounds the keys, so that moves must be rare.
         self.ceiling = max(0, self.reach - max(settings.segment, self.reach // 8))
 
-    def clear(self, of_layer: list[Settings]) -> None:
-        super().clear(of_layer)
+    def make_lists(self, of_layer: list[Settings]) -> None:
+        super().make_lists(of_layer)
         self.lowest = 0  # no entry stands below this position
         # The positions of entries, (B, G, S): of those that were held at the last
         # compression or move. Entries since then stand one after the other. By slot there
@@ -71,7 +71,7 @@ class CeilingMemory(Memory):
             return super().compress(n)
         before = self.positions_of(n)
         order, w = super().compress(n)
-        self.positions[n] = of_slots(before, order, w, self.of_layer[n])
+        self.positions[n] = numbers_of_slots(before, order, w, self.of_layer[n])
         return order, w
 
     def stored(self, n: int) -> dict[str, Tensor]:

@@ -91,8 +91,8 @@ class ExpectedAttention(BudgetMemory):
     chooses_by_received = False
     LAST, FUTURE = 128, 512  # queries that are known, and positions of later ones
 
-    def clear(self, of_layer: list) -> None:
-        super().clear(of_layer)
+    def make_lists(self, of_layer: list) -> None:
+        super().make_lists(of_layer)
         self.queries: list[Tensor | None] = [None] * len(of_layer)  # the last, not rotated
 
     @property

@@ -27,7 +27,8 @@ def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
     join."""
     parser.memory.add_argument("--method", nargs="+", default=[], choices=METHODS,
                                metavar="METHOD",
-                               help="some without training (default: none), of: %(choices)s")
+                               help="methods without training (default: none), of: "
+                                    "%(choices)s")
     group = parser.add_argument_group("scoring and output")
     group.add_argument(
         "--json", type=output_file, metavar="FILE",

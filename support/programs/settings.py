@@ -68,7 +68,7 @@ def untrained(
 ) -> AdaptedLlama:
     """A method that needs no training, on its base model. None leaves budgets equal.
     `changes` are as in lococo.settings_for. Raises UserError."""
-    length = int(model.config.context * model.config.rope_scale)
+    length = model.config.longest
     settings = make_settings(method, mem, segment, length, budgets, lora_rank=0, **changes)
     settings = replace(settings, bits=bits)
     refuse_not_fitted(settings)

@@ -46,7 +46,7 @@ def make_parser(doc: str, recipes: dict[str, Any]) -> Parser:
 def add_memory_flags(parser: Parser) -> None:
     add = parser.memory.add_argument
     add("--method", choices=METHODS, metavar="METHOD",
-        help="what the slots hold (default: the recipe's), of: %(choices)s")
+        help="what the slots hold, one of %(choices)s (default: the recipe's)")
 
 
 def add_text_flags(parser: Parser) -> None:
