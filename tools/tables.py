@@ -241,7 +241,6 @@ LADDER = {
 EXTENDED = ("window", "h2o", "h2o heads", "learned", "8 bits @ 1792 + 256")
 TABLES = {
     "frozen": FROZEN,
-    "frozen, paper": replace(FROZEN, rows=PAPERS),
     "ablations": replace(
         FROZEN, rows=ABLATIONS, part="choosing", steps=40, against="selection"
     ),
