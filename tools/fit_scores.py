@@ -6,7 +6,7 @@
 Full attention reads pieces of the texts, into which facts of many forms are written, and it
 is noted how much attention each entry receives from each segment. Then the score of each
 layer learns, at moments within a piece, how much attention an entry will receive in all, and
-the largest share of its attention that a later token will pay to it. No gradient goes through
+the largest share of attention that one later token will pay to it. No gradient goes through
 the model. For SmolLM2 this takes 21 minutes of a core. The folder --out gets an adapter, as
 train.py writes it, whose memory is in 8 bits.
 """
