@@ -271,7 +271,7 @@ class Memory(KVCache):
     """
 
     counters = ("seen",)  # numbers that are saved beside what `stored` returns
-    chooses_by_received = True  # if heavy slots are chosen by the attention received
+    chooses_by_received = True  # if heavy slots are chosen by the attention received (a hook)
 
     def __init__(
         self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList
@@ -286,8 +286,8 @@ class Memory(KVCache):
         self.make_lists([settings] * config.n_layers)
 
     def make_lists(self, of_layer: list[Settings]) -> None:
-        """Lists of a memory that holds nothing. `of_layer` says how many slots of each kind each layer has. Here all
-        have the same (a hook)."""
+        """Lists of a memory that holds nothing. `of_layer` says how many slots of each kind
+        each layer has. Here all have the same (a hook)."""
         self.of_layer = of_layer
         self.keys = [Entries() for _ in of_layer]
         self.values = [Entries() for _ in of_layer]
