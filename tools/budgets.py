@@ -181,10 +181,9 @@ def main() -> None:
         raise UserError("no head gains by more slots; take more --documents")
     budgets = shared_out(found, settings.mem)
     if options.out:
-        command = shlex.join(["python", "tools/budgets.py", *sys.argv[1:]])
+        about = {name: getattr(options, name) for name in ("method", "mem", "length", "documents")}
+        about["made by"] = shlex.join(["python", "tools/budgets.py", *sys.argv[1:]])
         needs = [[round(nats, 6) for nats in row] for row in found.tolist()]
-        sizes = {name: getattr(options, name) for name in ("method", "mem", "length", "documents")}
-        about = {"made by": command} | sizes
         write_json(options.out, about | {"needs": needs, "budgets": budgets})
     print("budgets", *budgets)
 

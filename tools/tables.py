@@ -82,9 +82,6 @@ BUDGETS = f"{STORED}/budgets.json"
 PAPER = "--conv-lr 5e-2"
 ROWS = {
     "full": Row("full attention", "--method full"),
-    # A memory that holds 8,192 tokens compresses nothing.
-    "full, 8 bits": Row("full attention, in 8 bits", "--method h2o --mem 8064", bits=8),
-    "full, 4 bits": Row("full attention, in 4 bits", "--method h2o --mem 8064", bits=4),
     "window": Row("window: 4 first, M - 4 last", "--method streaming"),
     "h2o": Row("H2O: M/2 heavy, M/2 last", "--method h2o"),
     "official h2o": Row("H2O in LoCoCo's code: M heavy, by the last segment",
@@ -195,8 +192,8 @@ LONG = Table(
     ("full", *PAPERS, "official code 0.02", *OURS),
     512, 8192, "long", "--recipe inference", steps=15, documents=16, segment=512,
 )
-SMALL = ("full", "full, 8 bits", "full, 4 bits", "window", "h2o", "h2o 5/8 forget", "h2o heads")
-SMALL += ("stored", "learned", "8 bits", "4 bits", "learned again", "learned plain")
+SMALL = ("full", "window", "h2o", "h2o 5/8 forget", "h2o heads", "stored", "learned")
+SMALL += ("8 bits", "4 bits", "learned again", "learned plain")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 
 
@@ -212,8 +209,7 @@ for row in ("h2o", "h2o heads", "learned", "8 bits"):
     SIZED.append(row)
     for sizes in ("384 + 128", "512 + 512", "768 + 256", "960 + 64", "1792 + 256"):
         SIZED.append(sized(row, sizes))
-# What README.md calls a row, and the panel of its facts. Rows without sizes have
-# M = T = 512.
+# What README.md calls a row, and the panel of its facts. Rows without sizes have M = T = 512.
 RESULT = {
     "full": ("full attention", "base, full"),
     "window": ("window: 4 first, M - 4 last", "base, streaming M=512"),
@@ -238,7 +234,7 @@ LADDER = {
     "8 bits @ 1792 + 256": ("+ 8 bits: M = 1,792, T = 256", ("support/ours/bits.py",)),
     "full": ("full attention", ()),
 }
-EXTENDED = ("window", "h2o", "h2o heads", "learned", "8 bits @ 1792 + 256")
+EXTENDED = ("window", "h2o", "h2o heads", "learned")
 TABLES = {
     "frozen": FROZEN,
     "ablations": replace(
