@@ -45,7 +45,7 @@ from support.programs.settings import method_sizes, refuse_sizes, untrained
 from support.programs.settings import warn_if_too_long
 from support.programs.page_data import page_record
 from support.programs.tracing import SUGGESTED, check_slots, describe_slots
-from support.programs.tracing import memory_of_layer, memory_of_page
+from support.programs.tracing import memory_of_layer, traced
 from support.tokenizer import Tokenizer
 
 # --- Decoding ---------------------------------------------------------------------------
@@ -278,10 +278,9 @@ def show_page(
 ) -> None:
     """Read the text with each model, and write a page of what its memory holds
     meanwhile."""
-    memories = {name: memory_of_page(adapted) for name, adapted in models.items()}
     records = []
-    for name, memory in memories.items():
-        adapted = models[name]
+    for name, adapted in models.items():
+        memory = traced(adapted, range(adapted.model.config.n_layers))
         warn_if_too_long(adapted, len(ids))
         begun = time.perf_counter()
         logits = read_ids(adapted, ids, memory)

@@ -179,11 +179,10 @@ COMPRESSORS = {"paper": Compressor}
 
 
 def merge(
-    compute_w: Callable, entries: Tensor, received: Tensor | None
+    compressor: Compressor, entries: Tensor, received: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Equations (4) and (5), after (6) and (7): entries [K, V] (B, G, R, 2D), and the
     attention `received` (B, G, R) -> [K', V'] (B, G, slots, 2D), and w (B, G, slots, R).
-    `compute_w` is `Compressor.weights`, or does the same.
 
     All is computed in float32, as bfloat16 is too coarse for W, and K' and V' are rounded
     to the dtype of the entries. With positions of the text keys are mixed after their
@@ -193,7 +192,7 @@ def merge(
         wide = widened(entries)
         received = None if received is None else received.flatten(0, 1)
         channels_first = wide.flatten(0, 1).mT  # (N, 2D, R), as a convolution reads them
-        w = compute_w(channels_first, received).unflatten(0, entries.shape[:2])
+        w = compressor.weights(channels_first, received).unflatten(0, entries.shape[:2])
         mixed = w @ wide  # [K', V'], so that (4) K' = w K and (5) V' = w V
         return mixed.type_as(entries), w
 
@@ -405,8 +404,8 @@ class Memory(KVCache):
         sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
         entries = in_order(torch.cat((k, v), dim=-1), order)  # [K, V], (B, G, S, 2D)
         pinned, rest, recent = entries.split(sizes, dim=2)
-        places = order.split(sizes, dim=2)[1]  # of the rest
-        merged, w = self.fill_merged(layer, rest, received, places)
+        of_rest = None if received is None else in_order(received, order).split(sizes, dim=2)[1]
+        merged, w = self.fill_merged(layer, rest, of_rest)
         # Two views of one tensor, which the next append copies.
         k, v = torch.cat((pinned, merged, recent), dim=2).chunk(2, dim=-1)
         received = None if received is None else numbers_of_slots(received, order, w, s)
@@ -414,24 +413,16 @@ class Memory(KVCache):
         return order, w
 
     def fill_merged(
-        self, layer: int, rest: Tensor, all_received: Tensor | None, places: Tensor
+        self, layer: int, rest: Tensor, received: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """[K', V'] and w of the layer's compressor, for entries (B, G, R, 2D) that stood at
-        these places of the cache, (B, G, R). `all_received` (B, G, S) is of all entries. If
-        there are no merged slots, the entries are dropped."""
+        """[K', V'] and w of the layer's compressor, for entries (B, G, R, 2D) and what they
+        received, (B, G, R). If there are no merged slots, the entries are dropped. (A hook.)"""
         if not self.of_layer[layer].merged:
             return rest[:, :, :0], rest.new_zeros(*rest.shape[:2], 0, rest.shape[2])
-        received = None if all_received is None else in_order(all_received, places)
-        args = (self.w_function(layer, places), rest, received)
-        if self.compressors[layer].recompute:
-            return checkpoint(merge, *args, use_reentrant=False)
-        return merge(*args)
-
-    def w_function(self, layer: int, places: Tensor) -> Callable:
-        """What computes w of entries that stood at these places (a hook). What is
-        returned must not read what changes later: a checkpointed backward pass calls it
-        again."""
-        return self.compressors[layer].weights
+        compressor = self.compressors[layer]
+        if compressor.recompute:
+            return checkpoint(merge, compressor, rest, received, use_reentrant=False)
+        return merge(compressor, rest, received)
 
     def hold(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> None:
         """Replace the keys and values that a layer holds, both (B, G, S, D), and the

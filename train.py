@@ -36,7 +36,6 @@ from support.files import UserError, refuse_missing_model
 from support.processes import RANK, WORLD, add_up, agreed, end_together, join
 from support.processes import noted_signals, start_alike, start_process
 from support.programs.adapter import identity, write_adapter
-from support.programs.answers import add_answers
 from support.programs.longlora import training_cache
 from support.programs.run_folder import State, new_folder, open_log, read_state
 from support.programs.run_folder import refuse_used, restore, write_state
@@ -95,9 +94,6 @@ class TrainConfig:
     # code has 1.
     bptt: int = 1
     recompute: bool = False  # True takes less memory and more time
-    # Not in the paper: how many times an answer counts in the convolutions' gradient. An
-    # answer is the word of a fact that is told again.
-    answer_weight: float = 1.0
 
     # Scoring and output
     score_tokens: int = 32768  # about so many are scored: 4 documents of 8,192
@@ -111,14 +107,14 @@ RECIPES = {  # what each changes of the defaults above
     "paper-inference": dict(seq=4096, lora_rank=0, steps=200),
     # Ours: a real Llama stays as it is; 60 x 4,096 tokens.
     "inference": dict(
-        method="selection", mem=64, segment=None, seq=1024,
-        lora_rank=0, conv_lr=2e-2, steps=60, batch=None, micro_batch=4,
+        method="lococo-code-0.02", mem=64, segment=None, seq=1024,
+        lora_rank=0, steps=60, batch=None, micro_batch=4,
     ),
     # Ours: twice the pretrained context; 240 x 4,096 tokens. 32 documents are scored.
     "embedded": dict(
-        method="selection+sinks", mem=128, segment=None, seq=2048, lr=2e-3, conv_lr=7.5e-3,
+        method="lococo-code-0.02", mem=128, segment=None, seq=2048, lr=2e-3,
         steps=240, batch=None, micro_batch=2, bptt=4,
-        facts=8, answer_weight=20.0, score_tokens=65536, save_every=10,
+        facts=8, score_tokens=65536, save_every=10,
     ),
 }
 
@@ -148,14 +144,12 @@ class Setup:
     tokenizer: Tokenizer
     texts: Texts  # to train on and to score
 
-    def draw(self, i: int) -> tuple[Tensor, Tensor]:
-        """Training sequence i with facts written into it, (L,), and a distance for each
-        token, (L,). The word of a fact that is told again has the number of tokens since
-        it was last told. All other tokens have 0. Raises UserError if the text is too
-        short."""
+    def draw(self, i: int) -> Tensor:
+        """Training sequence i, (L,), with facts written into it. Raises UserError if the
+        text is too short."""
         c = self.config
         tokens = sequence(self.texts.ids, c.seq, c.seed, i)
-        return tell(tokens, c.facts, "training", c.seed, i, self.tokenizer)
+        return tell(tokens, c.facts, "training", c.seed, i, self.tokenizer)[0]
 
 
 # --- One step ---------------------------------------------------------------------------
@@ -166,8 +160,8 @@ SCALE = 2.0**14
 
 
 def gradients(
-    adapted: AdaptedLlama, draw: Callable, config: TrainConfig, machine: Machine,
-    step: int, done: Callable[[int], None] = lambda tokens: None,
+    adapted: AdaptedLlama, draw: Callable[[int], Tensor], config: TrainConfig,
+    machine: Machine, step: int, done: Callable[[int], None] = lambda tokens: None,
 ) -> float:
     """Put the gradient of a step's loss into p.grad, which must be None before; return
     the loss in nats per token.
@@ -180,9 +174,8 @@ def gradients(
     own = range(step * config.batch + RANK, (step + 1) * config.batch, WORLD)
     for first in range(0, len(own), config.micro_batch):
         drawn = [draw(i) for i in own[first : first + config.micro_batch]]
-        tokens = torch.stack([text for text, _ in drawn]).to(machine.device)
-        answers = torch.stack([ago for _, ago in drawn]).to(machine.device) > 0
-        loss += backward(adapted, tokens, answers, config, machine, step)
+        tokens = torch.stack(drawn).to(machine.device)
+        loss += backward(adapted, tokens, config, machine)
         done(tokens[:, 1:].numel())
     for p in adapted.trained().values():  # a process without a sequence has no gradient
         p.grad = add_up(torch.zeros_like(p) if p.grad is None else p.grad / SCALE)
@@ -190,32 +183,26 @@ def gradients(
 
 
 def backward(
-    adapted: AdaptedLlama, tokens: Tensor, answers: Tensor, config: TrainConfig,
-    machine: Machine, step: int,
+    adapted: AdaptedLlama, tokens: Tensor, config: TrainConfig, machine: Machine
 ) -> float:
     """Read sequences (B, L) in pieces of `bptt` segments, and go back through each piece
     before the next one, so that the graph never spans more. Returns what they add to the
-    loss of the step. `answers` (B, L) marks the words of facts that are told again.
-    """
+    loss of the step."""
     cache = training_cache(adapted)
     # Full attention has no segments: its gradient reaches over the whole sequence.
     segment = config.segment if adapted.settings.mem else config.seq
     length = config.bptt * segment  # targets of a piece
     targets = config.batch * (config.seq - 1)  # of the whole step
     total = 0.0
-    for number, start in enumerate(range(0, config.seq - 1, length)):
+    for start in range(0, config.seq - 1, length):
         # The last target of a piece is the first token of the next.
-        piece = slice(start, start + length + 1)
-        of_targets = answers[:, start + 1 : start + length + 1]
+        piece = tokens[:, start : start + length + 1]
         with machine.precision():  # autocast, unless the base is in float32
-            segments = segment_losses(adapted.model, tokens[:, piece], cache, segment)
-            losses = torch.cat([nats for nats, _ in segments], dim=1) / targets
-        loss, scaled = losses.sum(), SCALE * losses
+            segments = segment_losses(adapted.model, piece, cache, segment)
+            loss = sum(nats.sum() for nats, _ in segments) / targets
         # With --lora-rank 0 nothing before the first compression has a gradient.
         if loss.requires_grad:
-            # For the facts of the recipe "embedded"; else it does nothing.
-            add_answers(scaled[of_targets], adapted, config.answer_weight, step + number)
-            scaled.sum().backward()
+            (SCALE * loss).backward()
         cache.detach()
         total += loss.item()
     return total
@@ -302,9 +289,6 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
         raise UserError(f"--model {model}: this base has no default recipe; {remedy}")
     name = given.get("recipe", "embedded")
     config = completed(TrainConfig(**{"recipe": name} | RECIPES[name] | given))
-    # The rate that a recipe for selection sets does not suit the paper's convolution.
-    if "conv_lr" not in given and settings_of(config).compressor == "paper":
-        config = replace(config, conv_lr=TrainConfig.conv_lr)
     return config, None
 
 

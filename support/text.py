@@ -204,6 +204,12 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
     return {part: streams[part].numpy() for part in PARTS}  # a file has another order
 
 
+def texts_to_fit(paths: list[Path], tokenizer: Tokenizer) -> np.ndarray:
+    """The ids of all texts. Without a path, those of Python's library that train."""
+    streams = token_streams(paths, tokenizer)
+    return np.concatenate([*streams.values()]) if paths else streams["training"]
+
+
 # --- Tokens into sequences and documents ------------------------------------------------
 
 

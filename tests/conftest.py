@@ -100,7 +100,7 @@ def stock(tmp_path_factory) -> Path:
     another encoding, and two files of budgets, of which one has none."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("stock")
-    small = make_settings("selection", 16, 16, 96, positions="slots")
+    small = make_settings("learned", 16, 16, 96)
     for name, parts in (("adapter", ["training"]), ("whole", [*PARTS])):
         adapted = AdaptedLlama(load_llama(TINY), small)
         for p in adapted.trained().values():

@@ -93,7 +93,7 @@ def filtered(entries, g, i, j):
     return total
 
 
-def paper_by_loop(compressor, slots, k, v, *_):
+def paper_by_loop(compressor, slots, k, v, scores):
     """(6), the ReLU and (7) for one head, k and v (S, D) -> w (slots, S), in float64."""
     entries, S = torch.cat((k, v), dim=1).double(), len(k)
     w = torch.zeros(slots, S, dtype=torch.float64)
@@ -104,32 +104,7 @@ def paper_by_loop(compressor, slots, k, v, *_):
     return w.detach()
 
 
-def selection_by_loop(compressor, slots, k, v, from_slot, scores):
-    """Ours for one head, k and v (S, D), from_slot and scores (S,) -> w (slots, S), in float64."""
-    entries, S = torch.cat((k, v), dim=1).double(), len(k)
-    received = (scores.double() + 1e-4).log()
-    sharpness = 1 if compressor.training else 16
-    w = torch.zeros(slots, S, dtype=torch.float64)
-    taken = torch.zeros(S, dtype=torch.float64)
-    centred = v.double() - v.double().mean(dim=0)
-    for i in range(slots):
-        logits = torch.zeros(S, dtype=torch.float64)
-        for j in range(S):
-            own, common = compressor.conv.weight, compressor.common
-            if from_slot[j]:
-                own, common = compressor.slot_filters, compressor.slot_common
-            logits[j] = filtered(entries, own, i % len(own), j) + 3 * filtered(entries, common, 0, j)
-            logits[j] += 2 * compressor.trust.item() * received[j]
-            logits[j] -= 1000 * taken[j]
-        w[i] = (sharpness * logits).softmax(dim=0)
-        best = int(logits.argmax())
-        for j in range(S):  # the rows after it avoid copies of what it likes best
-            cosine = F.cosine_similarity(centred[best], centred[j], dim=0)
-            taken[j] += cosine.clamp(min=0).detach() ** 32
-    return w.detach()
-
-
-def official_rows(compressor, slots, k, v, from_slot, scores):
+def official_rows(compressor, slots, k, v, scores):
     """Of the official code: (1 - g) onehot + g softmax(ReLU). The heavy hitters that come
     next are in time order."""
     weight, bias, g = (p.double() for p in (*compressor.conv.parameters(), compressor.gate))
@@ -144,8 +119,6 @@ def official_rows(compressor, slots, k, v, from_slot, scores):
 
 def by_loop(compressor, *args):
     """Those rows of W that a compressor fills, for one head."""
-    if hasattr(compressor, "trust"):
-        return selection_by_loop(compressor, *args)
     if hasattr(compressor, "gate"):
         return official_rows(compressor, *args)
     return paper_by_loop(compressor, *args)
@@ -205,9 +178,8 @@ def rule(s, adapted, k, v, scores, seen, q):
     return scores
 
 
-def slow_compress(k, v, scores, places, from_slot, seen, adapted, s, q):
-    """k, v (S, D), scores and places (S,), and which entries have had a slot that is not a recent
-    one -> those of the M slots."""
+def slow_compress(k, v, scores, places, seen, adapted, s, q):
+    """k, v (S, D), scores and places (S,) -> those of the M slots."""
     S, compressors = len(k), adapted.compressors
     preferred = [rule(s, adapted, k, v, scores, seen, q)] * s.heavy  # by each heavy slot
     if s.compressor == "learned":
@@ -223,12 +195,11 @@ def slow_compress(k, v, scores, places, from_slot, seen, adapted, s, q):
     for slot, i in enumerate(kept):
         W[slot, i] = 1
     if s.merged:
-        args = compressors[-1], s.merged, k[rest], v[rest], from_slot[rest]
-        W[len(kept) : len(kept) + s.merged, rest] = by_loop(*args, scores[rest])
+        args = compressors[-1], s.merged, k[rest], v[rest], scores[rest]
+        W[len(kept) : len(kept) + s.merged, rest] = by_loop(*args)
     for n in range(1, s.recent + 1):
         W[s.mem - n, S - n] = 1
-    from_slot = torch.arange(s.mem) < s.mem - s.recent
-    return W @ k, W @ v, W @ scores, W @ places, from_slot
+    return W @ k, W @ v, W @ scores, W @ places
 
 
 def slow_memory(adapted, s, segments):
@@ -237,15 +208,15 @@ def slow_memory(adapted, s, segments):
     have read. The head is of the last layer, and `s` are its settings."""
     D, outputs = adapted.model.config.head_dim, []
     k, v, scores = torch.zeros(0, D).double(), torch.zeros(0, D).double(), torch.zeros(0).double()
-    from_slot, seen, places = torch.zeros(0).bool(), 0, torch.zeros(0).double()
+    seen, places = 0, torch.zeros(0).double()
     reach, ceiling = adapted.model.config.context, adapted.model.config.context - s.segment
     lowest = 0
     for number, (q, k_new, v_new) in enumerate(segments):
         T, q, k_new = len(k_new), q.double(), k_new.double()
         if len(k) + T > s.mem + s.segment:
             queries = torch.cat([earlier.double() for earlier, *_ in segments[:number]], dim=1)
-            k, v, scores, places, from_slot = slow_compress(
-                k, v, scores, places, from_slot, seen, adapted, s, queries
+            k, v, scores, places = slow_compress(
+                k, v, scores, places, seen, adapted, s, queries
             )
         if s.positions == "text":
             if seen and seen + T - lowest > reach:  # the last new token would be too far away
@@ -261,7 +232,6 @@ def slow_memory(adapted, s, segments):
             q = turned(q, range(len(k) - T, len(k)), adapted)
         earlier = F.pad(scores, (0, T))
         scores = s.forget ** (T / (s.forget_in or s.segment)) * earlier
-        from_slot = torch.cat((from_slot, torch.zeros(T).bool()))
         out = torch.zeros_like(q)
         for t in range(T):
             n = len(k) - T + t + 1  # entries that query t may see

@@ -16,7 +16,8 @@ from generate import prefill
 from lococo import KINDS, AdaptedLlama, Settings
 from support.command_line import HERE
 from support.memory_page import token_texts, write_page
-from support.programs.tracing import TracedMemory
+from support.ours.budgets import BudgetMemory
+from support.programs.tracing import Tracing
 
 BROWSER = shutil.which("chromium")
 TEXTS = ["</script><!-- <script> ]]> &amp; THE_DATA_OF_THE_PAGE\n",
@@ -41,7 +42,7 @@ def pairs(record: int | list[int]) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("counts, compressor, dtype", [
-    ((0, 0, 8, 0), "selection", torch.float32), ((2, 2, 3, 1), "paper", torch.float32),
+    ((0, 4, 4, 0), "official", torch.float32), ((2, 2, 3, 1), "paper", torch.float32),
     ((0, 4, 0, 4), "paper", torch.bfloat16)])  # H2O's mixing matrix has the dtype of the keys
 def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, compressor, dtype):
     """8 slots read 40 tokens in segments of 8. After each compression keys and values are those
@@ -51,7 +52,7 @@ def test_entries_are_the_mixtures_of_tokens_that_are_shown(model, counts, compre
     tokens = torch.randint(0, 64, (1, 40))
     entered, compressions = {0: [], 1: []}, []
 
-    class Followed(TracedMemory):
+    class Followed(Tracing, BudgetMemory):
         def attend(self, layer, q, k, v):
             entered[layer].append(torch.cat((k, v), dim=3)[0].float())
             return super().attend(layer, q, k, v)
@@ -102,28 +103,42 @@ def test_three_memories_on_one_page(run, stock):
     data = data_of("page.html")
     assert "".join(data["tokens"]) == prompt
     memories = data["memories"]
-    assert [memory["counts"] for memory in memories] == [
-        {"heavy": 6, "trained": 4, "recent": 6}, {"sinks": 4, "recent": 12},
-        {"heavy": 8, "recent": 8}]
-    tokens, nbytes = len(data["tokens"]), 2 * 4 * 2 * 64 * 4  # of an entry
-    for memory in memories:
-        held = (16 + tokens - memory["read"][-1]) * memory["entry_bytes"]
-        assert f"{held:,} bytes; the full cache would hold {tokens * nbytes:,}\n" in err
-        assert memory["full_entry_bytes"] == nbytes
-        assert memory["read"][:2] == [32, 48]
-    assert [memory["entry_bytes"] for memory in memories] == 3 * [nbytes]
+    counts = {"heavy": 10, "recent": 6}, {"sinks": 4, "recent": 12}, {"heavy": 8, "recent": 8}
+    entry = 2 * 4 * 2 * 64 * 4  # bytes
+    for memory, expected in zip(memories, counts, strict=True):
+        assert (len(memory["heads"]), len(memory["heads"][0])) == (4, 2)
+        for head in sum(memory["heads"], []):
+            assert head["counts"] == expected
+            assert head["read"][:2] == [32, 48] and len(head["held"]) == len(head["read"])
+        assert memory["bytes"] == (16 + len(data["tokens"]) - head["read"][-1]) * entry
+        assert memory["full_bytes"] == len(data["tokens"]) * entry
+        held = f"{memory['bytes']:,} bytes; the full cache would hold {memory['full_bytes']:,}\n"
+        assert held in err
 
     for flags, memory in (("--method h2o --mem 16", memories[2]), (ours, memories[0])):
         words = f"--prompt prompt.txt {flags} --temperature 0 --max-new-tokens 1"
         assert run(generate, words)[1] == memory["next"] + "\n"
         words = f"--prompt prompt.txt {flags} --show-memory 3 1"
         lines = run(generate, words)[1].splitlines()[1:]
-        for line, slot in zip(lines, memory["held"][-1][3][1], strict=True):
+        for line, slot in zip(lines, memory["heads"][3][1]["held"][-1], strict=True):
             shown = re.findall(r" (\d\.\d\d) (?:'.*?'|\".*?\") +(\d+)", line)
             found = {int(token): share for share, token in shown}
             assert found == {n: f"{share / 100:.2f}" for n, share in pairs(slot).items()}
     words = "--prompt prompt.txt --method h2o --mem 512 --max-new-tokens 1 --show-memory 3 1"
     assert "nothing has been compressed yet" in run(generate, words)[1]
+
+
+def test_heads_with_budgets_have_their_own_slots(run, stock):
+    """They are compressed whenever their slots and a segment are full."""
+    Path("prompt.txt").write_text((HERE / "assets" / "prompt.txt").read_text()[:150])
+    words = f"--method h2o --mem 8 --budgets {stock / 'heads.json'} --segment 8"
+    code, _, err = run(generate, f"--prompt prompt.txt {words} --page page.html")
+    assert code == 0, err
+    [memory] = data_of("page.html")["memories"]
+    for heads, M in zip(memory["heads"], (8, 8, 4, 12)):
+        for head in heads:
+            assert head["counts"] == {"heavy": M // 2, "recent": M // 2}
+            assert head["read"][0] == (M + 8) // 8 * 8 and len(head["held"][0]) == M
 
 
 # --- The template -----------------------------------------------------------------------
@@ -143,16 +158,17 @@ def in_a_browser(page: str, view: str) -> str:
 @pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
 def test_a_browser_colours_tokens_by_what_holds_them(own_folders):
     """Tokens a to e, then the segment of f and g. Token h has not been read. There are a
-    slot of each kind, two heads and two compressions. A token has the kind of the slot with its
-    largest share. Token d, which the address names, is in head 1 alone."""
+    slot of each kind, two heads and two compressions of each, the first at two moments. A token
+    has the kind of the slot with its largest share. Token d, which the address names, is in head 1
+    alone."""
     first = [0, [1, 60, 2, 40], [2, 75, 1, 25], 4]
-    second = [0, 1, [3, 50, 2, 50], 4]
+    second = [0, 1, [3, 50, 2, 50], 2]
     last = [0, 1, [3, 50, 1, 50], 6]
-    memory = {"name": "by hand", "counts": dict.fromkeys(KINDS, 1), "layers": 1, "heads": 2}
-    memory |= {"entry_bytes": 100, "full_entry_bytes": 200, "next": "i", "read": [5, 7]}
-    memory["held"] = [[[first, second]], [[first, last]]]
+    heads = [{"read": [5, 7], "held": [first, first]}, {"read": [4, 7], "held": [second, last]}]
+    memory = {"name": "by hand", "bytes": 1234, "full_bytes": 5678, "next": "i"}
+    memory["heads"] = [[{"counts": dict.fromkeys(KINDS, 1)} | head for head in heads]]
     write_page(Path("page.html"), [*"abcdefgh"], {}, [memory])
-    shown = in_a_browser("page.html", "compression=1&layer=0&head=0&token=3")
+    shown = in_a_browser("page.html", "moment=2&layer=0&head=0&token=3")
     text = shown.split('class="text"')[1].split('class="slots"')[0]
     found = re.findall(r'class="([\w ]*)" data-token="(\d)"', text)
     classes = ["held sinks", "held heavy", "held merged", "gone lit", "held recent"]
@@ -160,10 +176,11 @@ def test_a_browser_colours_tokens_by_what_holds_them(own_folders):
     assert found == [(kind, str(token)) for token, kind in enumerate(classes)]
     assert re.findall(r'<div class="slot (\w+)".*?</div>', shown) == [*KINDS]
     assert "0.60 \u201cb\u201d" in shown
-    for words in ("4 slots and 2 new tokens have 600 bytes; a full cache has 1,400",
+    for words in ("1,234 bytes at the end, where a full cache has 5,678; next token: \u201ci\u201d",
+                  "compression 1 of 2: 1 sinks, 1 heavy, 1 merged, 1 recent, 2 new tokens",
                   "token 3: gone; held in 1 of 2 heads: layer 0, head 1."):
         assert words in shown, shown
-    shown = in_a_browser("page.html", "compression=1&layer=0&head=1&token=3")
+    shown = in_a_browser("page.html", "moment=2&layer=0&head=1&token=3")
     assert "token 3: 0.50 of merged slot 2; held in 1 of 2 heads" in shown
     assert re.findall(r'title="(compression \d: \w+)"', shown) == [
         "compression 1: merged", "compression 2: merged"]

@@ -2,7 +2,6 @@
 reference.py). Equations and algorithms have the paper's numbers, letters are those of model.py."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -10,32 +9,26 @@ from conftest import settings
 from reference import by_loop, meta_state, reference_logits
 
 from lococo import METHODS, AdaptedLlama, Compressor, merge, segment_losses
-from support.ours.selection import Selection
+from support.ours.official_code import OfficialCompressor
 
 TOKENS = torch.randint(3, 64, (1, 181), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 21])
-@pytest.mark.parametrize("kind, training", [
-    # Five slots take two filters in turn.
-    (Compressor, True), (Selection, True), (partial(Selection, filters=2), False)])
-def test_compressors_equal_a_loop_over_the_equations(in_float64, kind, kernel, training):
+@pytest.mark.parametrize("kind", [Compressor, OfficialCompressor])
+def test_compressors_equal_a_loop_over_the_equations(in_float64, kind, kernel):
     torch.manual_seed(0)
-    compressor = kind(4, 5, kernel).train(training)
+    compressor = kind(4, 5, kernel)
     for p in compressor.parameters():
         torch.nn.init.normal_(p, std=0.3)
     k, v = torch.randn(2, 2, 3, 12, 4)
-    from_slot = torch.rand(2, 3, 12) < 0.4
     scores = torch.rand(2, 3, 12)
-    weights = compressor.weights
-    if isinstance(compressor, Selection):
-        weights = partial(weights, from_slot=from_slot.flatten(0, 1))
-    mixed, w = merge(weights, torch.cat((k, v), dim=-1), scores)
+    mixed, w = merge(compressor, torch.cat((k, v), dim=-1), scores)
     k_new, v_new = mixed.chunk(2, dim=-1)
-    assert torch.allclose(w.sum(dim=-1), torch.ones(2, 3, 5)) and (w >= 0).all()
+    assert torch.allclose(w.sum(dim=-1), torch.ones(2, 3, 5))
     for text in range(2):
         for head in range(3):
-            W = by_loop(compressor, 5, *(t[text, head] for t in (k, v, from_slot, scores)))
+            W = by_loop(compressor, 5, *(t[text, head] for t in (k, v, scores)))
             assert torch.allclose(w[text, head], W, atol=1e-4)
             for i in range(5):
                 for new, old in ((k_new, k), (v_new, v)):  # (4) and (5)
@@ -59,13 +52,13 @@ def test_segments_equal_the_whole_while_nothing_is_compressed(model, method, pos
 
 
 @pytest.mark.parametrize("method, segments, positions", [
-    ("lococo", 1, "text"), ("lococo", 5, "slots"), ("selection", 1, "slots")])
+    ("lococo", 1, "text"), ("lococo", 5, "slots"), ("lococo-code", 1, "slots")])
 def test_a_segments_loss_trains_the_compression_before_it(
     in_float64, model, method, segments, positions
 ):
     """The loss of the fifth segment. Through one segment its gradient is the numerical derivative
-    while the memory after four segments is held fixed; through five nothing is fixed. (In ours
-    penalties and scores are constants, so that through five segments it would be another one.)"""
+    while the memory after four segments is held fixed; through five nothing is fixed. (The attention
+    received is a constant, so that `lococo-code` would have another one through five segments.)"""
     adapted = AdaptedLlama(model, settings(method, positions=positions))
     tokens = TOKENS[:, :31]
     cache = adapted.cache()

@@ -182,8 +182,8 @@ def test_all_that_is_written_is_in_the_cache(model):
 
 
 @pytest.mark.parametrize("method, positions, dtype, bits", [
-    ("selection", "slots", torch.float32, 0), ("h2o", "text", torch.bfloat16, 0),
-    ("selection", "text", torch.float32, 8)])
+    ("lococo-code", "slots", torch.float32, 0), ("h2o", "text", torch.bfloat16, 0),
+    ("learned", "text", torch.float32, 8)])
 def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, dtype, bits):
     """In the middle of a segment, with the settings and the adapter of the file. Another dtype is
     refused."""
@@ -346,7 +346,6 @@ MISTAKES = [
         ("--show-memory 1 x", "--show-memory invalid int value: 'x'"),
         ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
         ("--method full", "--mem: it needs a memory of slots"),
-        ("--mem 8 --budgets heads.json --page p.html", "a page does not show heads"),
         ("--budgets latin", "latin: cannot be read as JSON"),
         ("--budgets nowhere", "--budgets nowhere: there is no such file"),
         ("--temperature nan", "--temperature nan: it must be at least 0"),

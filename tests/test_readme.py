@@ -63,7 +63,7 @@ def test_the_ten_lines_are_the_papers_compressor():
     compressor = Compressor(names["D"], names["M"], kernel=21)
     compressor.conv.load_state_dict(names["conv"].state_dict())
     k, v = names["K"][None, None], names["V"][None, None]
-    mixed, w = merge(compressor.weights, torch.cat((k, v), dim=-1), None)
+    mixed, w = merge(compressor, torch.cat((k, v), dim=-1), None)
     k_new, v_new = mixed.chunk(2, dim=-1)
     torch.testing.assert_close(names["K_new"], k_new[0, 0])
     torch.testing.assert_close(names["V_new"], v_new[0, 0])

@@ -121,23 +121,23 @@ def test_budgets_of_other_papers(tmp_path, monkeypatch):
     assert layers == [[336, 1008, 1344]] * 4
 
 
-def test_a_window_finds_what_it_holds_and_ours_finds_all(run):
+def test_a_window_finds_what_it_holds_and_a_learned_score_finds_all(run):
     """Of the embedded model and its adapter, with 128 slots and a text of 700 tokens."""
     words = f"{TINY} --method streaming --mem 128 --lengths 700 --documents 2"
     text = f"--data {argparse.__file__} --part all"
     code, out, err = run(needle, f"{words} {text} --json found.json")
     found = json.loads(Path("found.json").read_text())["found"]
-    full, window, ours = (shares["700"] for shares in found.values())
+    full, window, learned = (shares["700"] for shares in found.values())
     assert code == 0 and len(full) == 9 and np.mean(full) > 0.8, err
-    assert not any(window[:4]) and np.mean(ours) > 0.7
+    assert not any(window[:4]) and np.mean(learned) > 0.7
     assert f" 700 tokens  {window[0]:5.2f}" in out
     # What is in the file is not measured again, and must be of the same texts.
     code, out, err = run(needle, f"{words} {text} --json found.json")
     assert code == 0 and "700 tokens" not in out.split("pieces of texts")[1].partition("\n")[2]
-    few = f"{TINY} --bits 8 --method full --lengths 700 --documents 2 {text} --json found.json"
-    assert run(needle, few)[0] == 0  # the same adapter in 8 bits has a panel of its own
+    few = f"{TINY} --bits 4 --method full --lengths 700 --documents 2 {text} --json found.json"
+    assert run(needle, few)[0] == 0  # the same adapter in 4 bits has a panel of its own
     *_, name = json.loads(Path("found.json").read_text())["found"]
-    assert name.endswith("tiny bits=8")
+    assert name.endswith("tiny bits=4")
     code, _, err = run(needle, f"{words} {text} --json found.json --documents 1")
     assert code == 2 and "found.json: it has other texts" in err
 

@@ -2,7 +2,7 @@
 
     python tools/bench.py                                    # minutes on one core
     python tools/bench.py --device cuda --mem 512 --segment 512 --seq 8192
-    python tools/bench.py --model SmolLM2-135M --rows streaming h2o selection \\
+    python tools/bench.py --model SmolLM2-135M --rows streaming h2o learned \\
         --mem 64 --segment 64
 
 Memories take turns, for several rounds. The table has the medians and, behind each, how
@@ -37,7 +37,7 @@ from support.command_line import TINY, PlainParser, at_least, budgets_file, prep
 from support.command_line import run_program
 from support.programs.settings import make_settings
 
-ROWS = ("full", "streaming", "h2o", "h2o+forget", "selection", "lococo", "lococo+h2o")
+ROWS = ("full", "streaming", "h2o", "h2o+forget", "learned", "lococo", "lococo+h2o")
 Options = argparse.Namespace  # the flags of `parse`
 
 

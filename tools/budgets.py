@@ -37,7 +37,7 @@ from support.command_line import output_file, prepare, run_program
 from support.facts import tell_all
 from support.files import UserError, write_json
 from support.programs.settings import make_settings
-from support.text import pieces, token_streams
+from support.text import pieces, texts_to_fit
 from support.tokenizer import Tokenizer
 
 LEAST = 3 / 8  # of M, for a head that needs no more
@@ -109,8 +109,8 @@ def parse() -> Options:
     add("--method", choices=METHODS, default="h2o+forget", metavar="METHOD",
         help="one without merged slots, of %(choices)s (default: h2o+forget)")
     add = parser.add_argument_group("text").add_argument
-    add("--data", type=named_path, nargs="+", metavar="PATH", required=True,
-        help="files and folders")
+    add("--data", type=named_path, nargs="+", metavar="PATH", default=[],
+        help="files and folders (default: what train.py trains on of Python's own library)")
     add("--length", type=at_least(2), metavar="L",
         help="tokens of a piece of text (default: 4096, or the base's context if it is less)")
     add("--documents", type=at_least(1), default=6, metavar="N",
@@ -150,7 +150,7 @@ def what_is_scored(
     options: Options, settings: Settings, tokenizer: Tokenizer
 ) -> tuple[Tensor, Tensor]:
     """Tokens (P, L), and which of them count, (P, L - 1). Raises UserError if none do."""
-    ids = np.concatenate([*token_streams(options.data, tokenizer).values()])
+    ids = texts_to_fit(options.data, tokenizer)
     documents = pieces(ids, tokenizer.bos, options.length, options.documents)
     if not len(documents):
         raise UserError(f"--data: no text has --length {options.length} tokens")

@@ -7,8 +7,9 @@ Full attention reads pieces of the texts, into which facts of many forms are wri
 is noted how much attention each entry receives from each segment. Then the score of each
 layer learns, at moments within a piece, how much attention an entry will receive in all, and
 the largest share of attention that one later token will pay to it. No gradient goes through
-the model. For SmolLM2 this takes 21 minutes of a core. The folder --out gets an adapter, as
-train.py writes it, whose memory is in 8 bits.
+the model. For SmolLM2 this takes 21 minutes of a core, and for tiny/ one. The folder --out gets
+an adapter, as train.py writes it, whose memory is in 8 bits. Without --data the texts are those
+of Python's own library that train.py trains on.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm, trange
@@ -32,7 +32,7 @@ from support.ours.learned_score import Score
 from support.programs.adapter import write_adapter
 from support.programs.run_folder import refuse_used
 from support.programs.settings import make_settings
-from support.text import PARTS, fingerprints, pieces, token_streams
+from support.text import PARTS, fingerprints, pieces, texts_to_fit
 from support.tokenizer import Tokenizer
 
 SEGMENT = 256  # tokens
@@ -69,7 +69,7 @@ def texts_of(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Tensor,
     """Pieces of the texts, (P, L), and the fingerprints of all texts. Two thirds of the pieces
     have facts of two forms, unless --no-facts is given. Raises UserError if no text is long
     enough."""
-    ids = np.concatenate([*token_streams(options.data, tokenizer).values()])
+    ids = texts_to_fit(options.data, tokenizer)
     rows = pieces(ids, tokenizer.bos, options.length, options.documents)
     if not len(rows):
         raise UserError(f"--data: no text has --length {options.length} tokens")
@@ -150,8 +150,8 @@ def parse() -> argparse.Namespace:
     parser.set_defaults(mem=1792, segment=256)
     parser.add_seed()
     add = parser.add_argument_group("text and output").add_argument
-    add("--data", type=named_path, nargs="+", metavar="PATH", required=True,
-        help="files and folders")
+    add("--data", type=named_path, nargs="+", metavar="PATH", default=[],
+        help="files and folders (default: Python's own library)")
     add("--length", type=at_least(1024), metavar="L",
         help="tokens of a piece of text (default: 8192, or the base's context if it is less)")
     add("--documents", type=at_least(1), default=12, metavar="N",
@@ -182,7 +182,8 @@ def main() -> None:
     for layer in trange(len(samples), desc="layers"):
         score = adapted.compressors[layer].score.cpu()
         fit(score, *samples[layer])
-    write_adapter(options.out, adapted, [*PARTS], trained)
+    parts = [*PARTS] if options.data else ["training"]
+    write_adapter(options.out, adapted, parts, trained)
     print(f"adapter: {options.out / 'adapter.safetensors'}")
 
 

@@ -11,7 +11,7 @@
 mechanism: one compression, as LoCoCo makes it and with a learned score.
 result: the loss of memories of many sizes above that of full attention, on a frozen SmolLM2,
     and the facts that they find, from docs/needle.json and docs/needle-8192.json.
-curve: the loss of LoCoCo's code and of selection by tokens trained.
+curve: the loss of LoCoCo's code by tokens trained.
 needle: which facts each memory finds again, by their depth in texts of several lengths.
 heads: which heads need more slots, for prose and for facts, and which find a fact.
 memory: what three memories have of assets/prompt.txt at the end, as Chromium shows it, and
@@ -211,15 +211,12 @@ LEVELS = {  # what needs no training
 
 PANELS = {  # title: the table, and what its cells have in common
     "512 slots: a novel and articles": ("long", {"part": "long", "mem": 512}),
-    "64 slots: a novel": ("ablations", {"part": "choosing", "mem": 64}),
-    "64 slots: articles": ("frozen", {"part": "test", "mem": 64}),
+    "64 slots: a novel": ("novel", {"part": "choosing", "mem": 64}),
+    "64 slots: articles": ("articles", {"part": "test", "mem": 64}),
 }
 
 
-TRAINED = {  # label: colour, and the rows
-    "LoCoCo's code": ("#e69f00", ("official code 0.02", "official code, one")),
-    "selection": ("#0072b2", ("selection",)),
-}
+TRAINED = ("official code 0.02", "official code, one")  # the rows of LoCoCo's code
 
 
 def tokens_of(cell: dict) -> int:
@@ -238,17 +235,16 @@ def draw_curve(file: Path) -> None:
         for row, line in levels.items():
             label, look = LEVELS[row]
             axes.axhline(line.mean(), ls=look, color="#333333", lw=1, label=label)
-        for label, (colour, rows) in TRAINED.items():
-            trained = {}  # by tokens, the loss of each seed
-            for cell in stored:
-                if cell["row"] in rows and common.items() <= cell.items():
-                    nats = float(np.mean(cell["by document"]))
-                    trained.setdefault(tokens_of(cell), []).append(nats)
-            first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}
-            look = dict(color=colour, label=f"{label}, a dot for each seed")
-            axes.plot(first.keys(), first.values(), "-", **look)
-            for tokens, losses in trained.items():
-                axes.plot([tokens] * len(losses), losses, "o", color=colour)
+        trained = {}  # by tokens, the loss of each seed
+        for cell in stored:
+            if cell["row"] in TRAINED and common.items() <= cell.items():
+                nats = float(np.mean(cell["by document"]))
+                trained.setdefault(tokens_of(cell), []).append(nats)
+        first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}
+        look = dict(color="#e69f00", label="LoCoCo's code, a dot for each seed")
+        axes.plot(first.keys(), first.values(), "-", **look)
+        for tokens, losses in trained.items():
+            axes.plot([tokens] * len(losses), losses, "o", color="#e69f00")
         axes.set_xscale("log")
         axes.set_xticks([100_000, 200_000, 500_000], ["100,000", "200,000", "500,000"])
         axes.minorticks_off()

@@ -1,7 +1,7 @@
 """Make the tables of README.md and docs/: what does each memory lose?
 
-    python tools/tables.py frozen --model SmolLM2-135M --prose prose --seeds 0 1 2
-    python tools/tables.py frozen --model SmolLM2-135M --prose prose --rows h2o selection
+    python tools/tables.py long --model SmolLM2-135M --prose prose --seeds 0 1
+    python tools/tables.py long --model SmolLM2-135M --prose prose --rows h2o "h2o heads"
     python tools/tables.py                             # print all stored tables
     python tools/tables.py --write                     # write them into the pages
 
@@ -15,7 +15,7 @@ one again, remove its line. To train it again, remove its run, too.
 A table has cells of one model, one --dtype and one scored text. It shows each row after
 the most steps, and the newest cell of each seed. A page has it between
 `<!-- tools/tables.py: NAME -->` and `<!-- end -->`; a name is as
-"frozen, SmolLM2-135M, float32".
+"long, SmolLM2-135M, float32".
 """
 
 import argparse
@@ -73,59 +73,40 @@ class Row:
     flags: str  # of train.py, after those of the table
     trained: bool = True  # if there is something to train
     bits: int = 0  # in which its entries are stored; 0: those of --dtype
-    sharpness: int | None = None  # of our compressor, when it is scored; None: as in use
     stored: str = ""  # the folder of the adapter that it is, in the sizes of the table
 
 
 STORED = "adapters/smollm2-135m"
 BUDGETS = f"{STORED}/budgets.json"
-PAPER = "--conv-lr 5e-2"
 ROWS = {
     "full": Row("full attention", "--method full"),
     "window": Row("window: 4 first, M - 4 last", "--method streaming"),
     "h2o": Row("H2O: M/2 heavy, M/2 last", "--method h2o"),
     "official h2o": Row("H2O in LoCoCo's code: M heavy, by the last segment",
                         "--method h2o-code"),
-    "lococo": Row("the paper's `lococo`: all merged", f"--method lococo {PAPER}"),
+    "lococo": Row("the paper's `lococo`: all merged", "--method lococo"),
     "lococo+h2o": Row("the paper's `lococo+h2o`: M/2 heavy, M/2 merged",
-                      f"--method lococo+h2o {PAPER}"),
+                      "--method lococo+h2o"),
     "official code": Row("LoCoCo's code: M/2 heavy, M/2 merged",
-                         f"--method lococo-code {PAPER}"),
+                         "--method lococo-code"),
     "official code 0.02": Row("LoCoCo's code with first weights of 0.02 instead of 1",
-                              f"--method lococo-code-0.02 {PAPER}"),
+                              "--method lococo-code-0.02"),
     # Of the table of results.md with 64 slots, and of the picture `curve`. Cells from before 30
     # November 2026 were trained by an earlier program, with these settings.
     "official code closed": Row("LoCoCo's code with a gate from 0",
-                                f"--method lococo-code-closed {PAPER}"),
+                                "--method lococo-code-closed"),
     "official code, one": Row("LoCoCo's code, one sequence a step",
-                              f"--method lococo-code-0.02 --batch 1 {PAPER}"),
+                              "--method lococo-code-0.02 --batch 1"),
     "lococo+h2o 0.02": Row("the paper's `lococo+h2o` with first weights of 0.02",
-                           f"--method lococo+h2o-0.02 {PAPER}"),
+                           "--method lococo+h2o-0.02"),
     "lococo trained": Row("LoCoCo (its authors' code, 60 steps)",
-                          f"--method lococo-code-0.02 {PAPER}", trained=False,
+                          "--method lococo-code-0.02", trained=False,
                           stored="runs/lococo"),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
-    "selection soft": Row("selection as mixtures: not sharpened in use", "", sharpness=1),
-    "selection": Row("**selection**", ""),
-    "selection heads": Row("**selection with budgets**", f"--budgets {BUDGETS}"),
-    "stored": Row("**selection with budgets**, trained with 512 slots", f"--budgets {BUDGETS}",
-                  trained=False, stored="runs/text"),
     "learned": Row("**a learned score, with budgets**", f"--budgets {BUDGETS}", trained=False,
                    stored=f"{STORED}/learned"),
-    # Selection with one thing made otherwise.
-    "selection untrained": Row("selection before training", "", trained=False),
-    "selection, one filter": Row("one filter for all slots", "--method selection-one-filter"),
-    "selection, top-k": Row("one filter, copies are taken, too (top-k)",
-                            "--method selection-top-k"),
-    "selection, at once": Row("all slots choose at once", "--method selection-at-once"),
-    "selection, unattended": Row("without the attention received",
-                                 "--method selection-unattended"),
-    "selection, paper's compressor": Row("the paper's compressor in selection",
-                                         f"--method selection-paper {PAPER}"),
-    "selection, 3 taps": Row("3 taps instead of 1", "--method selection-3-taps"),
-    "selection, no forgetting": Row("no forgetting", "--method selection-no-forgetting"),
 }
 ROWS["h2o heads, 8 bits"] = replace(
     ROWS["h2o heads"], label="H2O that forgets, with budgets, in 8 bits", bits=8
@@ -173,26 +154,18 @@ class Table:
     part: str  # that is scored: one of SCORED
     flags: str  # of train.py
     steps: int = 60  # of training, if --steps does not say otherwise
-    against: str = "h2o"  # the row that others are compared with
     documents: int = 48  # that are scored, at most
     segment: int | None = None  # tokens T of a segment; None: M
 
 
-PAPERS = ("window", "h2o", "official h2o", "lococo", "lococo+h2o", "official code")
-OURS = ("h2o 5/8 forget", "h2o heads", "selection", "selection heads")
-FROZEN = Table(
-    ("full", "window", "h2o", *OURS, "stored"), 64, 1024, "test", "--recipe inference"
-)
-ABLATIONS = (
-    "full", "h2o", "h2o 5/8 forget", "selection", "selection untrained", "selection soft",
-    "selection, one filter", "selection, top-k", "selection, at once", "selection, unattended",
-    "selection, paper's compressor", "selection, 3 taps", "selection, no forgetting",
-)
+UNTRAINED = ("full", "window", "h2o", "official h2o", "h2o 5/8 forget", "h2o heads", "learned")
+TRAINED = ("lococo", "lococo+h2o", "official code", "official code 0.02")
+SHORT = Table((*UNTRAINED, *TRAINED), 64, 1024, "test", "--recipe inference")
 LONG = Table(
-    ("full", *PAPERS, "official code 0.02", *OURS),
+    (*UNTRAINED[:4], *TRAINED, *UNTRAINED[4:]),
     512, 8192, "long", "--recipe inference", steps=15, documents=16, segment=512,
 )
-SMALL = ("full", "window", "h2o", "h2o 5/8 forget", "h2o heads", "stored", "learned")
+SMALL = ("full", "window", "h2o", "h2o 5/8 forget", "h2o heads", "learned")
 SMALL += ("8 bits", "4 bits", "learned again", "learned plain")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 
@@ -236,10 +209,8 @@ LADDER = {
 }
 EXTENDED = ("window", "h2o", "h2o heads", "learned")
 TABLES = {
-    "frozen": FROZEN,
-    "ablations": replace(
-        FROZEN, rows=ABLATIONS, part="choosing", steps=40, against="selection"
-    ),
+    "articles": SHORT,
+    "novel": replace(SHORT, part="choosing"),
     "result": replace(LONG, rows=tuple(RESULT)),
     "long": LONG,
     "small segments": SMALL_SEGMENTS,
@@ -310,7 +281,7 @@ def origin() -> dict:
 
 def train_cell(name: dict, options: Options) -> Path:
     """Train as a cell's name says, or go on; returns the run's folder. Cells that differ
-    in what is scored, or in sharpness, share a run."""
+    in what is scored share a run."""
     fields = ("flags", "steps", "seed", "model", "dtype", "base", "texts")
     about = json.dumps([name[field] for field in fields])
     out = RUNS / checksum({}, about)[:12]
@@ -342,8 +313,6 @@ def model_of(name: dict, row: Row, options: Options) -> AdaptedLlama:
     else:
         settings = replace(settings_of(name["flags"], options), bits=row.bits)
         adapted = AdaptedLlama(model, settings).eval()
-    for compressor in adapted.compressors if row.sharpness else ():
-        compressor.sharpness = row.sharpness
     return adapted
 
 
@@ -493,24 +462,20 @@ def loss_table(table: Table, lines: Lines) -> str:
     """Losses are in nats per token, the mean of a row's seeds. MB is what a memory holds after
     a text."""
     texts = len(SCORED[table.part])
-    other = "selection" if table.against == "selection" else "H2O"
-    columns = ["memory", "MB", "trained", "nats per token", f"from {other}"]
-    if "full" in table.rows:
-        columns.append("gap closed, %" + " (novel, articles)" * (texts > 1))
+    columns = ["memory", "MB", "trained", "nats per token", "from H2O"]
+    columns.append("gap closed, %" + " (novel, articles)" * (texts > 1))
     *_, last = lines.values()
     places = [*last.where()][1:] if table.part == "long" else []  # the first has no compression
     columns += places
     text = "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n"
-    h2o, against = lines.get("h2o"), lines.get(table.against)
+    h2o, full = lines.get("h2o"), lines.get("full")
     for row, line in lines.items():
         stored = ROWS[row].stored.removeprefix(f"{STORED}/")
         trained = f"`{stored}`" if stored else "-"
         if line.steps:
             trained = f"{line.steps} steps, {counted(len(line.cells), 'seed')}"
         cells = [line.label, f"{line.megabytes():.0f}", trained, f"{line.mean():.4f}"]
-        cells.append(difference(line, against))
-        if "full" in table.rows:
-            cells.append(gap_closed(line, h2o, lines.get("full"), texts))
+        cells += [difference(line, h2o), gap_closed(line, h2o, full, texts)]
         cells += [f"{line.where()[place]:.4f}" for place in places]
         text += "| " + " | ".join(cells) + " |\n"
     return text

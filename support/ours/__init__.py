@@ -2,4 +2,3 @@
 MEMORIES. A file of your own stands beside these, and is named here."""
 
 from support.ours import budgets, forgetting, learned_score, official_code, published
-from support.ours import selection

@@ -12,7 +12,6 @@ budgets.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from lococo import KINDS, MEMORIES, Settings
 from model import LlamaConfig
 from support.ours.bits import PackedMemory
-from support.ours.selection import SelectingMemory
 from support.files import UserError
 
 # --- Settings with budgets --------------------------------------------------------------
@@ -38,7 +36,7 @@ class HeadSettings(Settings):
     def memory_name(self) -> str:
         """What is ours serves the paper's methods, too. Somebody's own memory stays."""
         own = super().memory_name
-        return "budgets" if own in ("paper", "selection") else own
+        return "budgets" if own == "paper" else own
 
     @property
     def largest(self) -> int:
@@ -109,7 +107,7 @@ def parts_of(config: LlamaConfig, settings: HeadSettings) -> list[Part]:
     return parts
 
 
-class BudgetMemory(SelectingMemory, PackedMemory):
+class BudgetMemory(PackedMemory):
     """A memory whose lists have one item for each part of a layer (see `Part`). Where a
     method of Memory has a `layer`, it is the index n of a part here, except in `attend`.
     It has all that is ours, so that it serves every method."""
@@ -149,10 +147,13 @@ class BudgetMemory(SelectingMemory, PackedMemory):
             read.index_copy_(1, self.heads[n], of_part.unflatten(1, (-1, q.shape[2])))
         return read.flatten(1, 2)
 
-    def w_function(self, n: int, places: Tensor) -> Callable:
+    def fill_merged(
+        self, n: int, rest: Tensor, received: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """A head with fewer slots than the layer's largest takes the first rows of w."""
-        weights, merged = super().w_function(n, places), self.of_layer[n].merged
-        return lambda entries, received: weights(entries, received)[:, :merged]
+        merged, w = super().fill_merged(n, rest, received)
+        first = slice(self.of_layer[n].merged)
+        return merged[:, :, first], w[:, :, first]
 
 
 MEMORIES["budgets"] = BudgetMemory

@@ -3,12 +3,13 @@ data of the page."""
 
 from collections import Counter
 
-from support.programs.tracing import LEAST, TracedMemory, kinds_of
+from support.programs.tracing import LEAST, Tracing, kinds_of
 
 TITLES = {  # what the page calls methods
     "streaming": "window (streaming)",
     "h2o": "H2O",
     "h2o+forget": "H2O that forgets",
+    "learned": "a learned score",
 }
 
 
@@ -22,24 +23,29 @@ def slot_record(shares: list[float], tokens: list[int]) -> int | list[int]:
     return record[0] if record[1:] == [100] else record
 
 
-def page_record(name: str, memory: TracedMemory, following: str) -> dict:
+def head_record(memory: Tracing, n: int, own: int) -> dict:
+    """The head with the index `own` in part n: how many slots of each kind it has, after how many
+    tokens it was compressed, and what each slot held then."""
+    held = []
+    for shares, tokens in memory.largest[n]:
+        slots = zip(shares[own].tolist(), tokens[own].tolist())
+        held.append([slot_record(*slot) for slot in slots])
+    counts = Counter(kinds_of(memory.parts[n].settings))  # in the order of the slots
+    return {"counts": counts, "read": memory.seen_at[n], "held": held}
+
+
+def page_record(name: str, memory: Tracing, following: str) -> dict:
     """What the page shows of a memory that has read the text. `following` is the token that
     it predicts after the text."""
-    held = []  # [compression][layer][head][slot]
-    for layers in zip(*memory.largest.values()):
-        numbers = [(shares.tolist(), tokens.tolist()) for shares, tokens in layers]
-        held.append([[[slot_record(*slot) for slot in zip(*head)] for head in zip(*layer)]
-                     for layer in numbers])
+    heads = [[None] * memory.config.n_kv_heads for _ in range(memory.config.n_layers)]
+    for n, part in enumerate(memory.parts):
+        for own, head in enumerate(part.heads):
+            heads[part.layer][head] = head_record(memory, n, own)
     method, comma, adapter = name.partition(",")
     return {
         "name": TITLES.get(method, method) + comma + adapter,
-        "counts": Counter(kinds_of(memory.settings)),  # of slots, in their order
-        "layers": memory.config.n_layers,
-        "heads": memory.config.n_kv_heads,
-        # Of one entry in all layers, here and in a full cache.
-        "entry_bytes": memory.nbytes // memory.keys[0].size,
-        "full_entry_bytes": memory.full_nbytes // memory.seen,
+        "bytes": memory.nbytes,
+        "full_bytes": memory.full_nbytes,
         "next": following,
-        "read": memory.seen_at,
-        "held": held,
+        "heads": heads,  # by layer
     }

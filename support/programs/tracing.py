@@ -6,10 +6,9 @@ from typing import Collection, Iterator
 import torch
 from torch import Tensor
 
-from lococo import COMPRESSORS, AdaptedLlama, Settings
-from support.ours.budgets import BudgetMemory
-from support.ours.selection import Selection
+from lococo import KINDS, MEMORIES, AdaptedLlama, Settings
 from support.files import UserError
+from support.ours.budgets import BudgetMemory
 from support.tokenizer import Tokenizer
 
 
@@ -17,12 +16,8 @@ LEAST = 0.01  # smaller shares are left out
 
 
 def kinds_of(s: Settings) -> list[str]:
-    """The kind of each slot, in their order. Those that a Selection fills are trained slots."""
-    chooses = issubclass(COMPRESSORS[s.compressor], Selection)
-    merged = "trained" if chooses else "merged"
-    names = ("sinks", "heavy", merged, "recent")
-    counts = (s.sinks, s.heavy, s.merged, s.recent)
-    return [name for name, count in zip(names, counts) for _ in range(count)]
+    """The kind of each slot, in their order."""
+    return [kind for kind in KINDS for _ in range(getattr(s, kind))]
 
 
 def mixing_matrix(s: Settings, order: Tensor, w: Tensor) -> Tensor:
@@ -39,17 +34,17 @@ def mixing_matrix(s: Settings, order: Tensor, w: Tensor) -> Tensor:
     return torch.zeros_like(matrix).scatter(3, columns, matrix)
 
 
-class TracedMemory(BudgetMemory):
-    """A memory for a batch of one text that multiplies the mixing matrices of all
-    compressions, so that each slot is known as a mixture of tokens. It does so in some
-    layers or in all."""
+class Tracing:
+    """What a memory for a batch of one text needs beside its class (`traced`), to multiply the
+    mixing matrices of all compressions, so that each slot is known as a mixture of tokens. It does
+    so in some layers or in all."""
 
     def __init__(self, *args, layers: Collection[int]):
         """`args` as those of Memory. The parts of `layers` are traced (see Part in
         support/ours/budgets.py)."""
         super().__init__(*args)
-        self.seen_at = []  # tokens that had entered at each compression of part 0
         traced = [n for n, part in enumerate(self.parts) if part.layer in layers]
+        self.seen_at = {n: [] for n in traced}  # tokens that had entered at each compression
         # shares[n][g, slot, place] is how much of the slot of part n is the token at this
         # place of the text, (G, M, tokens).
         none = dict(device="cpu", dtype=torch.float32)
@@ -60,9 +55,8 @@ class TracedMemory(BudgetMemory):
 
     def compress(self, n: int) -> tuple[Tensor, Tensor]:
         order, w = super().compress(n)
-        if n == 0:
-            self.seen_at.append(self.seen)
         if n in self.shares:
+            self.seen_at[n].append(self.seen)
             matrix = mixing_matrix(self.parts[n].settings, order, w)
             self.follow(n, matrix[0].float().cpu())
         return order, w
@@ -91,28 +85,28 @@ def check_slots(settings: Settings) -> None:
         raise UserError(f"{settings.method}: {reason}; take {SUGGESTED}")
 
 
-def memory_of_layer(adapted: AdaptedLlama, layer: int, head: int) -> TracedMemory:
+def traced(adapted: AdaptedLlama, layers: Collection[int]) -> Tracing:
+    """An empty memory, of the class that the settings name, that is traced in these layers.
+    Raises UserError if that class has no parts."""
+    own = MEMORIES[adapted.settings.memory_name]
+    if not issubclass(own, BudgetMemory):
+        remedy = "let its class inherit from BudgetMemory"
+        raise UserError(f"memory {adapted.settings.memory_name}: it cannot be shown; {remedy}")
+    return adapted.cache(partial(type("TracedMemory", (Tracing, own), {}), layers=layers))
+
+
+def memory_of_layer(adapted: AdaptedLlama, layer: int, head: int) -> Tracing:
     """An empty memory that is traced in one layer. Raises UserError if there is no such
     layer or head."""
     layers, heads = adapted.model.config.n_layers, adapted.model.config.n_kv_heads
     if layer >= layers or head >= heads:
         has = f"there are layers 0 to {layers - 1} and heads 0 to {heads - 1}"
         raise UserError(f"--show-memory {layer} {head}: no such layer or head; {has}")
-    return adapted.cache(partial(TracedMemory, layers=[layer]))
-
-
-def memory_of_page(adapted: AdaptedLlama) -> TracedMemory:
-    """An empty memory that is traced in all layers. Raises UserError if heads are
-    compressed at different times, which a page does not show."""
-    if adapted.settings.budgets:
-        reason = "a page does not show heads with budgets; take --show-memory LAYER HEAD"
-        raise UserError(f"{adapted.settings.method}: {reason}")
-    layers = range(adapted.model.config.n_layers)
-    return adapted.cache(partial(TracedMemory, layers=layers))
+    return traced(adapted, [layer])
 
 
 def describe_slots(
-    memory: TracedMemory, layer: int, head: int, ids: list[int], tokenizer: Tokenizer
+    memory: Tracing, layer: int, head: int, ids: list[int], tokenizer: Tokenizer
 ) -> Iterator[str]:
     """Lines about what the slots hold; ids are the tokens that were read.
 

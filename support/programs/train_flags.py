@@ -79,9 +79,6 @@ def add_training_flags(parser: Parser, recipes: dict[str, Any]) -> None:
     add("--bptt", type=positive, metavar="N", help="segments that the gradient spans")
     add("--recompute", action="store_true", default=None,
         help="compute activations again in the backward pass: less memory, more time")
-    add("--answer-weight", type=number, metavar="W",
-        help="how many times the word of a fact that is told again counts, for the "
-             "convolutions")
 
 
 def add_output_flags(parser: Parser) -> None:
