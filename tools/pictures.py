@@ -367,7 +367,7 @@ def draw_memory(file: Path) -> None:
         program = [sys.executable, str(HERE / "generate.py"), *words]
         subprocess.run([*program, "--page", str(page)], check=True)
         shutil.copyfile(page, file.with_suffix(".html"))
-        view = f"{page.as_uri()}#compression=6&layer=1&head=0&token=72"
+        view = f"{page.as_uri()}#layer=1&head=0&token=72"
         command = [browser, *flags, f"--screenshot={picture}", view]
         subprocess.run(command, check=True, capture_output=True)
         drawn = Image.open(picture).convert("RGB")
