@@ -118,7 +118,7 @@ def test_commands_are_understood(command, monkeypatch, tmp_path):
     while not words[0].endswith(".py"):  # python, torchrun and its flags
         del words[0]
     # Methods that a reader adds.
-    words = [{"both": "h2o", "mine": "selection+sinks"}.get(word, word) for word in words]
+    words = [{"both": "h2o", "mine": "lococo+h2o"}.get(word, word) for word in words]
     program = HERE / words[0]
     parse_args = argparse.ArgumentParser.parse_args
 
@@ -151,16 +151,15 @@ def test_the_changes_of_the_exercises_run(model, monkeypatch):
     """The lines that a change removes are there once; with the others in their place, a
     small model has finite losses and gradients, other than before. The last exercise is one
     more file."""
-    names = ("lococo", "support.ours.selection")
-    source = {name: (HERE / f"{name.replace('.', '/')}.py").read_text() for name in names}
+    source = {"lococo": (HERE / "lococo.py").read_text()}
     [own] = blocks(DOCS / "exercises.md", "python")
     changed = [source | {"support.ours.mine": own}]
     for change in blocks(DOCS / "exercises.md", "diff"):
         lines = change.splitlines(keepends=True)
         old = "".join(line[1:] for line in lines if line[0] in " -")
         new = "".join(line[1:] for line in lines if line[0] in " +")
-        assert [text.count(old) for text in source.values()] in ([1, 0], [0, 1]), old
-        changed.append({name: text.replace(old, new) for name, text in source.items()})
+        assert source["lococo"].count(old) == 1, old
+        changed.append({"lococo": source["lococo"].replace(old, new)})
     assert len(changed) > 3
     before = losses_of(source, model, monkeypatch)
     for sources in changed:
@@ -169,7 +168,7 @@ def test_the_changes_of_the_exercises_run(model, monkeypatch):
 
 
 def losses_of(sources: dict[str, str], model: Llama, monkeypatch) -> torch.Tensor:
-    """What modules of these texts compute with H2O, with ours, and with a
+    """What modules of these texts compute with H2O, with LoCoCo, and with a
     method that was added: losses, and norms of gradients."""
     with monkeypatch.context() as patch:
         for name, text in sources.items():  # each imports those before it
@@ -179,7 +178,7 @@ def losses_of(sources: dict[str, str], model: Llama, monkeypatch) -> torch.Tenso
         lococo = sys.modules["lococo"]
     tokens = torch.arange(96)[None] * 7 % 64
     losses = []
-    for method in ("h2o", "selection", *sorted({"both", "mine"} & set(lococo.METHODS))):
+    for method in ("h2o", "lococo+h2o", *sorted({"both", "mine"} & set(lococo.METHODS))):
         changes = dict(positions="slots", lora_rank=0)
         torch.manual_seed(1)
         settings = lococo.Settings(method, 8, 96, **lococo.METHODS[method](32) | changes)
@@ -199,7 +198,7 @@ def test_lococo_is_the_paper_alone():
     text = (HERE / "lococo.py").read_text()
     words = set(re.findall(r"[a-z_]+", text.lower()))
     names = {file.stem for file in (HERE / "support" / "ours").glob("[a-z]*.py")}
-    assert not words & (names | {"ours", "budget", "part", "parts", "from_slot", "copy_penalty"})
+    assert not words & (names | {"ours", "budget", "part", "parts"})
     alone = ModuleType("alone")
     exec(text, alone.__dict__)
     rows = [*alone.METHODS, *alone.COMPRESSORS, *alone.MEMORIES]
