@@ -110,10 +110,10 @@ RECIPES = {  # what each changes of the defaults above
         method="lococo-code-0.02", mem=64, segment=None, seq=1024,
         lora_rank=0, steps=60, batch=None, micro_batch=4,
     ),
-    # Ours: twice the pretrained context; 240 x 4,096 tokens. 32 documents are scored.
+    # Ours: twice the pretrained context; 120 x 4,096 tokens. 32 documents are scored.
     "embedded": dict(
         method="lococo-code-0.02", mem=128, segment=None, seq=2048, lr=2e-3,
-        steps=240, batch=None, micro_batch=2, bptt=4,
+        steps=120, batch=None, micro_batch=2, bptt=4,
         facts=8, score_tokens=65536, save_every=10,
     ),
 }
