@@ -80,7 +80,7 @@ class Settings:
     recent: int = 0
     positions: str = "text"  # or "slots", see `position_divisor`
     compressor: str = "paper"  # or another of COMPRESSORS
-    memory: str = ""  # one of MEMORIES; if empty, that of the compressor
+    memory: str = "paper"  # or another of MEMORIES
     kernel: int = 21  # taps of the convolution; section 4.1
     start: float = 1.0  # standard deviation of its first weights, as in the official code
     lora_rank: int = 8  # section 4.1
@@ -110,11 +110,6 @@ class Settings:
     def capacity(self) -> int:
         """M + `segment`, the most entries that a head with slots holds."""
         return self.mem + self.segment
-
-    @property
-    def memory_name(self) -> str:
-        """The one of MEMORIES that holds the slots."""
-        return self.memory or COMPRESSORS[self.compressor].memory_name
 
 
 def settings_for(method: str, mem: int, segment: int, length: int, **changes) -> Settings:
@@ -146,7 +141,6 @@ class Compressor(nn.Module):
     rate of the convolutions.
     """
 
-    memory_name = "paper"  # the one of MEMORIES that it works in
     reads_received = False  # True: it needs the attention that entries received
     without_merged = False  # True: it is made also if no slots are merged (a hook)
     recompute = False  # True: the backward pass merges again, to keep less in between
@@ -441,8 +435,6 @@ class Memory(KVCache):
         self.hold(layer, stored["keys"], stored["values"], stored.get("received"))
 
 
-# The class of a memory is that which its settings name (`Settings.memory`), or else its
-# compressor (`Compressor.memory_name`).
 MEMORIES = {"paper": Memory}
 
 # --- Segment loop (algorithm 2) ---------------------------------------------------------
@@ -558,7 +550,7 @@ class AdaptedLlama(nn.Module):
         self.model.load_state_dict(model.state_dict(), assign=True)  # nothing is copied
         self.model.sample = model.sample  # by which an adapter's file knows its base
         self.model.requires_grad_(False)
-        merged = MEMORIES[settings.memory_name].merged_slots(config, settings)
+        merged = MEMORIES[settings.memory].merged_slots(config, settings)
         compressor_class = COMPRESSORS[settings.compressor]
         needed = settings.merged or compressor_class.without_merged
         with torch.device("cpu"):  # so that training on a GPU starts from the same numbers
@@ -599,6 +591,6 @@ class AdaptedLlama(nn.Module):
         that of the settings, or another one."""
         config = self.model.config
         if self.settings.mem:
-            memory_class = memory_class or MEMORIES[self.settings.memory_name]
+            memory_class = memory_class or MEMORIES[self.settings.memory]
             return memory_class(config, self.settings, self.compressors)
         return KVCache(config, position_divisor(config, self.settings))

@@ -33,19 +33,16 @@ class HeadSettings(Settings):
     bits: int = 0  # in which entries are stored, 8 or 4 (bits.py); 0: those of the model's dtype
 
     @property
-    def memory_name(self) -> str:
-        """What is ours serves the paper's methods, too. Somebody's own memory stays."""
-        own = super().memory_name
-        return "budgets" if own == "paper" else own
-
-    @property
     def largest(self) -> int:
         return max(sum(self.budgets, []), default=self.mem)
 
 
 def with_ours(settings: Settings, **changes) -> HeadSettings:
-    """The same settings with the fields of ours, such as `budgets`."""
+    """The same settings with the fields of ours, such as `budgets`. A memory of ours takes the
+    place of the paper's, which it can do all of."""
     own = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    if settings.memory == "paper":
+        own["memory"] = "budgets"
     return HeadSettings(**own | changes)
 
 

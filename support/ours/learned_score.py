@@ -25,7 +25,8 @@ from support.ours.budgets import BudgetMemory
 HIDDEN = 16  # units of the network
 
 METHODS["learned"] = lambda M: dict(
-    heavy=M * 5 // 8, recent=M - M * 5 // 8, forget=0.75, forget_in=128, compressor="learned"
+    heavy=M * 5 // 8, recent=M - M * 5 // 8, forget=0.75, forget_in=128, compressor="learned",
+    memory="scored",
 )
 
 
@@ -60,7 +61,6 @@ class Score(nn.Module):
 class LearnedScore(Compressor):
     """A compressor that fills no slots. It has a score, by which heavy slots are chosen."""
 
-    memory_name = "scored"
     fitted_by = "tools/fit_scores.py"
     without_merged = True
     reads_received = True

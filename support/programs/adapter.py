@@ -43,7 +43,7 @@ def settings_of(file: Path, saved: dict) -> Settings:
         settings = HeadSettings(**saved)
     except TypeError as error:
         raise UserError(f"{file}: it is by another version ({error})") from None
-    rows = dict(method=METHODS, compressor=COMPRESSORS, memory={"": None} | MEMORIES)
+    rows = dict(method=METHODS, compressor=COMPRESSORS, memory=MEMORIES)
     for name, known in rows.items():
         own = getattr(settings, name)
         if own not in known:

@@ -88,10 +88,10 @@ def check_slots(settings: Settings) -> None:
 def traced(adapted: AdaptedLlama, layers: Collection[int]) -> Tracing:
     """An empty memory, of the class that the settings name, that is traced in these layers.
     Raises UserError if that class has no parts."""
-    own = MEMORIES[adapted.settings.memory_name]
+    own = MEMORIES[adapted.settings.memory]
     if not issubclass(own, BudgetMemory):
         remedy = "let its class inherit from BudgetMemory"
-        raise UserError(f"memory {adapted.settings.memory_name}: it cannot be shown; {remedy}")
+        raise UserError(f"memory {adapted.settings.memory}: it cannot be shown; {remedy}")
     return adapted.cache(partial(type("TracedMemory", (Tracing, own), {}), layers=layers))
 
 
