@@ -278,9 +278,10 @@ def show_page(
 ) -> None:
     """Read the text with each model, and write a page of what its memory holds
     meanwhile."""
+    memories = {name: traced(m, range(m.model.config.n_layers)) for name, m in models.items()}
     records = []
-    for name, adapted in models.items():
-        memory = traced(adapted, range(adapted.model.config.n_layers))
+    for name, memory in memories.items():
+        adapted = models[name]
         warn_if_too_long(adapted, len(ids))
         begun = time.perf_counter()
         logits = read_ids(adapted, ids, memory)

@@ -141,7 +141,6 @@ class Compressor(nn.Module):
     rate of the convolutions.
     """
 
-    reads_received = False  # True: it needs the attention that entries received
     without_merged = False  # True: it is made also if no slots are merged (a hook)
     recompute = False  # True: the backward pass merges again, to keep less in between
 
@@ -159,8 +158,7 @@ class Compressor(nn.Module):
 
         The entries are in float32. R differs from call to call. Each row of w must sum to
         1. The paper's compressor reads `entries` alone. `received` (N, R) is the
-        attention that each entry has received, or None if the memory does not count it
-        (see `reads_received`).
+        attention that each entry has received, or None if no slots are heavy.
         """
         W = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the official
@@ -222,12 +220,12 @@ def in_order(held: Tensor, order: Tensor) -> Tensor:
     return held[sequence, head, order]
 
 
-def numbers_of_slots(numbers: Tensor, order: Tensor, w: Tensor, s: Settings) -> Tensor:
-    """A number of each entry (B, G, S), such as the attention that it has received -> one of
-    each slot (B, G, M), after a compression with this order and w. The paper is silent: a
-    merged slot gets the mean, by w, of those of its entries."""
+def numbers_of_slots(numbers: Tensor, w: Tensor, s: Settings) -> Tensor:
+    """A number of each entry (B, G, S), such as the attention that it has received, in the
+    order of `Memory.compress` -> one of each slot (B, G, M). The paper is silent: a merged
+    slot gets the mean, by w, of those of its entries."""
     sizes = (s.pinned, w.shape[3], s.recent)
-    pinned, rest, recent = in_order(numbers, order).split(sizes, dim=2)
+    pinned, rest, recent = numbers.split(sizes, dim=2)
     merged = (w.detach() * rest[:, :, None]).sum(dim=3)
     return torch.cat((pinned, merged, recent), dim=2)
 
@@ -272,7 +270,6 @@ class Memory(KVCache):
         super().__init__(config, position_divisor(config, settings))
         self.settings, self.compressors = settings, compressors
         self.counts_attention = settings.heavy > 0 and self.chooses_by_received
-        self.counts_attention |= any(c.reads_received for c in compressors)
         # By slot a key has a new place after each compression. So it is held without a
         # rotation, and rotated whenever it is read.
         self.by_slot = settings.positions == "slots"
@@ -286,11 +283,6 @@ class Memory(KVCache):
         self.values = [Entries() for _ in of_layer]
         # The attention received, (B, G, S).
         self.received: list[Tensor | None] = [None] * len(of_layer)
-
-    @staticmethod
-    def merged_slots(config: LlamaConfig, settings: Settings) -> list[int]:
-        """How many slots the compressor of each layer fills (a hook)."""
-        return [settings.merged] * config.n_layers
 
     def make_room(self, B: int, T: int) -> None:
         """Compress the layers into which T new tokens would not fit.
@@ -398,11 +390,12 @@ class Memory(KVCache):
         sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
         entries = in_order(torch.cat((k, v), dim=-1), order)  # [K, V], (B, G, S, 2D)
         pinned, rest, recent = entries.split(sizes, dim=2)
-        of_rest = None if received is None else in_order(received, order).split(sizes, dim=2)[1]
+        received = None if received is None else in_order(received, order)
+        of_rest = None if received is None else received.split(sizes, dim=2)[1]
         merged, w = self.fill_merged(layer, rest, of_rest)
         # Two views of one tensor, which the next append copies.
         k, v = torch.cat((pinned, merged, recent), dim=2).chunk(2, dim=-1)
-        received = None if received is None else numbers_of_slots(received, order, w, s)
+        received = None if received is None else numbers_of_slots(received, w, s)
         self.hold(layer, k, v, received)
         return order, w
 
@@ -410,7 +403,7 @@ class Memory(KVCache):
         self, layer: int, rest: Tensor, received: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """[K', V'] and w of the layer's compressor, for entries (B, G, R, 2D) and what they
-        received, (B, G, R). If there are no merged slots, the entries are dropped. (A hook.)"""
+        received, (B, G, R). If there are no merged slots, the entries are dropped."""
         if not self.of_layer[layer].merged:
             return rest[:, :, :0], rest.new_zeros(*rest.shape[:2], 0, rest.shape[2])
         compressor = self.compressors[layer]
@@ -550,20 +543,18 @@ class AdaptedLlama(nn.Module):
         self.model.load_state_dict(model.state_dict(), assign=True)  # nothing is copied
         self.model.sample = model.sample  # by which an adapter's file knows its base
         self.model.requires_grad_(False)
-        merged = MEMORIES[settings.memory].merged_slots(config, settings)
         compressor_class = COMPRESSORS[settings.compressor]
         needed = settings.merged or compressor_class.without_merged
+        sizes = config.head_dim, settings.merged, settings.kernel, settings.start
         with torch.device("cpu"):  # so that training on a GPU starts from the same numbers
-            compressors = [
-                compressor_class(config.head_dim, slots, settings.kernel, settings.start)
-                for slots in (merged if needed else [])
-            ]
+            compressors = [compressor_class(*sizes) for _ in self.model.layers if needed]
         like = widened(model.norm.weight[:0])
         self.compressors = nn.ModuleList(compressors).to(like)
-        if settings.merged:  # all compressors are of one class
+        if settings.merged:
             check_rows(self.compressors[0], config.head_dim, like)
         if settings.lora_rank:  # context extension; without LoRA the base stays frozen
             self.tune_base()
+        self.cache()  # which raises UserError if its memory does not suit the base
 
     def tune_base(self) -> None:
         """Put LoRA on q, k, v and o, and let embeddings and norms train."""

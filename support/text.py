@@ -205,7 +205,7 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
 
 
 def texts_to_fit(paths: list[Path], tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of all texts. Without a path, those of Python's library that train."""
+    """The ids of all texts; without a path, of the training part of Python's library."""
     streams = token_streams(paths, tokenizer)
     return np.concatenate([*streams.values()]) if paths else streams["training"]
 

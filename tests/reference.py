@@ -83,28 +83,22 @@ def reference_logits(
 # --- The equations by loops -------------------------------------------------------------
 
 
-def filtered(entries, g, i, j):
-    """(6): what filter i of g (slots, 2D, taps) gives at entry j of entries (S, 2D)."""
-    total = torch.zeros((), dtype=torch.float64)
-    for tap in range(g.shape[2]):
-        neighbour = j + tap - g.shape[2] // 2
-        if 0 <= neighbour < len(entries):  # beyond the ends are zeros
-            total = total + g[i, :, tap].double() @ entries[neighbour]
-    return total
-
-
-def paper_by_loop(compressor, slots, k, v, scores):
+def paper_by_loop(compressor, k, v):
     """(6), the ReLU and (7) for one head, k and v (S, D) -> w (slots, S), in float64."""
-    entries, S = torch.cat((k, v), dim=1).double(), len(k)
-    w = torch.zeros(slots, S, dtype=torch.float64)
-    for i in range(slots):
+    entries, S, g = torch.cat((k, v), dim=1).double(), len(k), compressor.conv.weight.double()
+    w = torch.zeros(len(g), S, dtype=torch.float64)
+    for i in range(len(g)):
         for j in range(S):
-            w[i, j] = filtered(entries, compressor.conv.weight, i, j).clamp(min=0)
+            for tap in range(g.shape[2]):
+                neighbour = j + tap - g.shape[2] // 2
+                if 0 <= neighbour < S:  # beyond the ends are zeros
+                    w[i, j] += g[i, :, tap] @ entries[neighbour]  # (6)
+        w[i] = w[i].clamp(min=0)
         w[i] = w[i] / w[i].sum() if w[i].any() else 1 / S  # (7)
     return w.detach()
 
 
-def official_rows(compressor, slots, k, v, scores):
+def official_rows(compressor, k, v, scores):
     """Of the official code: (1 - g) onehot + g softmax(ReLU). The heavy hitters that come
     next are in time order."""
     weight, bias, g = (p.double() for p in (*compressor.conv.parameters(), compressor.gate))
@@ -117,11 +111,11 @@ def official_rows(compressor, slots, k, v, scores):
     return w.detach()
 
 
-def by_loop(compressor, *args):
+def by_loop(compressor, k, v, scores):
     """Those rows of W that a compressor fills, for one head."""
     if hasattr(compressor, "gate"):
-        return official_rows(compressor, *args)
-    return paper_by_loop(compressor, *args)
+        return official_rows(compressor, k, v, scores)
+    return paper_by_loop(compressor, k, v)
 
 
 # --- The slow memory --------------------------------------------------------------------
@@ -195,8 +189,8 @@ def slow_compress(k, v, scores, places, seen, adapted, s, q):
     for slot, i in enumerate(kept):
         W[slot, i] = 1
     if s.merged:
-        args = compressors[-1], s.merged, k[rest], v[rest], scores[rest]
-        W[len(kept) : len(kept) + s.merged, rest] = by_loop(*args)
+        rows = by_loop(compressors[-1], k[rest], v[rest], scores[rest])
+        W[len(kept) : len(kept) + s.merged, rest] = rows
     for n in range(1, s.recent + 1):
         W[s.mem - n, S - n] = 1
     return W @ k, W @ v, W @ scores, W @ places

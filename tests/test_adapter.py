@@ -76,7 +76,7 @@ def test_an_adapter_is_used_with_more_slots(model, tmp_path):
     assert loaded.settings == settings("learned", 24, 12, 64, lora_rank=0)
     assert cache.keys[0].size == 36 and same(loaded.trained(), adapted.trained())
     write_adapter(tmp_path, AdaptedLlama(model, settings("lococo", 8, lora_rank=0)), [], set())
-    with pytest.raises(UserError, match="a filter for each merged slot; leave --mem"):
+    with pytest.raises(UserError, match="it has a filter for each merged slot; leave --mem"):
         load_adapter(tmp_path, base, mem=24)
 
 

@@ -157,30 +157,30 @@ def in_a_browser(page: str, view: str) -> str:
 
 @pytest.mark.skipif(not BROWSER, reason="chromium is not installed")
 def test_a_browser_colours_tokens_by_what_holds_them(own_folders):
-    """Tokens a to e, then the segment of f and g. Token h has not been read. There are a
-    slot of each kind, two heads and two compressions of each, the first at two moments. A token
-    has the kind of the slot with its largest share. Token d, which the address names, is in head 1
-    alone."""
+    """Eight tokens and two heads, each with a slot of each kind and two compressions. A token has
+    the kind of the slot with its largest share. Token d, which the address names, is in a slot of
+    head 1 alone."""
     first = [0, [1, 60, 2, 40], [2, 75, 1, 25], 4]
     second = [0, 1, [3, 50, 2, 50], 2]
-    last = [0, 1, [3, 50, 1, 50], 6]
-    heads = [{"read": [5, 7], "held": [first, first]}, {"read": [4, 7], "held": [second, last]}]
+    heads = [{"read": [5, 7], "held": [first, first]}, {"read": [4, 6], "held": [second, second]}]
     memory = {"name": "by hand", "bytes": 1234, "full_bytes": 5678, "next": "i"}
     memory["heads"] = [[{"counts": dict.fromkeys(KINDS, 1)} | head for head in heads]]
     write_page(Path("page.html"), [*"abcdefgh"], {}, [memory])
-    shown = in_a_browser("page.html", "moment=2&layer=0&head=0&token=3")
+    shown = in_a_browser("page.html", "moment=3&layer=0&head=0&token=3")  # 6 tokens are read
     text = shown.split('class="text"')[1].split('class="slots"')[0]
     found = re.findall(r'class="([\w ]*)" data-token="(\d)"', text)
     classes = ["held sinks", "held heavy", "held merged", "gone lit", "held recent"]
-    classes += ["reading", "reading", "unread"]
+    classes += ["reading", "unread", "unread"]
     assert found == [(kind, str(token)) for token, kind in enumerate(classes)]
     assert re.findall(r'<div class="slot (\w+)".*?</div>', shown) == [*KINDS]
     assert "0.60 \u201cb\u201d" in shown
     for words in ("1,234 bytes at the end, where a full cache has 5,678; next token: \u201ci\u201d",
-                  "compression 1 of 2: 1 sinks, 1 heavy, 1 merged, 1 recent, 2 new tokens",
+                  "compression 1 of 2: 1 sinks, 1 heavy, 1 merged, 1 recent, 1 not compressed yet",
                   "token 3: gone; held in 1 of 2 heads: layer 0, head 1."):
         assert words in shown, shown
-    shown = in_a_browser("page.html", "moment=2&layer=0&head=1&token=3")
+    shown = in_a_browser("page.html", "moment=2&layer=0&head=1&token=4")  # 5 tokens
+    assert "token 4: not compressed yet; held in 2 of 2 heads" in shown
+    shown = in_a_browser("page.html", "layer=0&head=1&token=3")  # all
     assert "token 3: 0.50 of merged slot 2; held in 1 of 2 heads" in shown
     assert re.findall(r'title="(compression \d: \w+)"', shown) == [
         "compression 1: merged", "compression 2: merged"]

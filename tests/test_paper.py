@@ -28,7 +28,7 @@ def test_compressors_equal_a_loop_over_the_equations(in_float64, kind, kernel):
     assert torch.allclose(w.sum(dim=-1), torch.ones(2, 3, 5))
     for text in range(2):
         for head in range(3):
-            W = by_loop(compressor, 5, *(t[text, head] for t in (k, v, scores)))
+            W = by_loop(compressor, *(t[text, head] for t in (k, v, scores)))
             assert torch.allclose(w[text, head], W, atol=1e-4)
             for i in range(5):
                 for new, old in ((k_new, k), (v_new, v)):  # (4) and (5)

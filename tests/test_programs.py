@@ -358,7 +358,7 @@ MISTAKES = [
     (generate, "--load-memory adapter/adapter.safetensors --ask who", "this is no memory, or one"),
     (generate, f"{GENERATE} --ask --save-memory m", "--ask goes with none of --save-memory, "),
     (generate, f"{GENERATE} --mem 3", "--mem 3: it must be at least 4"),
-    (generate, f"{GENERATE} --method lococo", "its convolution must be trained first"),
+    (generate, f"{GENERATE} --method lococo", "it must be trained first: python train.py "),
     (generate, f"{GENERATE} --method learned", "its score must be fitted first, by tools/fit_scores"),
     (train, f"{TRAIN} --method learned", "its score must be fitted first, by tools/fit_scores"),
     (train, f"{TRAIN} --seq 33", "so that nothing is compressed"),

@@ -151,7 +151,7 @@ def parse() -> argparse.Namespace:
     parser.add_seed()
     add = parser.add_argument_group("text and output").add_argument
     add("--data", type=named_path, nargs="+", metavar="PATH", default=[],
-        help="files and folders (default: Python's own library)")
+        help="files and folders (default: what train.py trains on of Python's own library)")
     add("--length", type=at_least(1024), metavar="L",
         help="tokens of a piece of text (default: 8192, or the base's context if it is less)")
     add("--documents", type=at_least(1), default=12, metavar="N",

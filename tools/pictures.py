@@ -216,7 +216,7 @@ PANELS = {  # title: the table, and what its cells have in common
 }
 
 
-TRAINED = ("official code 0.02", "official code, one")  # the rows of LoCoCo's code
+CODE_ROWS = ("official code 0.02", "official code, one")
 
 
 def tokens_of(cell: dict) -> int:
@@ -237,7 +237,7 @@ def draw_curve(file: Path) -> None:
             axes.axhline(line.mean(), ls=look, color="#333333", lw=1, label=label)
         trained = {}  # by tokens, the loss of each seed
         for cell in stored:
-            if cell["row"] in TRAINED and common.items() <= cell.items():
+            if cell["row"] in CODE_ROWS and common.items() <= cell.items():
                 nats = float(np.mean(cell["by document"]))
                 trained.setdefault(tokens_of(cell), []).append(nats)
         first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}

@@ -32,23 +32,23 @@ from typing import Iterable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train
 from eval_ppl import perplexity, ranges, standard_error, token_losses
-from lococo import AdaptedLlama, Settings
+from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings
 from model import load_base
 from support.programs.adapter import identity, load_adapter
 from support.command_line import HERE, SIZES, PlainParser, at_least, counted, prepare
 from support.command_line import run_program
 from support.files import UserError, as_json, checksum, read_json, read_text
 from support.files import write_text
+from support.ours.official_code import OfficialCompressor
 from support.ours.published import RULES
 from support.programs.settings import untrained
 from support.text import long_documents, read_rows, token_streams
 from support.tokenizer import Tokenizer
-import variants  # it adds rows to METHODS
 
 RESULTS = HERE / "docs" / "results.jsonl"
 RUNS = HERE / "runs" / "tables"
@@ -62,6 +62,23 @@ SCORED = {
     "long": ("book_jack.txt", "wikitext2-test.jsonl"),
 }
 
+# --- Two more forms of LoCoCo -----------------------------------------------------------
+
+
+class ClosedGate(OfficialCompressor):
+    """LoCoCo's code that begins by choosing, as H2O does."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.gate = nn.Parameter(torch.tensor(0.0))
+
+
+COMPRESSORS["official-closed"] = ClosedGate
+METHODS["lococo-code-closed"] = lambda M: METHODS["lococo-code-0.02"](M) | {
+    "compressor": "official-closed"
+}
+METHODS["lococo+h2o-0.02"] = lambda M: METHODS["lococo+h2o"](M) | {"start": 0.02}
+
 # --- Rows and tables --------------------------------------------------------------------
 
 
@@ -71,7 +88,6 @@ class Row:
 
     label: str
     flags: str  # of train.py, after those of the table
-    trained: bool = True  # if there is something to train
     bits: int = 0  # in which its entries are stored; 0: those of --dtype
     stored: str = ""  # the folder of the adapter that it is, in the sizes of the table
 
@@ -92,20 +108,18 @@ ROWS = {
     "official code 0.02": Row("LoCoCo's code with first weights of 0.02 instead of 1",
                               "--method lococo-code-0.02"),
     # Of the table of results.md with 64 slots, and of the picture `curve`. Cells from before 30
-    # November 2026 were trained by an earlier program, with these settings.
-    "official code closed": Row("LoCoCo's code with a gate from 0",
-                                "--method lococo-code-closed"),
+    # November 2026 were trained by earlier programs. Their flags are now those that mean the same.
+    "official code closed": Row("LoCoCo's code with a gate from 0", "--method lococo-code-closed"),
     "official code, one": Row("LoCoCo's code, one sequence a step",
                               "--method lococo-code-0.02 --batch 1"),
     "lococo+h2o 0.02": Row("the paper's `lococo+h2o` with first weights of 0.02",
                            "--method lococo+h2o-0.02"),
-    "lococo trained": Row("LoCoCo (its authors' code, 60 steps)",
-                          "--method lococo-code-0.02", trained=False,
+    "lococo trained": Row("LoCoCo's code, 60 steps", "--method lococo-code-0.02",
                           stored="runs/lococo"),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
-    "learned": Row("**a learned score, with budgets**", f"--budgets {BUDGETS}", trained=False,
+    "learned": Row("**a learned score, with budgets**", f"--method learned --budgets {BUDGETS}",
                    stored=f"{STORED}/learned"),
 }
 ROWS["h2o heads, 8 bits"] = replace(
@@ -141,7 +155,9 @@ for rule in RULES:
     ROWS[f"{rule} heads"] = Row(rule, f"--method {rule} --budgets {BUDGETS}")
 for name, method in (("pyramid", "snapkv"), ("duo", "duo-attention"), ("layers", "h2o+forget")):
     ROWS[name] = Row(name, f"--method {method} --budgets {STORED}/budgets-{name}.json")
-ROWS["learned, equal slots"] = replace(ROWS["learned"], flags="")
+ROWS["learned, equal slots"] = replace(
+    ROWS["learned"], label="a learned score, equal slots", flags="--method learned"
+)
 
 
 @dataclass(frozen=True)
@@ -158,11 +174,14 @@ class Table:
     segment: int | None = None  # tokens T of a segment; None: M
 
 
-UNTRAINED = ("full", "window", "h2o", "official h2o", "h2o 5/8 forget", "h2o heads", "learned")
-TRAINED = ("lococo", "lococo+h2o", "official code", "official code 0.02")
-SHORT = Table((*UNTRAINED, *TRAINED), 64, 1024, "test", "--recipe inference")
+LOCOCO = ("lococo", "lococo+h2o", "official code", "official code 0.02")
+SHORT = Table(
+    ("official h2o", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots", "learned",
+     "lococo+h2o 0.02", "official code 0.02", "official code closed", "official code, one"),
+    64, 1024, "test", "--recipe inference",
+)
 LONG = Table(
-    (*UNTRAINED[:4], *TRAINED, *UNTRAINED[4:]),
+    ("full", "window", "h2o", "official h2o", *LOCOCO, "h2o 5/8 forget", "h2o heads", "learned"),
     512, 8192, "long", "--recipe inference", steps=15, documents=16, segment=512,
 )
 SMALL = ("full", "window", "h2o", "h2o 5/8 forget", "h2o heads", "learned")
@@ -351,7 +370,7 @@ def make_cells(table: Table, options: Options) -> None:
     for seed, key in product(options.seeds, options.rows or table.rows):
         flags = all_flags(ROWS[key], table)
         settings = settings_of(flags, options)
-        trains = ROWS[key].trained and (settings.merged or settings.lora_rank)
+        trains = settings.merged and not ROWS[key].stored
         steps = (options.steps or table.steps) if trains else 0
         name = {"row": key, "flags": flags, "steps": steps}
         name |= common | {"seed": seed if steps else 0}
@@ -463,19 +482,22 @@ def loss_table(table: Table, lines: Lines) -> str:
     a text."""
     texts = len(SCORED[table.part])
     columns = ["memory", "MB", "trained", "nats per token", "from H2O"]
-    columns.append("gap closed, %" + " (novel, articles)" * (texts > 1))
+    h2o, full = lines.get("h2o"), lines.get("full")
+    if full:
+        columns.append("gap closed, %" + " (novel, articles)" * (texts > 1))
     *_, last = lines.values()
     places = [*last.where()][1:] if table.part == "long" else []  # the first has no compression
     columns += places
     text = "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n"
-    h2o, full = lines.get("h2o"), lines.get("full")
     for row, line in lines.items():
         stored = ROWS[row].stored.removeprefix(f"{STORED}/")
         trained = f"`{stored}`" if stored else "-"
         if line.steps:
             trained = f"{line.steps} steps, {counted(len(line.cells), 'seed')}"
         cells = [line.label, f"{line.megabytes():.0f}", trained, f"{line.mean():.4f}"]
-        cells += [difference(line, h2o), gap_closed(line, h2o, full, texts)]
+        cells.append(difference(line, h2o))
+        if full:
+            cells.append(gap_closed(line, h2o, full, texts))
         cells += [f"{line.where()[place]:.4f}" for place in places]
         text += "| " + " | ".join(cells) + " |\n"
     return text

@@ -6,9 +6,9 @@ of them retrieve what was said long ago (DuoAttention, arXiv 2410.10819; HeadKV,
 average and 8,192 tokens budgets lower the loss of H2O that forgets from 3.0636 to 3.0188
 nats per token, without training. Full attention has 3.0005 (docs/results.md).
 
-It departs from the paper in that heads of a layer are compressed at different times. The
-programs hold every method in its memory, in which all heads have M slots if there are no
-budgets.
+It departs from the paper in that heads of a layer are compressed at different times. Methods with
+merged slots have no budgets: their convolution has a filter for each slot, and is shared by the heads
+of a layer. The programs hold the paper's methods in this memory, too, with M slots in each head.
 """
 
 from dataclasses import dataclass, field, fields
@@ -38,8 +38,8 @@ class HeadSettings(Settings):
 
 
 def with_ours(settings: Settings, **changes) -> HeadSettings:
-    """The same settings with the fields of ours, such as `budgets`. A memory of ours takes the
-    place of the paper's, which it can do all of."""
+    """The same settings with the fields of ours, such as `budgets`. BudgetMemory takes the
+    place of the paper's memory."""
     own = {f.name: getattr(settings, f.name) for f in fields(settings)}
     if settings.memory == "paper":
         own["memory"] = "budgets"
@@ -107,26 +107,17 @@ def parts_of(config: LlamaConfig, settings: HeadSettings) -> list[Part]:
 class BudgetMemory(PackedMemory):
     """A memory whose lists have one item for each part of a layer (see `Part`). Where a
     method of Memory has a `layer`, it is the index n of a part here, except in `attend`.
-    It has all that is ours, so that it serves every method."""
+    It has the ceiling and the bits, too, so that it serves the paper's methods."""
 
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         settings = with_ours(settings)
+        check_budgets(settings.budgets, config)
         super().__init__(config, settings, compressors)
         self.parts = parts_of(config, settings)
         self.heads: list[Tensor | None] = [None] * len(self.parts)  # their indices, if needed
         self.make_lists([part.settings for part in self.parts])
         if len(compressors):  # the heads of a layer share its compressor
             self.compressors = [compressors[part.layer] for part in self.parts]
-
-    @staticmethod
-    def merged_slots(config: LlamaConfig, settings: Settings) -> list[int]:
-        """Those of each layer's largest head."""
-        settings = with_ours(settings)
-        check_budgets(settings.budgets, config)
-        largest = [0] * config.n_layers
-        for part in parts_of(config, settings):
-            largest[part.layer] = max(largest[part.layer], part.settings.merged)
-        return largest
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Memory.attend for each part n of the layer, as if it were a layer with fewer
@@ -143,14 +134,6 @@ class BudgetMemory(PackedMemory):
             of_part = super().attend(n, own_q.flatten(1, 2), own_k, own_v)
             read.index_copy_(1, self.heads[n], of_part.unflatten(1, (-1, q.shape[2])))
         return read.flatten(1, 2)
-
-    def fill_merged(
-        self, n: int, rest: Tensor, received: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """A head with fewer slots than the layer's largest takes the first rows of w."""
-        merged, w = super().fill_merged(n, rest, received)
-        first = slice(self.of_layer[n].merged)
-        return merged[:, :, first], w[:, :, first]
 
 
 MEMORIES["budgets"] = BudgetMemory

@@ -14,7 +14,7 @@ float32, which is exact enough for a million tokens.
 import torch
 from torch import Tensor, nn
 
-from lococo import Memory, Settings, numbers_of_slots
+from lococo import Memory, Settings, in_order, numbers_of_slots
 from model import Entries, LlamaConfig, rotate
 
 
@@ -71,7 +71,7 @@ class CeilingMemory(Memory):
             return super().compress(n)
         before = self.positions_of(n)
         order, w = super().compress(n)
-        self.positions[n] = numbers_of_slots(before, order, w, self.of_layer[n])
+        self.positions[n] = numbers_of_slots(in_order(before, order), w, self.of_layer[n])
         return order, w
 
     def stored(self, n: int) -> dict[str, Tensor]:

@@ -63,7 +63,6 @@ class LearnedScore(Compressor):
 
     fitted_by = "tools/fit_scores.py"
     without_merged = True
-    reads_received = True
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
         nn.Module.__init__(self)  # without a convolution

@@ -1,4 +1,4 @@
-"""The file of an adapter: what train.py has trained, and which base it belongs to."""
+"""The file of an adapter: what was trained or fitted, and which base it belongs to."""
 
 import sys
 from dataclasses import asdict
@@ -118,9 +118,6 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     stored = {name: t.shape for name, t in tensors.items()}
     needed = {name: p.shape for name, p in trained.items()}
     same = identity(adapted)["base"] == base
-    if same and stored != needed and (sizes.get("mem") or sizes.get("budgets") is not None):
-        filters = "it has a filter for each merged slot"
-        raise UserError(f"{run}: {filters}; leave --mem and --budgets out")
     if stored != needed or (settings.lora_rank and not same):
         raise UserError(other)
     if not same:

@@ -24,8 +24,9 @@ def slot_record(shares: list[float], tokens: list[int]) -> int | list[int]:
 
 
 def head_record(memory: Tracing, n: int, own: int) -> dict:
-    """The head with the index `own` in part n: how many slots of each kind it has, after how many
-    tokens it was compressed, and what each slot held then."""
+    """What the page shows of head number `own` of part n. `counts` has its slots of each kind,
+    and `read` the tokens that had been read at each compression. `held` has for each compression
+    what the slots hold."""
     held = []
     for shares, tokens in memory.largest[n]:
         slots = zip(shares[own].tolist(), tokens[own].tolist())

@@ -41,7 +41,7 @@ def add_runs_and_texts(parser: Parser) -> argparse._ArgumentGroup:
     """Add the flags that eval_ppl.py and tools/needle.py share: those above, and what is
     scored. Returns the group that others may join."""
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN",
-                        help="run directories of train.py (default for tiny/: its own)")
+                        help="folders with an adapter (default for tiny/: its own)")
     group = add_shared_flags(parser)
     add = group.add_argument
     add("--data", type=named_path, nargs="+", default=[], metavar="PATH",

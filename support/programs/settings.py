@@ -44,8 +44,9 @@ def resized(
     changed = with_slots(changed, mem or settings.mem)
     changed = replace(changed, budgets=scaled(budgets, changed.mem) if budgets else [])
     check_sizes(changed)
-    if settings.merged and not changed.merged:
-        raise UserError(f"--mem {changed.mem}: it leaves no merged slot; take a larger --mem")
+    if settings.merged and changed.mem != settings.mem:
+        remedy = "it has a filter for each merged slot; leave --mem out"
+        raise UserError(f"--mem {changed.mem}, {settings.method}: {remedy}")
     return changed
 
 
@@ -54,10 +55,12 @@ def check_sizes(settings: HeadSettings) -> None:
     if settings.mem == settings.sinks:  # 0 if all is kept
         none = f"{settings.method} has no slots to divide"
         raise UserError(f"{none}; take a larger --mem, or another method")
+    if settings.merged and settings.budgets:
+        none = "a method with merged slots has as many in each head"
+        raise UserError(f"--budgets, {settings.method}: {none}; leave them out")
     least = min(sum(settings.budgets, []), default=settings.mem)
     # At least 4, as for --mem. Each head has all sinks, and room for something else.
-    too_few = least < max(4, settings.sinks + 1)
-    if too_few or (settings.merged and with_slots(settings, least).merged == 0):
+    if least < max(4, settings.sinks + 1):
         few = f"{least} slots of a head are too few for {settings.method}"
         raise UserError(f"{few}; take a larger --mem")
 
@@ -73,8 +76,8 @@ def untrained(
     settings = replace(settings, bits=bits)
     refuse_not_fitted(settings)
     if settings.merged:
-        command = f"python train.py --model MODEL --method {method} --data TEXTS --out RUN"
-        missing = f"its convolution must be trained first: {command}, then take RUN"
+        flags = f"--model MODEL --recipe inference --method {method} --data TEXTS --out RUN"
+        missing = f"it must be trained first: python train.py {flags}; then take RUN"
         raise UserError(f"method {method}: {missing}")
     return AdaptedLlama(model, settings).eval()
 

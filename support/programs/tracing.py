@@ -35,23 +35,23 @@ def mixing_matrix(s: Settings, order: Tensor, w: Tensor) -> Tensor:
 
 
 class Tracing:
-    """What a memory for a batch of one text needs beside its class (`traced`), to multiply the
-    mixing matrices of all compressions, so that each slot is known as a mixture of tokens. It does
-    so in some layers or in all."""
+    """A memory for a batch of one text that knows each slot as a mixture of tokens: it multiplies
+    the mixing matrices of all compressions, in some layers or in all. `traced` adds this class to
+    that of a memory."""
 
     def __init__(self, *args, layers: Collection[int]):
         """`args` as those of Memory. The parts of `layers` are traced (see Part in
         support/ours/budgets.py)."""
         super().__init__(*args)
-        traced = [n for n, part in enumerate(self.parts) if part.layer in layers]
-        self.seen_at = {n: [] for n in traced}  # tokens that had entered at each compression
+        own = [n for n, part in enumerate(self.parts) if part.layer in layers]
+        self.seen_at = {n: [] for n in own}  # tokens that had entered at each compression
         # shares[n][g, slot, place] is how much of the slot of part n is the token at this
         # place of the text, (G, M, tokens).
         none = dict(device="cpu", dtype=torch.float32)
-        self.shares = {n: torch.zeros(len(self.parts[n].heads), 0, 0, **none) for n in traced}
+        self.shares = {n: torch.zeros(len(self.parts[n].heads), 0, 0, **none) for n in own}
         # For each part, after each compression: the three largest shares of each slot, and
         # their tokens' places, both (G, M, 3). `shares` grows with the text, these do not.
-        self.largest = {n: [] for n in traced}
+        self.largest = {n: [] for n in own}
 
     def compress(self, n: int) -> tuple[Tensor, Tensor]:
         order, w = super().compress(n)
@@ -75,7 +75,7 @@ class Tracing:
 
 
 # What to try where there is no adapter.
-SUGGESTED = "--method h2o+forget --mem 512, or --adapter RUN after train.py"
+SUGGESTED = "--method h2o+forget --mem 512, or --adapter RUN"
 
 
 def check_slots(settings: Settings) -> None:

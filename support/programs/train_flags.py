@@ -6,7 +6,6 @@ from textwrap import fill
 from typing import Any
 
 from lococo import METHODS, Settings
-from support.ours.budgets import with_slots
 from support.command_line import Parser, at_least, named_path
 from support.files import UserError
 from support.programs.settings import refuse_not_fitted
@@ -127,10 +126,8 @@ def check_use(settings: Settings) -> None:
         raise UserError(f"{chosen}: there is nothing to train; {remedy}")
     if not settings.merged:
         return
-    sizes = sum(settings.budgets, []) or [settings.mem]
-    least = with_slots(settings, min(sizes))
-    if settings.length - 1 <= least.capacity:
-        sizes = f"a memory of {least.mem} slots and a segment of {least.segment} tokens"
+    if settings.length - 1 <= settings.capacity:
+        sizes = f"a memory of {settings.mem} slots and a segment of {settings.segment} tokens"
         nothing = f"it fits into {sizes}, so that nothing is compressed"
         remedy = "take a larger --seq, or a smaller --mem and --segment"
         raise UserError(f"--seq {settings.length}: {nothing}; {remedy}")
