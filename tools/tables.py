@@ -129,6 +129,8 @@ ROWS["h2o heads, 8 bits"] = replace(
 # has the commands that make what is in runs/.
 ROWS["8 bits"] = replace(ROWS["learned"], label="the same in 8 bits", bits=8)
 ROWS["4 bits"] = replace(ROWS["learned"], label="the same in 4 bits", bits=4)
+# All 8,192 entries of a text, in 8 bits.
+ROWS["full, 8 bits"] = Row("full attention in 8 bits", "--method h2o --mem 8064", bits=8)
 ROWS["learned again"] = replace(
     ROWS["learned"], label="a learned score, fitted with another seed", stored="runs/learned-1"
 )
@@ -184,7 +186,7 @@ LONG = Table(
     ("full", "window", "h2o", "official h2o", *LOCOCO, "h2o 5/8 forget", "h2o heads", "learned"),
     512, 8192, "long", "--recipe inference", steps=15, documents=16, segment=512,
 )
-SMALL = ("full", "window", "h2o", "h2o 5/8 forget", "h2o heads", "learned")
+SMALL = ("full", "full, 8 bits", "window", "h2o", "h2o 5/8 forget", "h2o heads", "learned")
 SMALL += ("8 bits", "4 bits", "learned again", "learned plain")
 SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
 
@@ -226,7 +228,10 @@ LADDER = {
     "8 bits @ 1792 + 256": ("+ 8 bits: M = 1,792, T = 256", ("support/ours/bits.py",)),
     "full": ("full attention", ()),
 }
-EXTENDED = ("window", "h2o", "h2o heads", "learned")
+ROWS["8 bits, most slots"] = replace(
+    ROWS["8 bits @ 1792 + 256"], label="**the same in 8 bits, M = 1,792, T = 256**"
+)
+EXTENDED = ("window", "h2o", "h2o heads", "learned", "8 bits, most slots")
 TABLES = {
     "articles": SHORT,
     "novel": replace(SHORT, part="choosing"),
