@@ -1,7 +1,7 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a convolution.
 
 This file is the paper (arXiv 2406.05317) and what it compares with. Later methods are in
-files of their own. What is called a hook is there for them to change. An entry is the key
+files of their own. They override what is marked as a hook. An entry is the key
 and the value of a token in one head of a layer. Letters are those of model.py, and R:
 
     B, G  texts in a batch, and key/value heads; N is B * G
@@ -82,7 +82,7 @@ class Settings:
     compressor: str = "paper"  # or another of COMPRESSORS
     memory: str = "paper"  # or another of MEMORIES
     kernel: int = 21  # taps of the convolution; section 4.1
-    start: float = 1.0  # standard deviation of its first weights, as in the official code
+    start: float = 1.0  # standard deviation of its initial weights, as in the official code
     lora_rank: int = 8  # section 4.1
     lora_alpha: int = 16  # as in the official code; the paper names none
     # Attention received is multiplied by `forget` every `forget_in` tokens (0: a segment).
@@ -141,7 +141,7 @@ class Compressor(nn.Module):
     rate of the convolutions.
     """
 
-    without_merged = False  # True: it is made also if no slots are merged (a hook)
+    always_made = False  # True: it is made also if no slots are merged (a hook)
     recompute = False  # True: the backward pass merges again, to keep less in between
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
@@ -544,11 +544,12 @@ class AdaptedLlama(nn.Module):
         self.model.sample = model.sample  # by which an adapter's file knows its base
         self.model.requires_grad_(False)
         compressor_class = COMPRESSORS[settings.compressor]
-        needed = settings.merged or compressor_class.without_merged
+        needed = settings.merged or compressor_class.always_made
+        layers = self.model.layers if needed else []
         sizes = config.head_dim, settings.merged, settings.kernel, settings.start
         with torch.device("cpu"):  # so that training on a GPU starts from the same numbers
-            compressors = [compressor_class(*sizes) for _ in self.model.layers if needed]
-        like = widened(model.norm.weight[:0])
+            compressors = [compressor_class(*sizes) for _ in layers]
+        like = widened(model.norm.weight[:0])  # an empty tensor on the device
         self.compressors = nn.ModuleList(compressors).to(like)
         if settings.merged:
             check_rows(self.compressors[0], config.head_dim, like)

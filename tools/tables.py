@@ -105,14 +105,14 @@ ROWS = {
                       "--method lococo+h2o"),
     "official code": Row("LoCoCo's code: M/2 heavy, M/2 merged",
                          "--method lococo-code"),
-    "official code 0.02": Row("LoCoCo's code with first weights of 0.02 instead of 1",
+    "official code 0.02": Row("LoCoCo's code with initial weights of 0.02 instead of 1",
                               "--method lococo-code-0.02"),
     # Of the table of results.md with 64 slots, and of the picture `curve`. Cells from before 30
     # November 2026 were trained by earlier programs. Their flags are now those that mean the same.
     "official code closed": Row("LoCoCo's code with a gate from 0", "--method lococo-code-closed"),
     "official code, one": Row("LoCoCo's code, one sequence a step",
                               "--method lococo-code-0.02 --batch 1"),
-    "lococo+h2o 0.02": Row("the paper's `lococo+h2o` with first weights of 0.02",
+    "lococo+h2o 0.02": Row("the paper's `lococo+h2o` with initial weights of 0.02",
                            "--method lococo+h2o-0.02"),
     "lococo trained": Row("LoCoCo's code, 60 steps", "--method lococo-code-0.02",
                           stored="runs/lococo"),
@@ -199,7 +199,7 @@ def sized(row: str, sizes: str) -> str:
 
 
 SIZED = [sized("lococo trained", "512 + 512")]
-for row in ("h2o", "h2o heads", "learned", "8 bits"):
+for row in ("h2o", "h2o 5/8 forget", "h2o heads", "learned", "8 bits"):
     SIZED.append(row)
     for sizes in ("384 + 128", "512 + 512", "768 + 256", "960 + 64", "1792 + 256"):
         SIZED.append(sized(row, sizes))
@@ -208,7 +208,7 @@ RESULT = {
     "full": ("full attention", "base, full"),
     "window": ("window: 4 first, M - 4 last", "base, streaming M=512"),
     "h2o": ("H2O: M/2 heavy, M/2 last", "base, h2o M=512"),
-    "official code 0.02": ("LoCoCo's code with smaller first weights", "runs/lococo"),
+    "official code 0.02": ("LoCoCo's code with smaller initial weights", "runs/lococo"),
     "h2o heads": ("H2O that forgets, with budgets", "base, h2o+forget M=512 budgets"),
     sized("h2o heads, 8 bits", "1792 + 256"): (
         "the same in 8 bits, M = 1,792, T = 256", "base, h2o+forget M=1792 T=256 budgets bits=8",

@@ -1,14 +1,13 @@
 """Budgets: the heads of a layer may have different numbers of slots.
 
-Heads differ in how much of a long text they read, so that equal budgets waste slots: few
-of them retrieve what was said long ago (DuoAttention, arXiv 2410.10819; HeadKV, arXiv
+Heads differ in how much of a long text they read, so that equal budgets waste slots: few heads retrieve what was said long ago (DuoAttention, arXiv 2410.10819; HeadKV, arXiv
 2410.19258). tools/budgets.py measures which heads need more. On SmolLM2 with 512 slots on
 average and 8,192 tokens budgets lower the loss of H2O that forgets from 3.0636 to 3.0188
 nats per token, without training. Full attention has 3.0005 (docs/results.md).
 
 It departs from the paper in that heads of a layer are compressed at different times. Methods with
 merged slots have no budgets: their convolution has a filter for each slot, and is shared by the heads
-of a layer. The programs hold the paper's methods in this memory, too, with M slots in each head.
+of a layer. 
 """
 
 from dataclasses import dataclass, field, fields
@@ -107,7 +106,8 @@ def parts_of(config: LlamaConfig, settings: HeadSettings) -> list[Part]:
 class BudgetMemory(PackedMemory):
     """A memory whose lists have one item for each part of a layer (see `Part`). Where a
     method of Memory has a `layer`, it is the index n of a part here, except in `attend`.
-    It has the ceiling and the bits, too, so that it serves the paper's methods."""
+    It also has the ceiling (ceiling.py) and the bits (bits.py). The programs hold the paper's
+    methods in it."""
 
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         settings = with_ours(settings)

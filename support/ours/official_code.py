@@ -39,6 +39,6 @@ METHODS["h2o-code"] = lambda M: dict(heavy=M, forget=0.0)
 METHODS["lococo-code"] = lambda M: dict(
     heavy=M // 2, merged=M - M // 2, forget=0.0, compressor="official"
 )
-# Its first weights have a standard deviation of 0.02, as in many networks, and not of 1. A
+# Its initial weights have a standard deviation of 0.02, as in many networks, and not of 1. A
 # softmax depends on their scale: it begins as a plain mean of the entries.
 METHODS["lococo-code-0.02"] = lambda M: METHODS["lococo-code"](M) | {"start": 0.02}
