@@ -178,7 +178,7 @@ def slow_compress(k, v, scores, places, seen, adapted, s, q):
     preferred = [rule(s, adapted, k, v, scores, seen, q)] * s.heavy  # by each heavy slot
     if s.compressor == "learned":
         entries = [*zip(turned(k, -places, adapted), v, scores, seen - places)]
-        both = [[learned_score(n, compressors[-1].score, *e) for e in entries] for n in (0, 1)]
+        both = [[learned_score(n, compressors[-1], *e) for e in entries] for n in (0, 1)]
         preferred = [both[slot >= s.heavy * 3 // 5] for slot in range(s.heavy)]
     rest, heavy = [*range(s.sinks, S - s.recent)], []
     for score in preferred:

@@ -28,7 +28,7 @@ from model import KVCache, Llama, LlamaConfig, load_base
 from support.command_line import Parser, at_least, named_path, prepare, run_program
 from support.facts import tell
 from support.files import UserError
-from support.ours.learned_score import Score
+from support.ours.learned_score import LearnedScore
 from support.programs.adapter import write_adapter
 from support.programs.run_folder import refuse_used
 from support.programs.settings import make_settings
@@ -91,7 +91,7 @@ STEPS, BATCH, RATE = 600, 1024, 1e-2
 
 def sampled(noted: Noted, layer: int, forget: float, generator: torch.Generator) -> list[Tensor]:
     """Entries (G, n, 2D), the attention that they have received and their age, both (G, n),
-    as Score takes them. And what comes, (G, n, 2): the attention in all, and the largest
+    as LearnedScore takes them. And what comes, (G, n, 2): the attention in all, and the largest
     share of its own that a later query pays to them."""
     entries = torch.cat(noted.entries[layer], dim=1)
     count = len(noted.sums[layer])
@@ -113,7 +113,7 @@ def sampled(noted: Noted, layer: int, forget: float, generator: torch.Generator)
     return [torch.cat(parts, dim=1) for parts in zip(*found)]
 
 
-def fit(score: Score, entries: Tensor, received: Tensor, age: Tensor, target: Tensor) -> None:
+def fit(score: LearnedScore, entries: Tensor, received: Tensor, age: Tensor, target: Tensor) -> None:
     """exp(score) becomes the expected target, divided by its mean in each head: a Poisson loss."""
     features = score.features(entries.float(), received, age).flatten(0, 1)
     score.mean.data, score.deviation.data = features.mean(dim=0), features.std(dim=0)
@@ -180,7 +180,7 @@ def main() -> None:
     with machine.precision():
         samples = samples_of(model, documents, s.forget ** (SEGMENT / s.forget_in))
     for layer in trange(len(samples), desc="layers"):
-        score = adapted.compressors[layer].score.cpu()
+        score = adapted.compressors[layer].cpu()
         fit(score, *samples[layer])
     parts = [*PARTS] if options.data else ["training"]
     write_adapter(options.out, adapted, parts, trained)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lococo import COMPRESSORS, MEMORIES, METHODS, Compressor
+from lococo import COMPRESSORS, MEMORIES, METHODS
 from model import rotate, widened
 from support.ours.budgets import BudgetMemory
 
@@ -29,11 +29,16 @@ METHODS["learned"] = lambda M: dict(
 )
 
 
-class Score(nn.Module):
+class LearnedScore(nn.Module):
     """Predicts the attention to come from the key and the value of an entry, the attention that
-    it has received, and its age. The heads of a layer share it."""
+    it has received, and its age. The heads of a layer share it. It stands in the place of a
+    compressor, and fills no slots."""
 
-    def __init__(self, head_dim: int):
+    fitted_by = "tools/fit_scores.py"
+    always_made = True
+
+    def __init__(self, head_dim: int, *_):
+        """The other arguments of a compressor are not needed."""
         super().__init__()
         features = 2 * head_dim + 2
         # Of the features, over the fitted texts. As parameters they are stored with the rest.
@@ -57,17 +62,6 @@ class Score(nn.Module):
         return self.linear(x) + self.out(F.gelu(self.hidden(x)))
 
 
-class LearnedScore(Compressor):
-    """A compressor that fills no slots. It has a score, by which heavy slots are chosen."""
-
-    fitted_by = "tools/fit_scores.py"
-    always_made = True
-
-    def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
-        nn.Module.__init__(self)  # without a convolution
-        self.score = Score(head_dim)
-
-
 class ScoredMemory(BudgetMemory):
     """A memory whose heavy slots keep the entries of the highest scores."""
 
@@ -83,7 +77,7 @@ class ScoredMemory(BudgetMemory):
             k = rotate(widened(k), *self.rotation(-positions))  # as it was before its rotation
             entries = torch.cat((k, widened(v)), dim=-1)
             age = self.seen - positions
-            in_all, at_once = self.compressors[n].score(entries, received, age).unbind(dim=-1)
+            in_all, at_once = self.compressors[n](entries, received, age).unbind(dim=-1)
         chosen = torch.zeros_like(in_all, dtype=torch.bool)
         chosen[:, :, : s.sinks] = True
         first = s.heavy * 3 // 5
