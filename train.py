@@ -2,8 +2,8 @@
 together with the base's embeddings and norms.
 
     python train.py                            # the embedded model, on a CPU
-    python train.py --mem 512 --seq 8192       # 8 times its pretrained context
-    python train.py --model SmolLM2-135M --recipe inference --data books/  # frozen base
+    python train.py --mem 512 --seq 8192       # the paper's sizes
+    python train.py --model SmolLM2-135M --mem 512 --seq 8192 --data books/
     python train.py --model Llama-2-7b-hf --recipe paper --data RedPajama/ --seq 32768
     python train.py --resume runs/my-run       # after Ctrl-C, a crash or a power cut
     torchrun --nproc_per_node=4 train.py ...   # 4 GPUs share the sequences of a step
@@ -32,7 +32,7 @@ from model import Llama, load_base
 from support.command_line import HERE, TINY, Machine, prepare
 from support.command_line import resume_command, run_program
 from support.facts import note_no_facts, tell, tell_all
-from support.files import UserError, refuse_missing_model
+from support.files import UserError
 from support.processes import RANK, WORLD, add_up, agreed, end_together, join
 from support.processes import noted_signals, start_alike, start_process
 from support.programs.adapter import identity, write_adapter
@@ -105,16 +105,10 @@ RECIPES = {  # what each changes of the defaults above
     "paper": dict(),
     # Section 4.1; 104.9 million tokens.
     "paper-inference": dict(seq=4096, lora_rank=0, steps=200),
-    # Ours: a real Llama stays as it is; 60 x 4,096 tokens.
+    # Ours, and the default: the base stays as it is; 60 x 4,096 tokens.
     "inference": dict(
         method="lococo-code-0.02", mem=64, segment=None, seq=1024,
         lora_rank=0, steps=60, batch=None, micro_batch=4,
-    ),
-    # Ours: twice the pretrained context; 120 x 4,096 tokens. 32 documents are scored.
-    "embedded": dict(
-        method="lococo-code-0.02", mem=128, segment=None, seq=2048, lr=2e-3,
-        steps=120, batch=None, micro_batch=2, bptt=4,
-        facts=8, score_tokens=65536, save_every=10,
     ),
 }
 
@@ -282,12 +276,7 @@ def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
             raise UserError(f"--steps {given['steps']}: {done}")
         return TrainConfig(**state.config | given), state
 
-    model = given.get("model", str(TINY))
-    if "recipe" not in given and model != str(TINY):
-        refuse_missing_model(Path(model))
-        remedy = f"give --recipe with one of {', '.join(RECIPES)}"
-        raise UserError(f"--model {model}: this base has no default recipe; {remedy}")
-    name = given.get("recipe", "embedded")
+    name = given.get("recipe", "inference")
     config = completed(TrainConfig(**{"recipe": name} | RECIPES[name] | given))
     return config, None
 

@@ -363,7 +363,6 @@ MISTAKES = [
     (train, f"{TRAIN} --method learned", "its score must be fitted first, by tools/fit_scores"),
     (train, f"{TRAIN} --seq 33", "so that nothing is compressed"),
     (train, f"{TRAIN} --model missing", "missing: there is no such"),
-    (train, f"{TRAIN} --model text", "no default recipe; give --recipe with one of paper, "),
     (train, f"{TRAIN} --method h2o --lora-rank 0", "there is nothing to train"),
     (train, f"{TRAIN} --out latin", "latin: it is there already; name another place"),
     (train, f"{TRAIN} --out ''", "this name is empty"),

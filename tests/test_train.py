@@ -24,7 +24,7 @@ from support.programs.longlora import ShiftedGroups
 from support.programs.run_folder import new_folder, refuse_used
 from support.programs.settings import make_settings
 
-SMALL = "--data text --recipe embedded --mem 16 --seq 64 --batch 3 --micro-batch 1 --steps 3"
+SMALL = "--data text --lora-rank 8 --facts 8 --mem 16 --seq 64 --batch 3 --micro-batch 1 --steps 3"
 RUN = f"{SMALL} --device cpu --score-tokens 1 --save-every 1 --out run"
 STATE = Path("run/state.safetensors")
 CPU = Machine("cpu", torch.float32)  # without autocast

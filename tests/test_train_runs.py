@@ -21,7 +21,8 @@ from support.command_line import TINY
 from support.programs.settings import untrained
 from support.text import part_of, pieces, token_streams
 
-LINE = "--data text --mem 16 --segment 16 --seq 96 --batch 2 --micro-batch 1 --steps 2 --out run"
+LINE = "--data text --mem 16 --segment 16 --seq 96 --lora-rank 8 --batch 2 --micro-batch 1 --steps 2"
+LINE += " --out run"
 
 
 @pytest.mark.parametrize("words", [
@@ -111,7 +112,7 @@ def test_facts_that_are_scored_are_not_those_that_train(run, tokenizer, monkeypa
 
     monkeypatch.setattr(train, "tell", noted(train.tell, "training"))
     monkeypatch.setattr(train, "tell_all", noted(train.tell_all, "held-out"))
-    code, _, err = run(train, f"{LINE} --score-tokens 96")
+    code, _, err = run(train, f"{LINE} --score-tokens 96 --facts 8")
     assert code == 0, err
     for part, text in texts.items():
         names = re.findall(r"@( \w+ \w+) =", text)
@@ -124,7 +125,7 @@ def test_facts_that_are_scored_are_not_those_that_train(run, tokenizer, monkeypa
     ("a line\n" * 300, 64, "")])
 def test_facts_that_cannot_be_written(run, text, seq, reason):
     Path("flat.txt").write_text(text)
-    words = f"--data flat.txt --method h2o --mem 4 --seq {seq} --facts 2 --steps 1"
+    words = f"--data flat.txt --method h2o --lora-rank 8 --mem 4 --seq {seq} --facts 2 --steps 1"
     Path("held.txt").write_text(f"other {text}")
     code, _, err = run(train, f"{words} --batch 1 --held-out held.txt --score-tokens 64 --out run")
     assert code == 0 and err.count(f"note: no facts are written: {reason}") == bool(reason), err
@@ -132,7 +133,7 @@ def test_facts_that_cannot_be_written(run, text, seq, reason):
 
 def test_what_the_user_says_wins_over_a_recipe():
     """T is 512 in the paper, whatever M is. In ours it is M."""
-    assert parsed("").recipe == "embedded"
+    assert parsed("").recipe == "inference"
     assert parsed("--recipe paper --mem 128").segment == 512
     assert parsed("--mem 64").segment == 64
     given = asdict(parsed("--segment 7 --lr 0.5 --conv-lr 0.1 --method lococo")).items()

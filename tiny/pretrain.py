@@ -7,8 +7,8 @@ can be told from another. So its start contains a recall head (`init`), and five
 that it reads ask for one: facts, repeated passages, repeated random tokens (`recall_mixture`).
 Held-out documents and names of facts (support/text.py, PARTS) are never seen.
 
-Writes Hugging Face's layout. A new base needs a new adapter, as one belongs to its base:
-`python train.py --model runs/tiny --recipe embedded --steps 1200`.
+Writes Hugging Face's layout. A new base needs budgets and a score of its own: docs/training.md has the
+commands.
 """
 
 import argparse

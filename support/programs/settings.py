@@ -76,7 +76,7 @@ def untrained(
     settings = replace(settings, bits=bits)
     refuse_not_fitted(settings)
     if settings.merged:
-        flags = f"--model MODEL --recipe inference --method {method} --data TEXTS --out RUN"
+        flags = f"--model MODEL --method {method} --data TEXTS --out RUN"
         missing = f"it must be trained first: python train.py {flags}; then take RUN"
         raise UserError(f"method {method}: {missing}")
     return AdaptedLlama(model, settings).eval()

@@ -64,7 +64,7 @@ def add_training_flags(parser: Parser, recipes: dict[str, Any]) -> None:
     positive, number = at_least(1), at_least(0, float)
     add = parser.add_argument_group("training", RECIPES_VALUE).add_argument
     add("--recipe", choices=recipes,
-        help="what is not given by flags (default for tiny/: embedded; no other base has one)")
+        help="what is not given by flags (default: inference)")
     add("--lora-rank", type=at_least(0), metavar="RANK",
         help="of LoRA; with 0 only the convolutions train (inference mode)")
     add("--lr", type=number, metavar="RATE",
