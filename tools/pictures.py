@@ -216,7 +216,7 @@ PANELS = {  # title: the table, and what its cells have in common
 }
 
 
-CODE_ROWS = ("official code 0.02", "official code, one")
+CODE_ROWS = ("official code 0.02", "official code 0.02, on", "official code, one")
 
 
 def tokens_of(cell: dict) -> int:

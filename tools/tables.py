@@ -107,6 +107,8 @@ ROWS = {
                          "--method lococo-code"),
     "official code 0.02": Row("LoCoCo's code with initial weights of 0.02 instead of 1",
                               "--method lococo-code-0.02"),
+    # The run of seed 0 went on after its end, with a second fall of the rate from 0.025 to 0.
+    "official code 0.02, on": Row("the same, trained on", "--method lococo-code-0.02"),
     # Of the table of results.md with 64 slots, and of the picture `curve`. Cells from before 30
     # November 2026 were trained by earlier programs. Their flags are now those that mean the same.
     "official code closed": Row("LoCoCo's code with a gate from 0", "--method lococo-code-closed"),
@@ -176,7 +178,7 @@ class Table:
     segment: int | None = None  # tokens T of a segment; None: M
 
 
-LOCOCO = ("lococo", "lococo+h2o", "official code", "official code 0.02")
+LOCOCO = ("lococo", "lococo+h2o", "official code", "official code 0.02", "official code 0.02, on")
 SHORT = Table(
     ("official h2o", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots", "learned",
      "lococo+h2o 0.02", "official code 0.02", "official code closed", "official code, one"),
