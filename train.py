@@ -1,4 +1,4 @@
-"""Train a memory: its convolutions and, unless --lora-rank is 0, LoRA on its base
+"""Train a memory: its convolutions and, with a --lora-rank above 0, LoRA on its base
 together with the base's embeddings and norms.
 
     python train.py                            # the embedded model, on a CPU
