@@ -1,13 +1,14 @@
 """Budgets: the heads of a layer may have different numbers of slots.
 
-Heads differ in how much of a long text they read, so that equal budgets waste slots: few heads retrieve what was said long ago (DuoAttention, arXiv 2410.10819; HeadKV, arXiv
-2410.19258). tools/budgets.py measures which heads need more. On SmolLM2 with 512 slots on
-average and 8,192 tokens budgets lower the loss of H2O that forgets from 3.0636 to 3.0188
-nats per token, without training. Full attention has 3.0005 (docs/results.md).
+Heads differ in how much of a long text they read, so that equal budgets waste slots: few heads
+retrieve what was said long ago (DuoAttention, arXiv 2410.10819; HeadKV, arXiv 2410.19258).
+tools/budgets.py measures which heads need more. On SmolLM2 with 512 slots on average and 8,192
+tokens budgets lower the loss of H2O that forgets from 3.0636 to 3.0188 nats per token, without
+training. Full attention has 3.0005 (docs/results.md).
 
-It departs from the paper in that heads of a layer are compressed at different times. Methods with
-merged slots have no budgets: their convolution has a filter for each slot, and is shared by the heads
-of a layer. 
+It departs from the paper in that heads of a layer are compressed at different times. Methods
+with merged slots have no budgets: a convolution has a filter for each slot, and is shared by
+the heads of a layer.
 """
 
 from dataclasses import dataclass, field, fields
