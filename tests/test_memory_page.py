@@ -12,12 +12,14 @@ import pytest
 import torch
 
 import generate
+from conftest import settings as small_settings
 from generate import prefill
-from lococo import KINDS, AdaptedLlama, Settings
+from lococo import KINDS, MEMORIES, AdaptedLlama, Memory, Settings
 from support.command_line import HERE
+from support.files import UserError
 from support.memory_page import token_texts, write_page
 from support.ours.budgets import BudgetMemory
-from support.programs.tracing import Tracing
+from support.programs.tracing import Tracing, traced
 
 BROWSER = shutil.which("chromium")
 TEXTS = ["</script><!-- <script> ]]> &amp; THE_DATA_OF_THE_PAGE\n",
@@ -126,6 +128,13 @@ def test_three_memories_on_one_page(run, stock):
             assert found == {n: f"{share / 100:.2f}" for n, share in pairs(slot).items()}
     words = "--prompt prompt.txt --method h2o --mem 512 --max-new-tokens 1 --show-memory 3 1"
     assert "nothing has been compressed yet" in run(generate, words)[1]
+
+
+def test_a_memory_without_parts_is_not_shown(model, monkeypatch):
+    monkeypatch.setitem(MEMORIES, "own", Memory)
+    adapted = AdaptedLlama(model, small_settings("h2o", memory="own"))
+    with pytest.raises(UserError, match="memory own: it cannot be shown; let its class inherit"):
+        traced(adapted, [0])
 
 
 def test_heads_with_budgets_have_their_own_slots(run, stock):
