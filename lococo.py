@@ -257,8 +257,8 @@ class Memory(KVCache):
         recent     .  .  .  .   .  .  1
 
     The convolution sees only the columns with a w, side by side: places 3 and 5 become
-    neighbours. The paper does not treat heavy slots here. In (6) it has the segment first;
-    here the memory is first, as its tokens are older.
+    neighbours. The paper does not say how heavy slots enter (6). Its (6) has the segment
+    first, and this code the memory, as its tokens are older.
     """
 
     counters = ("seen",)  # numbers that are saved beside what `stored` returns

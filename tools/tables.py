@@ -103,7 +103,7 @@ ROWS = {
     "lococo": Row("the paper's `lococo`: all merged", "--method lococo"),
     "lococo+h2o": Row("the paper's `lococo+h2o`: M/2 heavy, M/2 merged",
                       "--method lococo+h2o"),
-    "official code": Row("LoCoCo's code: M/2 heavy, M/2 merged",
+    "official code": Row("LoCoCo's code as published: M/2 heavy, M/2 merged",
                          "--method lococo-code"),
     "official code 0.02": Row("LoCoCo's code with initial weights of 0.02 instead of 1",
                               "--method lococo-code-0.02"),

@@ -30,7 +30,7 @@ class HeadSettings(Settings):
 
     # Slots of the key/value heads of each layer, as [[24, 96, 24], [48, 48, 48], ...].
     budgets: list[list[int]] = field(default_factory=list)
-    bits: int = 0  # in which entries are stored, 8 or 4 (bits.py); 0: those of the model's dtype
+    bits: int = 0  # of a stored number, 8 or 4 (bits.py); 0: those of the model's dtype
 
     @property
     def largest(self) -> int:
@@ -105,8 +105,7 @@ def parts_of(config: LlamaConfig, settings: HeadSettings) -> list[Part]:
 
 
 class BudgetMemory(PackedMemory):
-    """A memory whose lists have one item for each part of a layer (see `Part`). Where a
-    method of Memory has a `layer`, it is the index n of a part here, except in `attend`.
+    """A memory whose lists have one item for each part of a layer (see `Part`). Except in `attend`, a `layer` of Memory is the index n of a part here.
     It also has the ceiling (ceiling.py) and the bits (bits.py). The programs hold the paper's
     methods in it."""
 

@@ -63,7 +63,7 @@ class LearnedScore(nn.Module):
 
 
 class ScoredMemory(BudgetMemory):
-    """A memory whose heavy slots keep the entries of the highest scores."""
+    """A memory whose heavy slots keep the entries with the highest of two scores."""
 
     def choose(self, n: int, k: Tensor, v: Tensor, received: Tensor) -> Tensor:
         """As Memory.choose. Three of five heavy slots keep the entries that will receive
