@@ -105,9 +105,9 @@ def parts_of(config: LlamaConfig, settings: HeadSettings) -> list[Part]:
 
 
 class BudgetMemory(PackedMemory):
-    """A memory whose lists have one item for each part of a layer (see `Part`). Except in `attend`, a `layer` of Memory is the index n of a part here.
-    It also has the ceiling (ceiling.py) and the bits (bits.py). The programs hold the paper's
-    methods in it."""
+    """A memory whose lists have one item for each part of a layer (see `Part`). Except in
+    `attend`, a `layer` of Memory is the index n of a part here. It also has the ceiling
+    (ceiling.py) and the bits (bits.py). The programs hold the paper's methods in it."""
 
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         settings = with_ours(settings)

@@ -47,7 +47,7 @@ def settings_of(file: Path, saved: dict) -> Settings:
     for name, known in rows.items():
         own = getattr(settings, name)
         if own not in known:
-            remedy = "import its file in support/ours/__init__.py, or train it again"
+            remedy = "import its file in support/ours/__init__.py, or make it again"
             raise UserError(f"{file}: its {name} {own!r} is unknown; {remedy}")
     return settings
 
