@@ -2,11 +2,11 @@
 
     python tools/bench.py                                    # minutes on one core
     python tools/bench.py --device cuda --mem 512 --segment 512 --seq 8192
-    python tools/bench.py --model SmolLM2-135M --rows streaming h2o learned \\
-        --mem 64 --segment 64
+    python tools/bench.py --model SmolLM2-135M --rows h2o learned --seq 8192 --contexts \\
+        --mem 512 896 --segment 512 128             # reads alone, with two pairs of sizes
 
 Memories take turns, for several rounds. The table has the medians and, behind each, how
-many times the window's that is.
+many times the first window's that is.
 
     prefill  reading one sequence
     decode   one token, after so many others. The caches are filled with random entries:
@@ -53,11 +53,22 @@ def seconds(work: Callable, options: Options) -> float:
     return time.perf_counter() - begun
 
 
-def make(row: str, model: Llama, options: Options) -> AdaptedLlama:
-    segment = options.seq if row == "full" else options.segment
+def make(row: str, mem: int, segment: int, model: Llama, options: Options) -> AdaptedLlama:
     budgets = None if row in ("full", "streaming") else options.budgets
-    settings = make_settings(row, options.mem, segment, options.seq, budgets, lora_rank=0)
+    settings = make_settings(row, mem, segment, options.seq, budgets, lora_rank=0)
     return AdaptedLlama(model, replace(settings, bits=options.bits)).eval()
+
+
+def make_all(model: Llama, options: Options) -> dict[str, AdaptedLlama]:
+    """By the name of a row. The full cache reads all tokens at once."""
+    made = {}
+    for row in METHODS:
+        if row == "full" and row in options.rows:
+            made[row] = make(row, 0, options.seq, model, options)
+        elif row == "streaming" or row in options.rows:
+            for M, T in zip(options.mem, options.segment):
+                made[f"{row}, {M} + {T}"] = make(row, M, T, model, options)
+    return made
 
 
 # --- Reading ----------------------------------------------------------------------------
@@ -69,7 +80,7 @@ def prefill_time(adapted: AdaptedLlama, options: Options) -> float:
     cache = adapted.cache()
     with options.machine.precision(), torch.no_grad():
         return seconds(
-            lambda: prefill(adapted.model, tokens, cache, options.segment), options
+            lambda: prefill(adapted.model, tokens, cache, adapted.settings.segment), options
         )
 
 
@@ -99,7 +110,7 @@ def decode_time(adapted: AdaptedLlama, n: int, options: Options) -> float:
     """Seconds of a token after n others."""
     cache = filled(adapted, n, options)
     token = torch.zeros(1, 1, dtype=torch.int64, device=options.device)
-    count = options.segment if adapted.settings.mem else 16
+    count = adapted.settings.segment if adapted.settings.mem else 16
 
     def write(tokens: int) -> None:
         for _ in range(tokens):
@@ -120,11 +131,9 @@ def measure(
     columns = defaultdict(lambda: defaultdict(list))
 
     def take_turns(column: str, value: Callable) -> None:
-        for turn in range(options.rounds + 1):
+        for _ in range(options.rounds):
             for row, adapted in models.items():
-                found = value(adapted)
-                if turn:  # the first round warms up
-                    columns[column][row].append(found)
+                columns[column][row].append(value(adapted))
 
     take_turns("prefill, s", lambda adapted: prefill_time(adapted, options))
     for n in options.contexts:
@@ -134,12 +143,13 @@ def measure(
 
 def print_table(columns: dict[str, dict[str, list]], rows: list[str]) -> None:
     width = max(map(len, rows))
+    window = next(row for row in rows if row.startswith("streaming"))
     print(f"{'':{width}}" + "".join(f"{column:>20}" for column in columns))
     for row in rows:
         line = f"{row:{width}}"
         for values in columns.values():
             value = statistics.median(values[row])
-            times = value / statistics.median(values["streaming"])
+            times = value / statistics.median(values[window])
             line += f"{value:>13.4g}{times:>7.2f}"
         print(line)
 
@@ -151,32 +161,35 @@ def parse() -> Options:
         help=f"methods beside the window, of %(choices)s (default: {' '.join(ROWS)})")
     add("--model", type=Path, default=TINY, help="directory of the base (default: tiny/)")
     positive = at_least(1)
-    add("--mem", type=at_least(8), default=128, help="slots M (default: 128)")
-    add("--segment", type=positive, default=128, help="tokens T (default: 128)")
+    add("--mem", type=at_least(8), nargs="+", default=[128], help="slots M (default: 128)")
+    add("--segment", type=positive, nargs="+", default=[128],
+        help="tokens T, as many numbers as --mem has (default: 128)")
     add("--seq", type=positive, default=2048, help="tokens of a sequence (default: 2048)")
-    add("--contexts", type=positive, nargs="+", default=[2048, 32768],
-        help="tokens before decoding (default: 2048 32768)")
+    add("--contexts", type=positive, nargs="*", default=[2048, 32768],
+        help="tokens before decoding, or nothing, to read alone (default: 2048 32768)")
     add("--budgets", type=budgets_file, metavar="FILE",
         help="slots of each head, for a --model (default: M each)")
     add("--bits", type=int, choices=(8, 4), default=0,
         help="of entries in all rows, for `prefill` (default: those of --dtype)")
     add("--rounds", type=positive, default=5,
-        help="turns of each memory; one more warms up (default: 5)")
+        help="turns of each memory; the first is slower (default: 5)")
     add("--device", default="cpu", help="cpu or cuda (default: cpu)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="of the base model (default: float32)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if len(options.mem) != len(options.segment):
+        parser.error("--mem and --segment must have equally many numbers")
+    return options
 
 
 def main() -> None:
     options = parse()
     options.machine = prepare(options.device, options.dtype)
     model = load_llama(options.model, options.machine.dtype, options.device)
-    rows = [row for row in METHODS if row == "streaming" or row in options.rows]
-    sizes = f"M = {options.mem}, T = {options.segment}, L = {options.seq:,}"
+    models = make_all(model, options)
     machine = f"{options.dtype} on {options.device}, {torch.get_num_threads()} threads"
-    print(f"{sizes}; {machine}, torch {torch.__version__}; {options.rounds} rounds")
-    print_table(measure({row: make(row, model, options) for row in rows}, options), rows)
+    print(f"Rows are METHOD, M + T; L = {options.seq:,}; {machine}, torch {torch.__version__}")
+    print_table(measure(models, options), list(models))
 
 
 if __name__ == "__main__":

@@ -114,6 +114,12 @@ ROWS = {
     "official code closed": Row("LoCoCo's code with a gate from 0", "--method lococo-code-closed"),
     "official code, one": Row("LoCoCo's code, one sequence a step",
                               "--method lococo-code-0.02 --batch 1"),
+    "official code, rate 0.015": Row("the same, at a rate of 0.015",
+                                     "--method lococo-code-0.02 --batch 1 --conv-lr 0.015"),
+    "official code, rate 0.005": Row("the same, at a rate of 0.005",
+                                     "--method lococo-code-0.02 --batch 1 --conv-lr 0.005"),
+    "official code, rate 0.0015": Row("the same, at a rate of 0.0015",
+                                      "--method lococo-code-0.02 --batch 1 --conv-lr 0.0015"),
     "lococo+h2o 0.02": Row("the paper's `lococo+h2o` with initial weights of 0.02",
                            "--method lococo+h2o-0.02"),
     "lococo trained": Row("LoCoCo's code, 60 steps", "--method lococo-code-0.02",
@@ -181,7 +187,8 @@ class Table:
 LOCOCO = ("lococo", "lococo+h2o", "official code", "official code 0.02", "official code 0.02, on")
 SHORT = Table(
     ("official h2o", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots", "learned",
-     "lococo+h2o 0.02", "official code 0.02", "official code closed", "official code, one"),
+     "lococo+h2o 0.02", "official code 0.02", "official code closed", "official code, one",
+     *(f"official code, rate {rate}" for rate in (0.015, 0.005, 0.0015))),
     64, 1024, "test", "--recipe inference",
 )
 LONG = Table(
