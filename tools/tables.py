@@ -214,14 +214,10 @@ for row in ("h2o", "h2o 5/8 forget", "h2o heads", "learned", "8 bits"):
         SIZED.append(sized(row, sizes))
 # What README.md calls a row, and the panel of its facts. Rows without sizes have M = T = 512.
 RESULT = {
-    "full": ("full attention", "base, full"),
     "window": ("window: 4 first, M - 4 last", "base, streaming M=512"),
     "h2o": ("H2O: M/2 heavy, M/2 last", "base, h2o M=512"),
     "official code 0.02": ("LoCoCo's code with smaller initial weights", "runs/lococo"),
     "h2o heads": ("H2O that forgets, with budgets", "base, h2o+forget M=512 budgets"),
-    sized("h2o heads, 8 bits", "1792 + 256"): (
-        "the same in 8 bits, M = 1,792, T = 256", "base, h2o+forget M=1792 T=256 budgets bits=8",
-    ),
     "learned": ("a learned score, with budgets", f"{STORED}/learned M=512 T=512 bits=0"),
     "8 bits @ 1792 + 256": ("**the same in 8 bits, M = 1,792, T = 256**", f"{STORED}/learned"),
 }
@@ -231,10 +227,12 @@ LADDER = {
     "h2o 5/8 forget": ("+ forgetting", ("support/ours/forgetting.py",)),
     "h2o heads": ("+ budgets", ("support/ours/budgets.py", "tools/budgets.py")),
     sized("h2o heads", "896 + 128"): ("+ smaller segments: M = 896, T = 128", ()),
-    sized("learned", "896 + 128"): (
+    sized("h2o heads, 8 bits", "1792 + 256"): (
+        "+ 8 bits: M = 1,792, T = 256", ("support/ours/bits.py",),
+    ),
+    "8 bits @ 1792 + 256": (
         "+ a learned score", ("support/ours/learned_score.py", "tools/fit_scores.py"),
     ),
-    "8 bits @ 1792 + 256": ("+ 8 bits: M = 1,792, T = 256", ("support/ours/bits.py",)),
     "full": ("full attention", ()),
 }
 ROWS["8 bits, most slots"] = replace(
@@ -244,7 +242,7 @@ EXTENDED = ("window", "h2o", "h2o heads", "learned", "8 bits, most slots")
 TABLES = {
     "articles": SHORT,
     "novel": replace(SHORT, part="choosing"),
-    "result": replace(LONG, rows=tuple(RESULT)),
+    "result": replace(LONG, rows=("full", *RESULT)),
     "long": LONG,
     "small segments": SMALL_SEGMENTS,
     "field": replace(SMALL_SEGMENTS, rows=("full", *filter(None, sum(FIELD.values(), ())))),
@@ -539,11 +537,12 @@ def result_table(table: Table, lines: Lines) -> str:
     panels = panels_of("needle.json", "needle-8192.json")
     columns = "memory", "MB", "nats per token above full attention", "facts found, %"
     text = f"| {' | '.join(columns)} |\n|---|---|---|---|\n"
+    full = lines.pop("full", None)
     for key, line in lines.items():
         label, panel = RESULT[key]
         shares = panels.get(panel, {}).get(str(table.seq), [])
         found = f"{100 * np.nanmean(np.array(shares, dtype=float)):.0f}" if shares else ""
-        above = difference(line, lines.get("full"))
+        above = difference(line, full)
         text += f"| {label} | {line.megabytes():.0f} | {above} | {found} |\n"
     return text
 
