@@ -52,14 +52,15 @@ def test_a_gap_on_two_texts():
 
 def test_what_readme_and_other_sizes_show(monkeypatch):
     """By hand: bytes, the difference from full attention, facts; and a column for each size."""
-    panel = {"8192": [0.25, None, 0.75]}
-    monkeypatch.setattr(tables, "read_json", lambda file: {"found": {"base, h2o M=512": panel}})
+    name, panel = "base, h2o M=512", {"8192": [0.25, None, 0.75]}
+    needles = {"found": {name: panel}, "errors": {name: {"8192": 0.04}}}
+    monkeypatch.setattr(tables, "read_json", lambda file: needles)
     small = dict(mem=896, seq=8192, part="long", documents=8) | {"by position": {}}
     stored = [cell("full", [1.0, 3.0], **small), cell("h2o", [3.0, 6.0], **small)]
     stored += [cell("h2o heads", [2.0, 3.0], **small), cell("h2o heads @ 384 + 128", [5.0], **small)]
     made = tables.all_tables(stored + [c | dict(mem=512, documents=16) for c in stored])
     assert rows_of(made["result, M, float32"]) == [
-        ["3", "+2.5000 ± 0.5000", "50 |"], ["3", "+0.5000 ± 0.5000", " |"]]
+        ["3", "+2.5000 ± 0.5000", "50 ± 4 |"], ["3", "+0.5000 ± 0.5000", " |"]]
     columns, _, h2o, heads = made["sizes, M, float32"].splitlines()
     assert columns == "| M + T | 384 + 128 | 896 + 128 |"
     assert h2o.endswith(" |  | 4.5000 |") and heads.endswith("| 5.0000 | 2.5000 |")

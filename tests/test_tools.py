@@ -2,6 +2,7 @@
 tools/needle.py: what is found and what is not. tools/fit_scores.py: what attention comes."""
 
 import argparse
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -140,6 +141,16 @@ def test_a_window_finds_what_it_holds_and_a_learned_score_finds_all(run):
     assert name.endswith("tiny bits=4")
     code, _, err = run(needle, f"{words} {text} --json found.json --documents 1")
     assert code == 2 and "found.json: it has other texts" in err
+
+
+def test_the_error_of_facts_is_over_texts(run, monkeypatch):
+    """One text of two has all of its facts, the other none: 0.5 ± 0.5."""
+    hits = itertools.cycle(([True] * 9, [False] * 9))
+    monkeypatch.setattr(needle, "found", lambda adapted, ids, facts, _: next(hits)[: len(facts)])
+    text = f"--data {argparse.__file__} --part all --lengths 700 --documents 2"
+    code, out, err = run(needle, f"--method full {text} --json found.json")
+    assert code == 0 and out.count("0.50 ± 0.50") == 1, err
+    assert json.loads(Path("found.json").read_text())["errors"]["base, full"] == {"700": 0.5}
 
 
 # --- Scores -----------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from eval_ppl import standard_error
 from generate import decode, read_ids
 from lococo import AdaptedLlama
 from model import load_base
@@ -120,12 +121,13 @@ def found(
 def panel(
     adapted: AdaptedLlama, documents: dict[int, Tensor], tokenizer: Tokenizer, form: str,
     bar: tqdm, chat: Chat | None = None,
-) -> dict[int, list[float]]:
-    """By length the share of facts that are found at each depth. With a chat its opening
-    begins the text, in the place of BOS."""
+) -> tuple[dict[int, list[float]], dict[int, float]]:
+    """By length the share of facts that are found at each depth, and the standard error over
+    texts of the share that is found in all. With a chat its opening begins the text, in the
+    place of BOS."""
     breaks = fact_tokens(tokenizer, form).breaks
     opens = tokenizer.continued(chat.opens, special=True) if chat else None
-    shares = {}
+    shares, errors = {}, {}
     for L, rows in documents.items():
         hits = []
         for i, row in enumerate(rows):
@@ -139,20 +141,22 @@ def panel(
             missing = [math.nan] * (len(facts) - told)  # what is not told counts for nothing
             hits.append([*found(adapted, ids, facts[:told], tokenizer)] + missing)
             bar.update(L)
-        shares[L] = torch.tensor(hits, dtype=torch.float64).nanmean(dim=0).tolist()
-    return shares
+        hits = torch.tensor(hits, dtype=torch.float64)
+        shares[L] = hits.nanmean(dim=0).tolist()
+        errors[L] = standard_error(hits.nanmean(dim=1))
+    return shares, errors
 
 
-def stored_panels(flags: argparse.Namespace, about: dict) -> dict[str, dict]:
-    """The panels that are in --json already. Raises UserError if they are not `about` the same
-    texts and base."""
+def stored_panels(flags: argparse.Namespace, about: dict) -> tuple[dict, dict]:
+    """The panels that are in --json already, and their errors, which older files lack. Raises
+    UserError if they are not `about` the same texts and base."""
     if not flags.json or not flags.json.is_file():
-        return {}
+        return {}, {}
     stored = read_json(flags.json)
     if not isinstance(stored, dict) or {**stored, **about} != stored:
         others = "it has other texts, or another base, form of facts or --dtype"
         raise UserError(f"--json {flags.json}: {others}; name another file")
-    return stored["found"]
+    return stored["found"], stored.get("errors", {})
 
 
 def parse() -> argparse.Namespace:
@@ -182,7 +186,7 @@ def main() -> None:
     of_texts = {str(L): rows for L, rows in documents.items()}
     asked = "asked" if chat else form
     about["of"] = checksum(of_texts, f"{flags.model.name} {asked} {machine.dtype}")
-    figures = stored_panels(flags, about)
+    figures, errors = stored_panels(flags, about)
     for name in figures.keys() & models.keys():
         del models[name]
         print(f"note: {flags.json} has {name} already", file=sys.stderr)
@@ -190,12 +194,15 @@ def main() -> None:
     bar = tqdm(total=total, desc="reading", unit=" tokens", leave=False, disable=None)
     with machine.precision(), bar:
         for name, adapted in models.items():
-            figures[name] = panel(adapted, documents, tokenizer, form, bar, chat)
-            print(f"\n{name}: facts found at each depth, from the first tokens to the last")
+            made = panel(adapted, documents, tokenizer, form, bar, chat)
+            figures[name], errors[name] = made
+            print(f"\n{name}: facts found at each depth, from the first tokens to the last, and in")
+            print("all, with the standard error over texts")
             for L, shares in figures[name].items():
-                print(f"{L:>8,} tokens ", *(f"{share:5.2f}" for share in shares), flush=True)
+                in_all = f"  {np.nanmean(shares):.2f} ± {errors[name][L]:.2f}"
+                print(f"{L:>8,} tokens ", *(f"{share:5.2f}" for share in shares), in_all)
             if flags.json:
-                write_json(flags.json, about | {"found": figures})
+                write_json(flags.json, about | {"found": figures, "errors": errors})
 
 
 if __name__ == "__main__":

@@ -526,15 +526,16 @@ FOUND = {  # the panels of docs/needle.json, and of needle-8192.json, by row
 }
 
 
-def panels_of(*names: str) -> dict[str, dict]:
-    """The panels of these files of docs/, which tools/needle.py has made."""
-    files = (HERE / "docs" / name for name in names)
-    return {key: panel for file in files for key, panel in read_json(file)["found"].items()}
+def panels_of(*names: str, what: str = "found") -> dict[str, dict]:
+    """The panels of these files of docs/, which tools/needle.py has made, or their errors."""
+    files = (read_json(HERE / "docs" / name).get(what, {}) for name in names)
+    return {key: panel for file in files for key, panel in file.items()}
 
 
 def result_table(table: Table, lines: Lines) -> str:
     """What README.md shows of SmolLM2: bytes, loss and facts in texts of 8,192 tokens."""
-    panels = panels_of("needle.json", "needle-8192.json")
+    files = "needle.json", "needle-8192.json"
+    panels, errors = panels_of(*files), panels_of(*files, what="errors")
     columns = "memory", "MB", "nats per token above full attention", "facts found, %"
     text = f"| {' | '.join(columns)} |\n|---|---|---|---|\n"
     full = lines.pop("full", None)
@@ -542,6 +543,8 @@ def result_table(table: Table, lines: Lines) -> str:
         label, panel = RESULT[key]
         shares = panels.get(panel, {}).get(str(table.seq), [])
         found = f"{100 * np.nanmean(np.array(shares, dtype=float)):.0f}" if shares else ""
+        if panel in errors:
+            found += f" ± {100 * errors[panel][str(table.seq)]:.0f}"
         above = difference(line, full)
         text += f"| {label} | {line.megabytes():.0f} | {above} | {found} |\n"
     return text
