@@ -111,9 +111,10 @@ ROWS = {
     "official code 0.02, on": Row("the same, trained on", "--method lococo-code-0.02"),
     # Of the table of results.md with 64 slots, and of the picture `curve`. Cells from before 30
     # November 2026 were trained by earlier programs. Their flags are now those that mean the same.
-    "official code closed": Row("LoCoCo's code with a gate from 0", "--method lococo-code-closed"),
-    "official code, one": Row("LoCoCo's code, one sequence a step",
+    "official code, one": Row("the same, one sequence a step instead of four",
                               "--method lococo-code-0.02 --batch 1"),
+    "official code closed": Row("LoCoCo's code with initial weights of 0.02 and a gate from 0",
+                                "--method lococo-code-closed"),
     "lococo+h2o 0.02": Row("the paper's `lococo+h2o` with initial weights of 0.02",
                            "--method lococo+h2o-0.02"),
     "lococo trained": Row("LoCoCo's code, 60 steps", "--method lococo-code-0.02",
@@ -124,11 +125,11 @@ ROWS = {
     "learned": Row("**a learned score, with budgets**", f"--method learned --budgets {BUDGETS}",
                    stored=f"{STORED}/learned"),
 }
-RATES = [f"official code, rate {rate}" for rate in (0.005, 0.015, 0.15)]  # the paper's is 0.05
+RATES = [f"official code, rate {rate}" for rate in (0.005, 0.015, 0.15)]
 for row in RATES:
     rate = row.split()[-1]
     flags = f"--method lococo-code-0.02 --batch 1 --conv-lr {rate}"
-    ROWS[row] = Row(f"the same, at a rate of {rate}", flags)
+    ROWS[row] = Row(f"the same, at a rate of {rate} instead of 0.05", flags)
 ROWS["h2o heads, 8 bits"] = replace(
     ROWS["h2o heads"], label="H2O that forgets, with budgets, in 8 bits", bits=8
 )
@@ -186,8 +187,8 @@ class Table:
 LOCOCO = ("lococo", "lococo+h2o", "official code", "official code 0.02", "official code 0.02, on")
 SHORT = Table(
     ("official h2o", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots", "learned",
-     "lococo+h2o 0.02", "official code 0.02", "official code closed", "official code, one",
-     *RATES),
+     "lococo+h2o 0.02", "official code closed", "official code", "official code 0.02",
+     "official code, one", *RATES),
     64, 1024, "test", "--recipe inference",
 )
 LONG = Table(
@@ -598,6 +599,24 @@ def ladder_table(table: Table, lines: Lines) -> str:
     return text
 
 
+def short_table(cells: list[dict]) -> str:
+    """The nats per token with 64 slots after each number of steps, of each seed. `cells` are of
+    one model and dtype, on the two texts that the short tables score."""
+    text = "| memory | trained | choosing novel | articles |\n|---|---|---|---|\n"
+    for row in SHORT.rows:
+        some = [cell for cell in cells if cell["row"] == row and cell["mem"] == SHORT.mem]
+        sequences = 1 if "--batch 1" in ROWS[row].flags else 4
+        for steps in sorted({cell["steps"] for cell in some}):
+            tokens = steps * sequences * SHORT.seq
+            columns = [f"{tokens:,} tokens, {steps} steps" if steps else "-"]
+            for part in ("choosing", "test"):
+                found = {cell["seed"]: cell["nats"] for cell in some
+                         if (cell["part"], cell["steps"]) == (part, steps)}
+                columns.append(", ".join(f"{found[seed]:.4f}" for seed in sorted(found)))
+            text += f"| {ROWS[row].label} | {' | '.join(columns)} |\n"
+    return text
+
+
 FORMS = {
     "result": result_table, "field": field_table, "sizes": sizes_table, "ladder": ladder_table,
 }
@@ -614,6 +633,7 @@ def all_tables(cells: list[dict]) -> dict[str, str]:
             if lines:
                 form = FORMS.get(name, loss_table)
                 made[f"{name}, {model}, {dtype}"] = form(table, lines)
+        made[f"64 slots, {model}, {dtype}"] = short_table(some)
     return made
 
 
