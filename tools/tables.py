@@ -610,7 +610,7 @@ def short_table(cells: list[dict]) -> str:
             tokens = steps * sequences * SHORT.seq
             columns = [f"{tokens:,} tokens, {steps} steps" if steps else "-"]
             for part in ("choosing", "test"):
-                found = {cell["seed"]: cell["nats"] for cell in some
+                found = {cell["seed"]: np.mean(cell["by document"]) for cell in some
                          if (cell["part"], cell["steps"]) == (part, steps)}
                 columns.append(", ".join(f"{found[seed]:.4f}" for seed in sorted(found)))
             text += f"| {ROWS[row].label} | {' | '.join(columns)} |\n"
