@@ -219,12 +219,6 @@ PANELS = {  # title: the table, and what its cells have in common
 CODE_ROWS = ("official code 0.02", "official code 0.02, on", "official code, one")
 
 
-def tokens_of(cell: dict) -> int:
-    """How many tokens a cell was trained on."""
-    batch = 1 if cell["row"] == "official code, one" else max(1, 4096 // cell["seq"])
-    return batch * cell["steps"] * cell["seq"]
-
-
 def draw_curve(file: Path) -> None:
     """The loss by tokens trained, from docs/results.jsonl."""
     figure, panels = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
@@ -239,14 +233,14 @@ def draw_curve(file: Path) -> None:
         for cell in stored:
             if cell["row"] in CODE_ROWS and common.items() <= cell.items():
                 nats = float(np.mean(cell["by document"]))
-                trained.setdefault(tokens_of(cell), []).append(nats)
+                trained.setdefault(tables.tokens_of(cell), []).append(nats)
         first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}
         look = dict(color="#e69f00", label="LoCoCo's code, a dot for each seed")
         axes.plot(first.keys(), first.values(), "-", **look)
         for tokens, losses in trained.items():
             axes.plot([tokens] * len(losses), losses, "o", color="#e69f00")
         axes.set_xscale("log")
-        axes.set_xticks([100_000, 200_000, 500_000], ["100,000", "200,000", "500,000"])
+        axes.set_xticks([50_000, 100_000, 200_000, 500_000], ["50,000", "100,000", "200,000", "500,000"])
         axes.minorticks_off()
         axes.set_xlabel("tokens trained")
         axes.set_title(title, loc="left", fontsize=10)

@@ -599,16 +599,22 @@ def ladder_table(table: Table, lines: Lines) -> str:
     return text
 
 
+def tokens_of(cell: dict) -> int:
+    """How many tokens a cell was trained on."""
+    one = "--batch 1" in ROWS[cell["row"]].flags
+    sequences = 1 if one else max(1, 4096 // cell["seq"])
+    return cell["steps"] * sequences * cell["seq"]
+
+
 def short_table(cells: list[dict]) -> str:
     """The nats per token with 64 slots after each number of steps, of each seed. `cells` are of
     one model and dtype, on the two texts that the short tables score."""
     text = "| memory | trained | choosing novel | articles |\n|---|---|---|---|\n"
     for row in SHORT.rows:
         some = [cell for cell in cells if cell["row"] == row and cell["mem"] == SHORT.mem]
-        sequences = 1 if "--batch 1" in ROWS[row].flags else 4
-        for steps in sorted({cell["steps"] for cell in some}):
-            tokens = steps * sequences * SHORT.seq
-            columns = [f"{tokens:,} tokens, {steps} steps" if steps else "-"]
+        tokens = {cell["steps"]: tokens_of(cell) for cell in some}
+        for steps in sorted(tokens):
+            columns = [f"{tokens[steps]:,} tokens, {steps} steps" if steps else "-"]
             for part in ("choosing", "test"):
                 found = {cell["seed"]: np.mean(cell["by document"]) for cell in some
                          if (cell["part"], cell["steps"]) == (part, steps)}
