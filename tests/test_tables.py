@@ -41,16 +41,27 @@ def test_the_table_by_hand(monkeypatch):
 
 
 def test_each_number_of_steps_with_64_slots():
-    """Both texts side by side. The newest cell of a seed counts; other sizes do not."""
+    """Both texts side by side, as means of the seeds. The newest cell of a seed counts; other
+    sizes do not."""
     code = "official code, one"
     stored = [cell("h2o", [3.0, 5.0]), cell(code, [9.0, 9.0]), cell(code, [1.0, 3.0]),
               cell(code, [2.0, 4.0], seed=1), cell(code, [7.0], part="choosing"),
               cell(code, [6.0], part="choosing", steps=240), cell("h2o", [1.0], mem=896)]
     assert rows_of(tables.all_tables(stored)["64 slots, M, float32"]) == [
-        ["-", "", "4.0000 |"],
-        ["61,440 tokens, 60 steps", "7.0000", "2.0000, 3.0000 |"],
-        ["245,760 tokens, 240 steps", "6.0000", " |"],
+        ["-", "", "", "4.0000", "+0.0000 ± 0.0000 |"],
+        ["61,440 tokens, 2 seeds", "7.0000", "", "2.5000", "-1.5000 ± 0.0000 |"],
+        ["245,760 tokens, 1 seed", "6.0000", "", "", " |"],
     ]
+
+
+def test_lococo_minus_others():
+    """On the first text, on the second, and on both; a mean of the seeds."""
+    long = dict(mem=512, seq=8192, part="long", documents=2) | {"by position": {}}
+    code, table = "official code 0.02", replace(tables.TABLES["lococo"], documents=2)
+    stored = [cell("h2o", [3.0, 7.0], **long), cell(code, [2.0, 5.0], **long),
+              cell(code, [1.0, 7.0], seed=1, **long)]
+    made = tables.lococo_table(table, tables.lines_of(table, stored))
+    assert rows_of(made) == [["-1.5000 ± nan", "-1.0000 ± nan", "-1.2500 ± 0.2500 |"]]
 
 
 def test_a_gap_on_two_texts():

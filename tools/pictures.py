@@ -120,13 +120,14 @@ LOOKS = {  # of memories: label, colour, and mark; all can tell the colours apar
     "h2o": ("H2O", "#999999", "s"),
     "h2o heads": ("H2O that forgets, with budgets", "#0072b2", "o"),
     "learned": ("a learned score, with budgets", "#d55e00", "o"),
-    "8 bits": ("the same in few bits", "#d55e00", "*"),
+    "h2o heads, 8 bits @ 1792 + 256": ("the same in 8 bits", "#0072b2", "*"),
+    "8 bits": ("a learned score, in few bits", "#d55e00", "*"),
 }
 # Labels beside points, and where they stand, in points of the font.
 LABELS = {
     "8 bits": ("8 bits", (0, 9)),
     "4 bits": ("4 bits", (0, 9)),
-    "8 bits @ 1792 + 256": ("8 bits,\ntwice the slots", (0, -34)),
+    "8 bits @ 1792 + 256": ("8 bits,\n1,792 slots", (0, -34)),
 }
 SHOWN = LOOKS.keys() | LABELS.keys()
 CURVES = ("h2o heads", "learned")

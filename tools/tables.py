@@ -113,6 +113,8 @@ ROWS = {
     # November 2026 were trained by earlier programs. Their flags are now those that mean the same.
     "official code, one": Row("the same, one sequence a step instead of four",
                               "--method lococo-code-0.02 --batch 1"),
+    "official code 1, one": Row("LoCoCo's code as published, one sequence a step",
+                                "--method lococo-code --batch 1"),
     "official code closed": Row("LoCoCo's code with initial weights of 0.02 and a gate from 0",
                                 "--method lococo-code-closed"),
     "lococo+h2o 0.02": Row("the paper's `lococo+h2o` with initial weights of 0.02",
@@ -187,8 +189,8 @@ class Table:
 LOCOCO = ("lococo", "lococo+h2o", "official code", "official code 0.02", "official code 0.02, on")
 SHORT = Table(
     ("official h2o", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots", "learned",
-     "lococo+h2o 0.02", "official code closed", "official code", "official code 0.02",
-     "official code, one", *RATES),
+     "lococo+h2o 0.02", "official code closed", "official code", "official code 1, one",
+     "official code 0.02", "official code, one", *RATES),
     64, 1024, "test", "--recipe inference",
 )
 LONG = Table(
@@ -212,6 +214,7 @@ for row in ("h2o", "h2o 5/8 forget", "h2o heads", "learned", "8 bits"):
     SIZED.append(row)
     for sizes in ("384 + 128", "512 + 512", "768 + 256", "960 + 64", "1792 + 256"):
         SIZED.append(sized(row, sizes))
+SIZED.insert(SIZED.index("learned"), sized("h2o heads, 8 bits", "1792 + 256"))
 # What README.md calls a row, and the panel of its facts. Rows without sizes have M = T = 512.
 RESULT = {
     "window": ("window: 4 first, M - 4 last", "base, streaming M=512"),
@@ -244,6 +247,10 @@ TABLES = {
     "novel": replace(SHORT, part="choosing"),
     "result": replace(LONG, rows=("full", *RESULT)),
     "long": LONG,
+    "lococo": replace(
+        LONG, steps=60,
+        rows=("official code 0.02", "window", "h2o", "official h2o", "h2o 5/8 forget"),
+    ),
     "small segments": SMALL_SEGMENTS,
     "field": replace(SMALL_SEGMENTS, rows=("full", *filter(None, sum(FIELD.values(), ())))),
     "sizes": replace(SMALL_SEGMENTS, rows=tuple(SIZED)),
@@ -466,13 +473,13 @@ def common_seeds(*lines: Line | None) -> list[int]:
     return sorted(set.intersection(*trained)) if trained else [0]
 
 
-def difference(line: Line, other: Line | None) -> str:
+def difference(line: Line, other: Line | None, documents: slice = slice(None)) -> str:
     """The paired difference of the nats of each document, as a mean of the common seeds,
     and its standard error over documents."""
     above = [line.nats(seed) - other.nats(seed) for seed in common_seeds(line, other)]
     if not above:
         return ""
-    values = np.mean(above, axis=0)
+    values = np.mean(above, axis=0)[documents]
     return f"{values.mean():+.4f} ± {standard_error(torch.from_numpy(values)):.4f}"
 
 
@@ -522,6 +529,7 @@ FOUND = {  # the panels of docs/needle.json, and of needle-8192.json, by row
     "h2o heads": "base, h2o+forget M=896 T=128 budgets",
     "learned": "adapters/smollm2-135m/learned M=896 T=128 bits=0",
     "8 bits": "adapters/smollm2-135m/learned M=896 T=128",
+    "h2o heads, 8 bits @ 1792 + 256": "base, h2o+forget M=1792 T=256 budgets bits=8",
     "8 bits @ 1792 + 256": "adapters/smollm2-135m/learned",
 }
 
@@ -599,6 +607,18 @@ def ladder_table(table: Table, lines: Lines) -> str:
     return text
 
 
+def lococo_table(table: Table, lines: Lines) -> str:
+    """The loss of LoCoCo's code minus that of other memories, on each text."""
+    text = "| LoCoCo's code minus | novel | articles | both |\n|---|---|---|---|\n"
+    code = lines.pop("official code 0.02", None)
+    half = table.documents // 2
+    for row, line in lines.items():
+        parts = slice(half), slice(half, None), slice(None)
+        cells = [difference(code, line, part) for part in parts] if code else []
+        text += f"| {ROWS[row].label} | {' | '.join(cells)} |\n"
+    return text
+
+
 def tokens_of(cell: dict) -> int:
     """How many tokens a cell was trained on."""
     one = "--batch 1" in ROWS[cell["row"]].flags
@@ -607,24 +627,32 @@ def tokens_of(cell: dict) -> int:
 
 
 def short_table(cells: list[dict]) -> str:
-    """The nats per token with 64 slots after each number of steps, of each seed. `cells` are of
-    one model and dtype, on the two texts that the short tables score."""
-    text = "| memory | trained | choosing novel | articles |\n|---|---|---|---|\n"
-    for row in SHORT.rows:
-        some = [cell for cell in cells if cell["row"] == row and cell["mem"] == SHORT.mem]
-        tokens = {cell["steps"]: tokens_of(cell) for cell in some}
-        for steps in sorted(tokens):
-            columns = [f"{tokens[steps]:,} tokens, {steps} steps" if steps else "-"]
-            for part in ("choosing", "test"):
-                found = {cell["seed"]: np.mean(cell["by document"]) for cell in some
-                         if (cell["part"], cell["steps"]) == (part, steps)}
-                columns.append(", ".join(f"{found[seed]:.4f}" for seed in sorted(found)))
-            text += f"| {ROWS[row].label} | {' | '.join(columns)} |\n"
+    """The nats per token with 64 slots after each number of steps. `cells` are of one model and
+    dtype, on the two texts that the short tables score."""
+    columns = "memory", "trained", "choosing novel", "from H2O", "articles", "from H2O"
+    text = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
+    lines = {}  # by row, steps and text
+    for cell in cells:
+        if cell["mem"] == SHORT.mem and cell["row"] in SHORT.rows:
+            row, steps = cell["row"], cell["steps"]
+            line = lines.setdefault((row, steps), {}).setdefault(
+                cell["part"], Line(ROWS[row].label, steps, {})
+            )
+            line.cells[cell["seed"]] = cell
+    for row, steps in sorted(lines, key=lambda key: (SHORT.rows.index(key[0]), key[1])):
+        of_text = lines[row, steps]
+        first = next(iter(of_text.values()))
+        tokens = f"{tokens_of(first.cells[0]):,} tokens, {counted(len(first.cells), 'seed')}"
+        text += f"| {first.label} | {tokens if steps else '-'} |"
+        for part in ("choosing", "test"):
+            line, h2o = of_text.get(part), lines.get(("h2o", 0), {}).get(part)
+            text += f" {line.mean():.4f} | {difference(line, h2o)} |" if line else "  |  |"
+        text += "\n"
     return text
 
 
 FORMS = {
-    "result": result_table, "field": field_table, "sizes": sizes_table, "ladder": ladder_table,
+    "lococo": lococo_table, "result": result_table, "field": field_table, "sizes": sizes_table, "ladder": ladder_table,
 }
 
 
