@@ -63,8 +63,8 @@ def perplexity(nats: Tensor) -> float:
 def ranges(what: str, numbers: Tensor, near: int) -> dict[str, Tensor]:
     """A mask (P, L - 1) for each range of `numbers` (P, L - 1), which are positions or
     distances of tokens. Range "a-b" has those above a, up to b. The first one ends at
-    `near`, M + T: a window can hold what is so near. The others end at 512, 1024 ... L. A
-    distance of 0 marks a token that is no answer, and is in no range."""
+    `near`, M + T, which a window can hold. The others end at 512, 1024 ... L. A distance of
+    0 marks a token that is no answer, and is in no range."""
     L = numbers.shape[1] + 1
     doubled = {2**e for e in range(9, L.bit_length()) if near < 2**e < L}
     edges = sorted({0, min(near, L), L} | doubled)

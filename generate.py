@@ -99,8 +99,8 @@ def decode(model: Llama, tokenizer: Tokenizer, logits: Tensor, cache: KVCache,
 def as_text(
     tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int]
 ) -> Iterator[str]:
-    """Text of tokens as they come behind a prompt, which may be empty but for its prefix.
-    A part of a character waits; it is dropped if nothing follows."""
+    """Text of tokens as they come behind a prompt, which may be its prefix alone. An
+    incomplete character waits, and is dropped if nothing follows."""
     continues = prompt[-1] not in tokenizer.prefix
     return tokenizer.texts(tokens, before=tokenizer.x if continues else [])
 
@@ -387,7 +387,7 @@ def main() -> None:
     # A text that will be asked stands in the first turn of a chat, if the base knows chats.
     asks = flags.ask is not None or flags.save_memory
     chat = read_chat(flags.model) if asks else None
-    opened = None if flags.special_tokens else chat  # whoever writes the markup opens the turn
+    opened = None if flags.special_tokens else chat  # else the prompt's own markup opens it
     text = joined(flags.prompt, texts)
     ids = prompt_ids(flags, text, tokenizer, opened) if texts else []
     with machine.precision():
