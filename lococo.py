@@ -204,7 +204,9 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     q = q.unflatten(1, (-1, group)).flatten(2, 3) / q.shape[-1] ** 0.5  # (B, G, H/G * T, D)
     attention_logits = widened(q @ k.mT)
     if T > 1:  # a single token sees all entries
-        attention_logits += causal_mask(T, S, attention_logits).repeat(group, 1)
+        # Only the last T columns are masked. A constant is added, which needs no gradient.
+        last = attention_logits.detach().unflatten(2, (group, T))[..., S - T :]
+        last += causal_mask(T, T, last)
     return attention_logits.softmax(dim=-1)
 
 
