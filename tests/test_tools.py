@@ -181,7 +181,7 @@ def test_what_a_score_learns_is_the_attention_to_come(in_float64, model, monkeyp
 
 
 def test_a_score_is_fitted(monkeypatch):
-    """Attention that grows with one channel is learnt: the scores follow it, each its own."""
+    """Attention that grows with one channel is learned: the scores follow it, each its own."""
     torch.manual_seed(0)
     monkeypatch.setattr(fit_scores, "STEPS", 100)
     monkeypatch.setattr(fit_scores, "RATE", 0.05)

@@ -117,9 +117,9 @@ def fit(score: LearnedScore, entries: Tensor, received: Tensor, age: Tensor, tar
     """exp(score) becomes the expected target, divided by its mean in each head: a Poisson loss."""
     features = score.features(entries.float(), received, age).flatten(0, 1)
     score.mean.data, score.deviation.data = features.mean(dim=0), features.std(dim=0)
-    learnt = [*score.linear.parameters(), *score.hidden.parameters(), *score.out.parameters()]
+    learned = [*score.linear.parameters(), *score.hidden.parameters(), *score.out.parameters()]
     target = target / target.mean(dim=1, keepdim=True)
-    optimizer = torch.optim.AdamW(learnt, RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(learned, RATE, weight_decay=0.0)
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
         some = torch.randint(target.shape[1], (BATCH,))

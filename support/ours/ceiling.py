@@ -1,6 +1,6 @@
 """A ceiling on distances: a base reads on in a text that is longer than its context.
 
-Rotary positions tell a query how far back an entry stands. A base has learnt this up to a
+Rotary positions tell a query how far back an entry stands. A base has learned this up to a
 largest distance, which is its context, or the length that its positions were divided for.
 Before new tokens would read at a larger one, all entries that are farther back than a
 ceiling C are moved to the distance C, as in LM-Infinite (arXiv 2308.16137) and InfLLM (arXiv

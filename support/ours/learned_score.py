@@ -4,7 +4,7 @@ not those that have received most.
 KVzap (arXiv 2601.07891) predicts KVzip's scores, and KVP (arXiv 2602.10238) learns a rank.
 Here a small network says of each entry how much attention it will receive. It is fitted to
 what full attention pays in some texts (tools/fit_scores.py), in minutes of a core and without
-a gradient through the model. Two things are learnt: the attention that will come in all, and
+a gradient through the model. Two things are learned: the attention that will come in all, and
 the largest share that one later token will pay. On SmolLM2 with budgets and M = T = 512 it
 finds 58 % of the facts in 8,192 tokens, H2O that forgets with the same budgets 14 %, and the
 full cache 57 % (README.md; the standard error is 6 points). Its loss is 0.005 nats per token

@@ -5,7 +5,7 @@ and `h2o-code`, its H2O, keeps M of them: no slots are set aside for recent toke
 `lococo-code-0.02` starts with smaller weights. On SmolLM2 with 512 slots and 8,192 tokens it
 passes H2O after 60 steps, by 0.0172 +- 0.0048 nats per token (docs/results.md).
 
-It departs from the paper in w, which a learnt gate blends with plain eviction, and in a softmax
+It departs from the paper in w, which a learned gate blends with plain eviction, and in a softmax
 in the place of (7). Not copied: 16 entries of spare room, and a first segment whose keys and
 values get no gradient.
 """
@@ -18,7 +18,7 @@ from lococo import COMPRESSORS, METHODS, Compressor
 
 
 class OfficialCompressor(Compressor):
-    """w = (1 - gate) one-hot + gate * softmax(ReLU(convolution)), with a learnt gate. The
+    """w = (1 - gate) one-hot + gate * softmax(ReLU(convolution)), with a learned gate. The
     one-hot rows keep the heavy hitters that come next after those that have a slot of their
     own: with a gate of 0 this is plain eviction."""
 
