@@ -119,15 +119,15 @@ LOOKS = {  # of memories: label, colour, and mark; all can tell the colours apar
     "window": ("window", "#333333", "x"),
     "h2o": ("H2O", "#999999", "s"),
     "h2o heads": ("H2O that forgets, with budgets", "#0072b2", "o"),
-    "learned": ("a learned score, with budgets", "#d55e00", "o"),
     "h2o heads, 8 bits @ 1792 + 256": ("the same in 8 bits", "#0072b2", "*"),
-    "8 bits": ("a learned score, in few bits", "#d55e00", "*"),
+    "learned": ("a learned score, with budgets", "#d55e00", "o"),
+    "8 bits": ("the same in 8 or 4 bits", "#d55e00", "*"),
 }
 # Labels beside points, and where they stand, in points of the font.
 LABELS = {
     "8 bits": ("8 bits", (0, 9)),
     "4 bits": ("4 bits", (0, 9)),
-    "8 bits @ 1792 + 256": ("8 bits,\n1,792 slots", (0, -34)),
+    "8 bits @ 1792 + 256": ("1,792 slots", (0, 10)),
 }
 SHOWN = LOOKS.keys() | LABELS.keys()
 CURVES = ("h2o heads", "learned")
@@ -197,7 +197,7 @@ def draw_result(file: Path) -> None:
     marks = [Line2D([], [], color=colour, marker=mark, ls="", ms=12 if mark == "*" else 6)
              for _, colour, mark in LOOKS.values()]
     labels = [label for label, _, _ in LOOKS.values()]
-    figure.legend(marks, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(marks, labels, loc="outside lower center", ncols=3, frameon=False)
     write_picture(file, figure)
 
 
