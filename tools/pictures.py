@@ -241,7 +241,8 @@ def draw_curve(file: Path) -> None:
         for tokens, losses in trained.items():
             axes.plot([tokens] * len(losses), losses, "o", color="#e69f00")
         axes.set_xscale("log")
-        axes.set_xticks([50_000, 100_000, 200_000, 500_000], ["50,000", "100,000", "200,000", "500,000"])
+        ticks = [50_000, 100_000, 200_000, 500_000]
+        axes.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks])
         axes.minorticks_off()
         axes.set_xlabel("tokens trained")
         axes.set_title(title, loc="left", fontsize=10)

@@ -652,7 +652,8 @@ def short_table(cells: list[dict]) -> str:
 
 
 FORMS = {
-    "lococo": lococo_table, "result": result_table, "field": field_table, "sizes": sizes_table, "ladder": ladder_table,
+    "lococo": lococo_table, "result": result_table, "field": field_table,
+    "sizes": sizes_table, "ladder": ladder_table,
 }
 
 
