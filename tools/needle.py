@@ -199,8 +199,9 @@ def main() -> None:
             print(f"\n{name}: facts found at each depth, from the first tokens to the last, and in")
             print("all, with the standard error over texts")
             for L, shares in figures[name].items():
-                in_all = f"  {np.nanmean(shares):.2f} ± {errors[name][L]:.2f}"
-                print(f"{L:>8,} tokens ", *(f"{share:5.2f}" for share in shares), in_all)
+                columns = " ".join(f"{share:5.2f}" for share in shares)
+                in_all = f"{np.nanmean(shares):.2f} ± {errors[name][L]:.2f}"
+                print(f"{L:>8,} tokens  {columns}   {in_all}", flush=True)
             if flags.json:
                 write_json(flags.json, about | {"found": figures, "errors": errors})
 

@@ -546,14 +546,15 @@ def result_table(table: Table, lines: Lines) -> str:
     panels, errors = panels_of(*files), panels_of(*files, what="errors")
     columns = "memory", "MB", "nats per token above full attention", "facts found, %"
     text = f"| {' | '.join(columns)} |\n|---|---|---|---|\n"
-    full = lines.pop("full", None)
-    for key, line in lines.items():
-        label, panel = RESULT[key]
+    for key, (label, panel) in RESULT.items():
+        if key not in lines:
+            continue
+        line = lines[key]
         shares = panels.get(panel, {}).get(str(table.seq), [])
         found = f"{100 * np.nanmean(np.array(shares, dtype=float)):.0f}" if shares else ""
         if panel in errors:
             found += f" ± {100 * errors[panel][str(table.seq)]:.0f}"
-        above = difference(line, full)
+        above = difference(line, lines.get("full"))
         text += f"| {label} | {line.megabytes():.0f} | {above} | {found} |\n"
     return text
 
@@ -610,12 +611,13 @@ def ladder_table(table: Table, lines: Lines) -> str:
 def lococo_table(table: Table, lines: Lines) -> str:
     """The loss of LoCoCo's code minus that of other memories, on each text."""
     text = "| LoCoCo's code minus | novel | articles | both |\n|---|---|---|---|\n"
-    code = lines.pop("official code 0.02", None)
+    code, *others = table.rows
     half = table.documents // 2
-    for row, line in lines.items():
-        parts = slice(half), slice(half, None), slice(None)
-        cells = [difference(code, line, part) for part in parts] if code else []
-        text += f"| {ROWS[row].label} | {' | '.join(cells)} |\n"
+    parts = slice(half), slice(half, None), slice(None)
+    for row in others:
+        if row in lines and code in lines:
+            cells = [difference(lines[code], lines[row], part) for part in parts]
+            text += f"| {ROWS[row].label} | {' | '.join(cells)} |\n"
     return text
 
 
@@ -626,28 +628,30 @@ def tokens_of(cell: dict) -> int:
     return cell["steps"] * sequences * cell["seq"]
 
 
+def short_line(cells: list[dict], row: str, steps: int, part: str) -> Line | None:
+    """A row with 64 slots after so many steps, on one text; None if it has no cell."""
+    about = {"row": row, "steps": steps, "part": part, "mem": SHORT.mem}
+    by_seed = {cell["seed"]: cell for cell in cells if about.items() <= cell.items()}
+    return Line(ROWS[row].label, steps, dict(sorted(by_seed.items()))) if by_seed else None
+
+
 def short_table(cells: list[dict]) -> str:
     """The nats per token with 64 slots after each number of steps. `cells` are of one model and
     dtype, on the two texts that the short tables score."""
     columns = "memory", "trained", "choosing novel", "from H2O", "articles", "from H2O"
     text = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
-    lines = {}  # by row, steps and text
-    for cell in cells:
-        if cell["mem"] == SHORT.mem and cell["row"] in SHORT.rows:
-            row, steps = cell["row"], cell["steps"]
-            line = lines.setdefault((row, steps), {}).setdefault(
-                cell["part"], Line(ROWS[row].label, steps, {})
-            )
-            line.cells[cell["seed"]] = cell
-    for row, steps in sorted(lines, key=lambda key: (SHORT.rows.index(key[0]), key[1])):
-        of_text = lines[row, steps]
-        first = next(iter(of_text.values()))
-        tokens = f"{tokens_of(first.cells[0]):,} tokens, {counted(len(first.cells), 'seed')}"
-        text += f"| {first.label} | {tokens if steps else '-'} |"
-        for part in ("choosing", "test"):
-            line, h2o = of_text.get(part), lines.get(("h2o", 0), {}).get(part)
-            text += f" {line.mean():.4f} | {difference(line, h2o)} |" if line else "  |  |"
-        text += "\n"
+    for row in SHORT.rows:
+        of_row = [cell for cell in cells if cell["row"] == row and cell["mem"] == SHORT.mem]
+        for steps in sorted({cell["steps"] for cell in of_row}):
+            some = [cell for cell in of_row if cell["steps"] == steps]
+            seeds = counted(len({cell["seed"] for cell in some}), "seed")
+            trained = f"{tokens_of(some[0]):,} tokens, {seeds}" if steps else "-"
+            columns = [ROWS[row].label, trained]
+            for part in ("choosing", "test"):
+                line = short_line(cells, row, steps, part)
+                h2o = short_line(cells, "h2o", 0, part)
+                columns += [f"{line.mean():.4f}", difference(line, h2o)] if line else ["", ""]
+            text += f"| {' | '.join(columns)} |\n"
     return text
 
 
