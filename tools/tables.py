@@ -113,6 +113,8 @@ ROWS = {
     # November 2026 were trained by earlier programs. Their flags are now those that mean the same.
     "official code, one": Row("the same, one sequence a step instead of four",
                               "--method lococo-code-0.02 --batch 1"),
+    "official code, one, bfloat16": Row("the same, trained in bfloat16",
+                                        "--method lococo-code-0.02 --batch 1 --dtype bfloat16"),
     "official code 1, one": Row("LoCoCo's code as published, one sequence a step",
                                 "--method lococo-code --batch 1"),
     "official code closed": Row("LoCoCo's code with initial weights of 0.02 and a gate from 0",
@@ -190,7 +192,7 @@ LOCOCO = ("lococo", "lococo+h2o", "official code", "official code 0.02", "offici
 SHORT = Table(
     ("official h2o", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots", "learned",
      "lococo+h2o 0.02", "official code closed", "official code", "official code 1, one",
-     "official code 0.02", "official code, one", *RATES),
+     "official code 0.02", "official code, one", "official code, one, bfloat16", *RATES),
     64, 1024, "test", "--recipe inference",
 )
 LONG = Table(
@@ -323,9 +325,9 @@ def train_cell(name: dict, options: Options) -> Path:
     fields = ("flags", "steps", "seed", "model", "dtype", "base", "texts")
     about = json.dumps([name[field] for field in fields])
     out = RUNS / checksum({}, about)[:12]
-    line = [*name["flags"].split(), "--model", str(options.model), "--device", "cpu"]
-    line += ["--steps", str(name["steps"]), "--seed", str(name["seed"])]
-    line += ["--dtype", name["dtype"], "--score-tokens", "0", "--out", str(out)]
+    line = ["--dtype", name["dtype"], *name["flags"].split()]  # a row may name another --dtype
+    line += ["--model", str(options.model), "--device", "cpu", "--steps", str(name["steps"])]
+    line += ["--seed", str(name["seed"]), "--score-tokens", "0", "--out", str(out)]
     line += ["--data", *map(str, texts_to_train_on(name["part"], options))]
     if name["part"] == "long":  # else a tenth of the texts, a book, does not train
         line += ["--held-out", *(str(options.prose / text) for text in SCORED["long"])]
