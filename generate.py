@@ -4,11 +4,6 @@
     python generate.py --prompt - --adapter runs/my-run < book.txt
     python generate.py --prompt file.txt --method streaming --mem 128    # without an adapter
 
-Show what the slots of layer 2, head 1 hold; or all slots, as a page.
-
-    python generate.py --prompt file.txt --show-memory 2 1
-    python generate.py --prompt file.txt --page page.html
-
 A text that is read once and asked many times. Without a question, --ask reads questions
 from standard input, one a line:
 
@@ -17,7 +12,7 @@ from standard input, one a line:
     python generate.py --model SmolLM2-135M --load-memory book --prompt more.txt --save-memory both
 
 The text goes to standard output, the figures to standard error. How it works is in the
-functions `prefill` and `decode`.
+functions `prefill` and `decode`. tools/show_memory.py shows what the slots hold.
 """
 
 import argparse
@@ -37,15 +32,11 @@ from support.command_line import TINY, Parser, at_least, new_file, prepare
 from support.command_line import joined, prompt_ids, question_ids, read_prompt, run_program
 from support.chat import Chat, read_chat
 from support.files import checksum, refuse_not_finite
-from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
 from support.programs.saved_memory import Reader, go_on, load_memory, named, owner
 from support.programs.saved_memory import save_memory, unfinished
-from support.programs.settings import method_sizes, refuse_sizes, untrained
-from support.programs.settings import warn_if_too_long
-from support.programs.page_data import page_record
-from support.programs.tracing import SUGGESTED, check_slots, describe_slots
-from support.programs.tracing import memory_of_layer, traced
+from support.programs.settings import SUGGESTED, check_slots, method_sizes, refuse_sizes
+from support.programs.settings import untrained, warn_if_too_long
 from support.tokenizer import Tokenizer
 
 # --- Decoding ---------------------------------------------------------------------------
@@ -129,25 +120,20 @@ def parse() -> argparse.Namespace:
     add = parser.memory.add_argument
     add("--adapter", type=Path, metavar="RUN",
         help="directory made by train.py or tools/fit_scores.py (default for tiny/: its own)")
-    add("--method", nargs="+", default=[], choices=METHODS, metavar="METHOD",
+    add("--method", choices=METHODS, metavar="METHOD",
         help="instead of an adapter, one without training, of %(choices)s (default for other "
-             "models: full); several, also beside an adapter, with --page")
+             "models: full)")
     add = parser.add_argument_group("output").add_argument
     add("--save-memory", type=new_file, metavar="FILE",
         help="write the memory there, and end")
     add("--load-memory", type=Path, metavar="FILE",
         help="go on from such a memory, with its method and sizes")
-    add("--show-memory", type=at_least(0), nargs=2, metavar=("LAYER", "HEAD"),
-        help="print what the slots of this head hold, and end")
-    add("--page", type=new_file, metavar="FILE",
-        help="write a page of what all slots hold while the text is read, and end")
 
-    flags = parser.parse_methods()
+    flags = parser.parse_sizes()
     if not flags.prompt and (flags.ask is None or not flags.load_memory):
         parser.error("give --prompt, or --load-memory with --ask")
-    shows = flags.show_memory or flags.page
-    if flags.ask is not None and (flags.save_memory or shows):
-        parser.error("--ask goes with none of --save-memory, --show-memory and --page")
+    if flags.ask is not None and flags.save_memory:
+        parser.error("--ask and --save-memory: save first, then ask with --load-memory")
     sizes = [value for value in flags.sizes.values() if value is not None]
     if flags.load_memory and (flags.method or sizes):
         parser.error("--load-memory: a memory keeps its --method and its sizes; leave them out")
@@ -155,16 +141,8 @@ def parse() -> argparse.Namespace:
         parser.error("--ask QUESTION: standard input has the text of --prompt -")
     if flags.temperature is None:
         flags.temperature = 0.8 if flags.ask is None else 0.0
-    if shows:
-        flags.max_new_tokens = 0  # nothing is written
-        if flags.save_memory or flags.load_memory:
-            others = "neither --save-memory nor --load-memory"
-            parser.error(f"--show-memory and --page go with {others}")
-    asked = [f"--adapter {flags.adapter}"] if flags.adapter else []
-    asked += flags.method
-    if len(asked) > (3 if flags.page else 1):
-        limit = "one at a time, or up to three with --page"
-        parser.error(f"{', '.join(asked)}: {limit}")
+    if flags.adapter and flags.method:
+        parser.error(f"--adapter {flags.adapter}, --method {flags.method}: name one of them")
     return flags
 
 
@@ -175,30 +153,24 @@ def run_of(flags: argparse.Namespace) -> Path | None:
     return flags.adapter
 
 
-def chosen_models(flags: argparse.Namespace, model: Llama) -> dict[str, AdaptedLlama]:
-    """The adapter and the methods that the flags name, on one base. Beside an adapter the
-    methods have its M, T and bits. Raises UserError if slots are to be shown or saved and there
-    are none."""
-    run, models = run_of(flags), {}
+def chosen_model(flags: argparse.Namespace, model: Llama) -> AdaptedLlama:
+    """The adapter or the method that the flags name, or else the full cache. Raises UserError
+    if slots are to be saved and there are none."""
+    run = run_of(flags)
     if run:
         adapted = load_adapter(run, model, **flags.sizes)
-        models[f"{adapted.settings.method}, adapter {run.resolve().name}"] = adapted
-    sizes = method_sizes(flags, [*models.values()])
-    for method in flags.method:
-        models[method] = untrained(model, method, budgets=flags.budgets, **sizes)
-    needs_slots = flags.show_memory or flags.page or flags.save_memory
-    if not models:
-        models["full"] = untrained(model, "full", 512, 512)
-    if needs_slots:
-        for adapted in models.values():
-            check_slots(adapted.settings)
-    if not any(adapted.settings.mem for adapted in models.values()):
+    else:
+        sizes = method_sizes(flags, [])
+        adapted = untrained(model, flags.method or "full", budgets=flags.budgets, **sizes)
+    if flags.save_memory:
+        check_slots(adapted.settings)
+    if not adapted.settings.mem:
         refuse_sizes(flags)
-    if not needs_slots and not run and not flags.method:
+    if not run and not flags.method:
         memory = "the memory is the full cache, which keeps every token"
         others = f"for 512 slots: {SUGGESTED}"
         print(f"note: no --adapter and no --method: {memory}; {others}", file=sys.stderr)
-    return models
+    return adapted
 
 
 def print_figures(cache: KVCache, settings: Settings) -> None:
@@ -273,34 +245,10 @@ def read_and_save(
     return logits, len(rest)
 
 
-def show_page(
-    page: Path, models: dict[str, AdaptedLlama], ids: list[int], tokenizer: Tokenizer
-) -> None:
-    """Read the text with each model, and write a page of what its memory holds
-    meanwhile."""
-    memories = {name: traced(m, range(m.model.config.n_layers)) for name, m in models.items()}
-    records = []
-    for name, memory in memories.items():
-        adapted = models[name]
-        warn_if_too_long(adapted, len(ids))
-        begun = time.perf_counter()
-        logits = read_ids(adapted, ids, memory)
-        seconds = time.perf_counter() - begun
-        print(name, file=sys.stderr)
-        print_pace("reading", len(ids), seconds)
-        print_figures(memory, adapted.settings)
-        likeliest = sample(logits[0, : tokenizer.vocab_size], temperature=0)
-        records.append(page_record(name, memory, tokenizer.piece(likeliest)))
-    write_page(page, *token_texts(ids, tokenizer), records)
-    print_peak(logits.device)
-    print(f"open {page} in a browser", file=sys.stderr)
-
-
 def continue_text(
     flags: argparse.Namespace, reader: Reader, ids: list[int], tokenizer: Tokenizer
 ) -> None:
-    """Read the text into the memory, and continue it; or save the memory, or print what
-    slots hold."""
+    """Read the text into the memory, and continue it or save the memory."""
     adapted, cache = reader.adapted, reader.memory
     written_later = flags.save_memory or flags.ask is not None
     new_tokens = 0 if written_later else flags.max_new_tokens
@@ -312,8 +260,6 @@ def continue_text(
     else:
         logits = read_ids(adapted, ids, cache)
     reading = time.perf_counter() - begun
-    if flags.show_memory:
-        print(*describe_slots(cache, *flags.show_memory, ids, tokenizer), sep="\n")
     begun, written = time.perf_counter(), 0
     if new_tokens:
         new = decode(adapted.model, tokenizer, logits, cache, new_tokens, flags.temperature)
@@ -373,9 +319,7 @@ def reader_of(flags: argparse.Namespace, base: Llama, in_turn: bool) -> Reader:
     """The model and its memory: one that was saved, or an empty one."""
     if flags.load_memory:
         return load_memory(flags.load_memory, base, flags.adapter)
-    adapted = next(iter(chosen_models(flags, base).values()))
-    if flags.show_memory:
-        return Reader(adapted, memory_of_layer(adapted, *flags.show_memory))
+    adapted = chosen_model(flags, base)
     return Reader(adapted, adapted.cache(), run_of(flags), in_turn=in_turn)
 
 
@@ -391,9 +335,6 @@ def main() -> None:
     text = joined(flags.prompt, texts)
     ids = prompt_ids(flags, text, tokenizer, opened) if texts else []
     with machine.precision():
-        if flags.page:
-            show_page(flags.page, chosen_models(flags, base), ids, tokenizer)
-            return
         reader = reader_of(flags, base, in_turn=opened is not None)
         new = map(named, flags.prompt, texts)
         reader = reader._replace(texts=(*reader.texts, *new))

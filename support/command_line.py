@@ -204,16 +204,14 @@ class Parser(PlainParser):
             help="slots of each head, from tools/budgets.py, scaled to M on average; or the "
                  "word equal, for M each (default: the adapter's, or equal)")
 
-    def parse_methods(self) -> argparse.Namespace:
-        """Parse the command line of a program that has a list of --method. `sizes` has
-        the flags that change the sizes of a memory."""
+    def parse_sizes(self) -> argparse.Namespace:
+        """Parse the command line. `sizes` has the flags that change the sizes of a memory."""
         self.memory.add_argument(
             "--bits", type=int, choices=(0, 4, 8),
             help="store keys and values in so many bits; 0: as the model's dtype (default: the "
                  "adapter's, or 0)",
         )
         flags = self.parse_args()
-        flags.method = list(dict.fromkeys(flags.method))
         flags.sizes = {name: vars(flags)[name] for name in SIZES}
         return flags
 

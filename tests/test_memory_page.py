@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import generate
+import show_memory
 from conftest import settings as small_settings
 from generate import prefill
 from lococo import KINDS, MEMORIES, AdaptedLlama, Memory, Settings
@@ -100,7 +101,7 @@ def test_three_memories_on_one_page(run, stock):
     Path("prompt.txt").write_text(prompt)
     ours = f"--adapter {stock / 'adapter'}"
     words = f"--prompt prompt.txt {ours} --method streaming h2o --page page.html"
-    code, out, err = run(generate, words)
+    code, out, err = run(show_memory, words)
     assert (code, out) == (0, "") and "open page.html in a browser" in err, err
     data = data_of("page.html")
     assert "".join(data["tokens"]) == prompt
@@ -120,14 +121,13 @@ def test_three_memories_on_one_page(run, stock):
     for flags, memory in (("--method h2o --mem 16", memories[2]), (ours, memories[0])):
         words = f"--prompt prompt.txt {flags} --temperature 0 --max-new-tokens 1"
         assert run(generate, words)[1] == memory["next"] + "\n"
-        words = f"--prompt prompt.txt {flags} --show-memory 3 1"
-        lines = run(generate, words)[1].splitlines()[1:]
+        lines = run(show_memory, f"--prompt prompt.txt {flags} --head 3 1")[1].splitlines()[1:]
         for line, slot in zip(lines, memory["heads"][3][1]["held"][-1], strict=True):
             shown = re.findall(r" (\d\.\d\d) (?:'.*?'|\".*?\") +(\d+)", line)
             found = {int(token): share for share, token in shown}
             assert found == {n: f"{share / 100:.2f}" for n, share in pairs(slot).items()}
-    words = "--prompt prompt.txt --method h2o --mem 512 --max-new-tokens 1 --show-memory 3 1"
-    assert "nothing has been compressed yet" in run(generate, words)[1]
+    words = "--prompt prompt.txt --method h2o --mem 512 --head 3 1"
+    assert "nothing has been compressed yet" in run(show_memory, words)[1]
 
 
 def test_a_memory_without_parts_is_not_shown(model, monkeypatch):
@@ -141,7 +141,7 @@ def test_heads_with_budgets_have_their_own_slots(run, stock):
     """They are compressed whenever their slots and a segment are full."""
     Path("prompt.txt").write_text((HERE / "assets" / "prompt.txt").read_text()[:150])
     words = f"--method h2o --mem 8 --budgets {stock / 'heads.json'} --segment 8"
-    code, _, err = run(generate, f"--prompt prompt.txt {words} --page page.html")
+    code, _, err = run(show_memory, f"--prompt prompt.txt {words} --page page.html")
     assert code == 0, err
     [memory] = data_of("page.html")["memories"]
     for heads, M in zip(memory["heads"], (8, 8, 4, 12)):

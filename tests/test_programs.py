@@ -16,6 +16,7 @@ from conftest import FULL, H2O, cells, greedy_by_hand, nats_by_hand, read_by_han
 
 import eval_ppl
 import generate
+import show_memory
 import train
 from generate import decode, prefill, sample
 from lococo import AdaptedLlama, Settings
@@ -337,26 +338,28 @@ EVAL = "--method h2o --mem 16 --data text --lengths 64"
 TRAIN = "--data text --mem 16 --segment 16 --seq 96 --steps 2 --out run"
 MISTAKES = [
     (generate, f"{GENERATE} {words}", sentence) for words, sentence in [
-        ("--show-memory 4 0", "layers 0 to 3 and heads 0 to 1"), ("--prompt -", "there is no text"),
+        ("--prompt -", "there is no text"), ("--save-memory latin", "latin: there is"),
         ("--device hpu", "--device hpu: this torch has no"),
         ("--prompt latin/x", "latin/x: there is no such file; a text itself comes by"),
         ("--prompt latin", "latin: not UTF-8 text (byte 3)"), ("--prompt text", "text: this is a"),
-        ("--adapter adapter", "adapter, h2o: one at a time"),
-        ("--method h2o streaming full --adapter a --page p.html", "up to three with"),
-        ("--show-memory 1 x", "--show-memory invalid int value: 'x'"),
-        ("--method full --show-memory 0 0", "no slots"), ("--save-memory latin", "latin: there is"),
+        ("--adapter adapter", "--adapter adapter, --method h2o: name one of them"),
+        ("--method full --save-memory m", "full: it keeps everything and has no slots"),
         ("--method full", "--mem: it needs a memory of slots"),
         ("--budgets latin", "latin: cannot be read as JSON"),
         ("--budgets nowhere", "--budgets nowhere: there is no such file"),
         ("--temperature nan", "--temperature nan: it must be at least 0"),
         ("--budgets tiny.json", "tiny.json: it has no lists of budgets"),
-        ("--page p.html --save-memory m", "go with neither --save-memory nor"),
     ]
 ] + [
     (generate, "", "give --prompt, or --load-memory with --ask"),
     (generate, "--ask who", "give --prompt, or --load-memory with --ask"),
     (generate, "--load-memory adapter/adapter.safetensors --ask who", "this is no memory, or one"),
-    (generate, f"{GENERATE} --ask --save-memory m", "--ask goes with none of --save-memory, "),
+    (generate, f"{GENERATE} --ask --save-memory m", "--ask and --save-memory: save first, then"),
+    (show_memory, f"{GENERATE} --head 4 0", "layers 0 to 3 and heads 0 to 1"),
+    (show_memory, f"{GENERATE} --head 1 x", "--head invalid int value: 'x'"),
+    (show_memory, f"{GENERATE} --method full --head 0 0", "full: it keeps everything and has no"),
+    (show_memory, f"{GENERATE} --adapter a --head 0 0", "at most 1 in all, or three with --page"),
+    (show_memory, GENERATE, "one of the arguments --head --page is required"),
     (generate, f"{GENERATE} --mem 3", "--mem 3: it must be at least 4"),
     (generate, f"{GENERATE} --method lococo", "it must be trained first: python train.py "),
     (generate, f"{GENERATE} --method learned", "its score must be fitted first, by tools/fit_scores"),

@@ -360,7 +360,7 @@ def draw_memory(file: Path) -> None:
     flags += ["--no-sandbox"] * (os.geteuid() == 0)  # with a sandbox it refuses root
     with TemporaryDirectory() as folder:
         page, picture = Path(folder) / "page.html", Path(folder) / "page.png"
-        program = [sys.executable, str(HERE / "generate.py"), *words]
+        program = [sys.executable, str(HERE / "tools" / "show_memory.py"), *words]
         subprocess.run([*program, "--page", str(page)], check=True)
         shutil.copyfile(page, file.with_suffix(".html"))
         view = f"{page.as_uri()}#layer=1&head=0&token=72"

@@ -57,7 +57,8 @@ def add_runs_and_texts(parser: Parser) -> argparse._ArgumentGroup:
 def parse_models(parser: Parser) -> argparse.Namespace:
     """Parse the flags of a program that scores. Where no model is named, `runs` is the
     embedded adapter."""
-    flags = parser.parse_methods()
+    flags = parser.parse_sizes()
+    flags.method = list(dict.fromkeys(flags.method))
     if not flags.runs and not flags.method and flags.model.resolve() == TINY:
         flags.runs = [TINY]
     different = {run.resolve(): run for run in flags.runs}  # one named twice is scored once

@@ -90,6 +90,17 @@ def refuse_not_fitted(settings: Settings) -> None:
         raise UserError(f"--method {settings.method}: {needs}")
 
 
+# What to try where there is no adapter.
+SUGGESTED = "--method h2o+forget --mem 512, or --adapter RUN"
+
+
+def check_slots(settings: Settings) -> None:
+    """Raises UserError if there are no slots to show or to save."""
+    if not settings.mem:
+        reason = "it keeps everything and has no slots"
+        raise UserError(f"{settings.method}: {reason}; take {SUGGESTED}")
+
+
 def method_sizes(flags: argparse.Namespace, adapters: list[AdaptedLlama]) -> dict[str, int]:
     """M, T and bits of methods without training: those of the first adapter beside them that
     has slots, or else those of the flags."""

@@ -74,17 +74,6 @@ class Tracing:
         self.largest[n].append(shares.topk(min(3, shares.shape[2])))
 
 
-# What to try where there is no adapter.
-SUGGESTED = "--method h2o+forget --mem 512, or --adapter RUN"
-
-
-def check_slots(settings: Settings) -> None:
-    """Raises UserError if there are no slots to show or to save."""
-    if not settings.mem:
-        reason = "it keeps everything and has no slots"
-        raise UserError(f"{settings.method}: {reason}; take {SUGGESTED}")
-
-
 def traced(adapted: AdaptedLlama, layers: Collection[int]) -> Tracing:
     """An empty memory, of the class that the settings name, that is traced in these layers.
     Raises UserError if that class has no parts."""
@@ -101,7 +90,7 @@ def memory_of_layer(adapted: AdaptedLlama, layer: int, head: int) -> Tracing:
     layers, heads = adapted.model.config.n_layers, adapted.model.config.n_kv_heads
     if layer >= layers or head >= heads:
         has = f"there are layers 0 to {layers - 1} and heads 0 to {heads - 1}"
-        raise UserError(f"--show-memory {layer} {head}: no such layer or head; {has}")
+        raise UserError(f"--head {layer} {head}: no such layer or head; {has}")
     return traced(adapted, [layer])
 
 

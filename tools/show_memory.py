@@ -1,0 +1,117 @@
+"""Show what the slots of a memory hold once it has read a text.
+
+    python tools/show_memory.py --prompt file.txt --head 2 1    # of layer 2, head 1
+    python tools/show_memory.py --prompt file.txt --page page.html    # all, in a browser
+    python tools/show_memory.py --prompt file.txt --adapter tiny \\
+        --method streaming h2o --page page.html    # of three memories
+
+docs/memory-page.md says how to read both.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from generate import print_figures, print_pace, print_peak, read_ids, run_of, sample
+from lococo import METHODS, AdaptedLlama
+from model import Llama, load_base
+from support.command_line import Parser, at_least, joined, new_file, prepare, prompt_ids
+from support.command_line import read_prompt, run_program
+from support.memory_page import page_record, token_texts, write_page
+from support.programs.adapter import load_adapter
+from support.programs.settings import check_slots, method_sizes, untrained
+from support.programs.settings import warn_if_too_long
+from support.programs.tracing import describe_slots, memory_of_layer, traced
+from support.tokenizer import Tokenizer
+
+Models = dict[str, AdaptedLlama]  # by the name that the page gives them
+
+
+def parse() -> argparse.Namespace:
+    parser = Parser(__doc__, mem="the adapter's, or 512",
+                    segment="the adapter's, or as --mem")
+    add = parser.add_argument
+    add("--prompt", nargs="+", required=True, metavar="FILE",
+        help="text files, which are read one after the other; - for standard input")
+    add("--special-tokens", action="store_true",
+        help="read <|im_start|> and the like in it, as a chat template writes them, as tokens")
+    shown = parser.add_mutually_exclusive_group(required=True).add_argument
+    shown("--head", type=at_least(0), nargs=2, metavar=("LAYER", "HEAD"),
+          help="print what the slots of this head hold")
+    shown("--page", type=new_file, metavar="FILE",
+          help="write a page of what all slots hold while the text is read")
+    add = parser.memory.add_argument
+    add("--adapter", type=Path, metavar="RUN",
+        help="directory made by train.py or tools/fit_scores.py (default for tiny/: its own)")
+    add("--method", nargs="+", default=[], choices=METHODS, metavar="METHOD",
+        help="methods without training, of %(choices)s")
+    flags = parser.parse_sizes()
+    flags.load_memory = None  # nothing was read before
+    most = 3 if flags.page else 1
+    if len(flags.method) + bool(flags.adapter) > most:
+        parser.error(f"--adapter, --method: at most {most} in all, or three with --page")
+    return flags
+
+
+def models_to_show(flags: argparse.Namespace, base: Llama) -> Models:
+    """The adapter and the methods that the flags name, on one base. Beside an adapter the
+    methods have its M, T and bits. Raises UserError if one has no slots."""
+    run, models = run_of(flags), {}
+    if run:
+        adapted = load_adapter(run, base, **flags.sizes)
+        models[f"{adapted.settings.method}, adapter {run.resolve().name}"] = adapted
+    sizes = method_sizes(flags, [*models.values()])
+    for method in flags.method or ([] if run else ["full"]):  # which has no slots to show
+        models[method] = untrained(base, method, budgets=flags.budgets, **sizes)
+    for adapted in models.values():
+        check_slots(adapted.settings)
+    return models
+
+
+def show_head(
+    flags: argparse.Namespace, models: Models, ids: list[int], tokenizer: Tokenizer
+) -> None:
+    """Print what the slots of one head hold."""
+    [adapted] = models.values()
+    memory = memory_of_layer(adapted, *flags.head)
+    read_ids(adapted, ids, memory)
+    print(*describe_slots(memory, *flags.head, ids, tokenizer), sep="\n")
+
+
+def show_page(
+    flags: argparse.Namespace, models: Models, ids: list[int], tokenizer: Tokenizer
+) -> None:
+    """Write a page of what each memory holds while the text is read."""
+    memories = {name: traced(m, range(m.model.config.n_layers)) for name, m in models.items()}
+    records = []
+    for name, memory in memories.items():
+        begun = time.perf_counter()
+        logits = read_ids(models[name], ids, memory)
+        print(name, file=sys.stderr)
+        print_pace("reading", len(ids), time.perf_counter() - begun)
+        print_figures(memory, models[name].settings)
+        likeliest = sample(logits[0, : tokenizer.vocab_size], temperature=0)
+        records.append(page_record(name, memory, tokenizer.piece(likeliest)))
+    write_page(flags.page, *token_texts(ids, tokenizer), records)
+    print_peak(logits.device)
+    print(f"open {flags.page} in a browser", file=sys.stderr)
+
+
+def main() -> None:
+    flags = parse()
+    machine = prepare(flags.device, flags.dtype)
+    texts = [read_prompt(name) for name in flags.prompt]
+    base, tokenizer = load_base(flags.model, machine.dtype, machine.device)
+    ids = prompt_ids(flags, joined(flags.prompt, texts), tokenizer, chat=None)
+    models = models_to_show(flags, base)
+    for adapted in models.values():
+        warn_if_too_long(adapted, len(ids))
+    with machine.precision():
+        show = show_page if flags.page else show_head
+        show(flags, models, ids, tokenizer)
+
+
+if __name__ == "__main__":
+    run_program(main)
