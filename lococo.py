@@ -57,7 +57,7 @@ METHODS = {
     # The paper does not say how H2O divides its slots; H2O's authors do it so.
     "h2o": lambda M: dict(heavy=M // 2, recent=M - M // 2),
     # The paper: alone, with StreamingLLM's sinks, and with H2O (sections 3.2.3 and 5.2).
-    # Half of M for heavy slots is the official code's.
+    # Half of M for heavy slots is as in the authors' code (VITA-Group/LoCoCo).
     "lococo": lambda M: dict(merged=M),
     "lococo+sinks": lambda M: dict(sinks=4, merged=M - 4),
     "lococo+h2o": lambda M: dict(heavy=M // 2, merged=M - M // 2),
@@ -82,11 +82,11 @@ class Settings:
     compressor: str = "paper"  # or another of COMPRESSORS
     memory: str = "paper"  # or another of MEMORIES
     kernel: int = 21  # taps of the convolution; section 4.1
-    start: float = 1.0  # standard deviation of its initial weights, as in the official code
+    start: float = 1.0  # standard deviation of its initial weights, as in the authors' code
     lora_rank: int = 8  # section 4.1
-    lora_alpha: int = 16  # as in the official code; the paper names none
+    lora_alpha: int = 16  # as in the authors' code; the paper names none
     # Attention received is multiplied by `forget` every `forget_in` tokens (0: a segment).
-    # 1, as in H2O, forgets nothing. 0, as in the official code, counts only the queries
+    # 1, as in H2O, forgets nothing. 0, as in the authors' code, counts only the queries
     # that entered last.
     forget: float = 1.0
     forget_in: int = 0
@@ -529,7 +529,7 @@ class AdaptedLlama(nn.Module):
     weights of `model`, which stays as it is and may be adapted again.
 
     For context extension section 4.1 trains the compressors, LoRA, embeddings and norms.
-    LoRA is here on q, k, v and o, as in LongLoRA and the official code. In the inference
+    LoRA is here on q, k, v and o, as in LongLoRA and the authors' code. In the inference
     mode (`lora_rank` 0) the compressors train alone. What trains requires a gradient. It
     is in float32, or small steps would be rounded away. Raises UserError if the base or a
     compressor cannot be used so.

@@ -99,7 +99,7 @@ def paper_by_loop(compressor, k, v):
 
 
 def official_rows(compressor, k, v, scores):
-    """Of the official code: (1 - g) onehot + g softmax(ReLU). The heavy hitters that come
+    """Of LoCoCo's code: (1 - g) onehot + g softmax(ReLU). The heavy hitters that come
     next are in time order."""
     weight, bias, g = (p.double() for p in (*compressor.conv.parameters(), compressor.gate))
     entries = torch.cat((k, v), dim=1).T[None]

@@ -111,7 +111,7 @@ ROWS = {
     "official code 0.02, on": Row("the same, trained on", "--method lococo-code-0.02"),
     # Of the table of results.md with 64 slots, and of the picture `curve`. Cells from before 30
     # November 2026 were trained by earlier programs. Their flags are now those that mean the same.
-    "official code, one": Row("the same, one sequence a step instead of four",
+    "official code, one": Row("LoCoCo's code with 0.02, one sequence a step instead of four",
                               "--method lococo-code-0.02 --batch 1"),
     "official code, one, bfloat16": Row("the same, trained in bfloat16",
                                         "--method lococo-code-0.02 --batch 1 --dtype bfloat16"),
@@ -133,7 +133,7 @@ RATES = [f"official code, rate {rate}" for rate in (0.005, 0.015, 0.15)]
 for row in RATES:
     rate = row.split()[-1]
     flags = f"--method lococo-code-0.02 --batch 1 --conv-lr {rate}"
-    ROWS[row] = Row(f"the same, at a rate of {rate} instead of 0.05", flags)
+    ROWS[row] = Row(f"LoCoCo's code with 0.02, one sequence a step, at a rate of {rate}", flags)
 ROWS["h2o heads, 8 bits"] = replace(
     ROWS["h2o heads"], label="H2O that forgets, with budgets, in 8 bits", bits=8
 )
