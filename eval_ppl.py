@@ -156,7 +156,8 @@ def print_means(
         for name, value in values.items():
             mean = value[mask].double().mean().item() if tokens else None
             rows[label][name] = mean
-            line += f"  {'-' if mean is None else f'{mean:.3f}':>{max(len(name), 5)}}"
+            cell = "-" if mean is None else f"{mean:.3f}"
+            line += f"  {cell:>{max(len(name), 5)}}"
         print(line)
     return rows
 
@@ -203,11 +204,11 @@ def main() -> None:
 
     numbers = {L: len(rows) for L, rows in documents.items()}
     figures = {"parts": parts, "documents": numbers, "methods": scores.cells}
-    memories = {name: m.settings for name, m in models.items() if m.settings.mem}
-    near = max((settings.capacity for settings in memories.values()), default=0)
+    memories = [name for name, adapted in models.items() if adapted.settings.mem]
+    near = max((models[name].settings.capacity for name in memories), default=0)
     # Others are compared with the first RUN that has slots, or else the first --method.
-    runs_first = sorted(memories, key=lambda name: name.startswith("base, "))
-    first = next(iter(runs_first), None)
+    runs = [name for name in memories if not name.startswith("base, ")]
+    first = next(iter(runs + memories), None)
     figures["nats per token"] = print_differences(scores.losses, first)
     if flags.by_position:
         position = torch.arange(1, L).expand(len(last), -1)

@@ -220,11 +220,14 @@ def read_and_save(
     FILE.part, from where the same command goes on. Returns the logits of `prefill`, and how
     many tokens were read now."""
     adapted, memory, model = reader.adapted, reader.memory, flags.model.name
-    part, start, saved = unfinished(flags.save_memory), memory.seen, time.monotonic()
-    end, of = start + len(ids), checksum({}, f"{ids} {start} {reader.texts} {owner(adapted)}")
+    part = unfinished(flags.save_memory)
+    start, end = memory.seen, memory.seen + len(ids)
+    # What FILE.part is a part of: these tokens behind these texts, read by this model.
+    of = checksum({}, f"{ids} {start} {reader.texts} {owner(adapted)}")
     if part.exists():
         go_on(part, memory, of, adapted.model.norm.weight.device)
     rest = ids[memory.seen - start :]
+    saved = time.monotonic()
 
     def keep() -> None:
         nonlocal saved
@@ -254,13 +257,15 @@ def continue_text(
     new_tokens = 0 if written_later else flags.max_new_tokens
     warn_if_too_long(adapted, cache.seen + len(ids) + new_tokens)
 
-    begun, read = time.perf_counter(), len(ids)
+    read = len(ids)
+    begun = time.perf_counter()
     if flags.save_memory:
         logits, read = read_and_save(flags, reader, ids)
     else:
         logits = read_ids(adapted, ids, cache)
     reading = time.perf_counter() - begun
-    begun, written = time.perf_counter(), 0
+    written = 0
+    begun = time.perf_counter()
     if new_tokens:
         new = decode(adapted.model, tokenizer, logits, cache, new_tokens, flags.temperature)
         for written, piece in enumerate(as_text(new, tokenizer, ids), start=1):
@@ -304,7 +309,10 @@ def answers(
 
 def questions(given: str) -> Iterator[str]:
     """The one that is given, or those of standard input, one a line."""
-    while not given:
+    if given:
+        yield given
+        return
+    while True:
         if sys.stdin.isatty():
             print("question: ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
@@ -312,7 +320,6 @@ def questions(given: str) -> Iterator[str]:
             return
         if line.strip():
             yield line.strip()
-    yield given
 
 
 def reader_of(flags: argparse.Namespace, base: Llama, in_turn: bool) -> Reader:
@@ -329,14 +336,15 @@ def main() -> None:
     texts = [read_prompt(name) for name in flags.prompt]
     base, tokenizer = load_base(flags.model, machine.dtype, machine.device)
     # A text that will be asked stands in the first turn of a chat, if the base knows chats.
+    # With --special-tokens the user has written the turns.
     asks = flags.ask is not None or flags.save_memory
     chat = read_chat(flags.model) if asks else None
-    opened = None if flags.special_tokens else chat  # else the prompt's own markup opens it
+    in_turn = chat is not None and not flags.special_tokens
     text = joined(flags.prompt, texts)
-    ids = prompt_ids(flags, text, tokenizer, opened) if texts else []
+    ids = prompt_ids(flags, text, tokenizer, chat if in_turn else None) if texts else []
     with machine.precision():
-        reader = reader_of(flags, base, in_turn=opened is not None)
-        new = map(named, flags.prompt, texts)
+        reader = reader_of(flags, base, in_turn)
+        new = [named(name, text) for name, text in zip(flags.prompt, texts)]
         reader = reader._replace(texts=(*reader.texts, *new))
         if ids:
             continue_text(flags, reader, ids, tokenizer)

@@ -213,34 +213,6 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
 # --- Memory (the body of the loop of algorithm 2) ---------------------------------------
 
 
-def in_order(held: Tensor, order: Tensor) -> Tensor:
-    """Entries (B, G, S, 2D), or what they received (B, G, S), in the order (B, G, S) of each
-    head; faster than `gather`."""
-    B, G = order.shape[:2]
-    sequence = torch.arange(B, device=order.device)[:, None, None]
-    head = torch.arange(G, device=order.device)[:, None]
-    return held[sequence, head, order]
-
-
-def numbers_of_slots(numbers: Tensor, w: Tensor, s: Settings) -> Tensor:
-    """A number of each entry (B, G, S), such as the attention that it has received, in the
-    order of `Memory.compress` -> one of each slot (B, G, M). The paper is silent: a merged
-    slot gets the mean, by w, of those of its entries."""
-    sizes = (s.pinned, w.shape[3], s.recent)
-    pinned, rest, recent = numbers.split(sizes, dim=2)
-    merged = (w.detach() * rest[:, :, None]).sum(dim=3)
-    return torch.cat((pinned, merged, recent), dim=2)
-
-
-def check_choice(chosen: Tensor, s: Settings) -> None:
-    """Assert that `Memory.choose` keeps its rule. A GPU has to wait for the answer, so
-    that it is asked only at the first compression of a text."""
-    enough = (chosen.sum(dim=2) == s.pinned).all()
-    assert enough, f"Memory.choose must take {s.pinned} entries in each head"
-    last = chosen[:, :, chosen.shape[2] - s.recent :].any()
-    assert not last, "Memory.choose must take none of the last entries"
-
-
 class Memory(KVCache):
     """M slots and at most one segment of new entries in each layer and key/value head. The
     lists of keys, values and attention received have one item for each layer.
@@ -392,12 +364,15 @@ class Memory(KVCache):
         sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
         entries = in_order(torch.cat((k, v), dim=-1), order)  # [K, V], (B, G, S, 2D)
         pinned, rest, recent = entries.split(sizes, dim=2)
-        received = None if received is None else in_order(received, order)
-        of_rest = None if received is None else received.split(sizes, dim=2)[1]
+        of_rest = None
+        if received is not None:
+            received = in_order(received, order)
+            of_rest = received.split(sizes, dim=2)[1]
         merged, w = self.fill_merged(layer, rest, of_rest)
         # Two views of one tensor, which the next append copies.
         k, v = torch.cat((pinned, merged, recent), dim=2).chunk(2, dim=-1)
-        received = None if received is None else numbers_of_slots(received, w, s)
+        if received is not None:
+            received = numbers_of_slots(received, w, s)
         self.hold(layer, k, v, received)
         return order, w
 
@@ -428,6 +403,34 @@ class Memory(KVCache):
 
     def restore(self, layer: int, stored: dict[str, Tensor]) -> None:
         self.hold(layer, stored["keys"], stored["values"], stored.get("received"))
+
+
+def in_order(held: Tensor, order: Tensor) -> Tensor:
+    """Entries (B, G, S, 2D), or what they received (B, G, S), in the order (B, G, S) of each
+    head; faster than `gather`."""
+    B, G = order.shape[:2]
+    sequence = torch.arange(B, device=order.device)[:, None, None]
+    head = torch.arange(G, device=order.device)[:, None]
+    return held[sequence, head, order]
+
+
+def numbers_of_slots(numbers: Tensor, w: Tensor, s: Settings) -> Tensor:
+    """A number of each entry (B, G, S), such as the attention that it has received, in the
+    order of `Memory.compress` -> one of each slot (B, G, M). The paper is silent: a merged
+    slot gets the mean, by w, of those of its entries."""
+    sizes = (s.pinned, w.shape[3], s.recent)
+    pinned, rest, recent = numbers.split(sizes, dim=2)
+    merged = (w.detach() * rest[:, :, None]).sum(dim=3)
+    return torch.cat((pinned, merged, recent), dim=2)
+
+
+def check_choice(chosen: Tensor, s: Settings) -> None:
+    """Assert that `Memory.choose` keeps its rule. A GPU has to wait for the answer, so
+    that it is asked only at the first compression of a text."""
+    enough = (chosen.sum(dim=2) == s.pinned).all()
+    assert enough, f"Memory.choose must take {s.pinned} entries in each head"
+    last = chosen[:, :, chosen.shape[2] - s.recent :].any()
+    assert not last, "Memory.choose must take none of the last entries"
 
 
 MEMORIES = {"paper": Memory}
@@ -482,9 +485,11 @@ class LoRALinear(nn.Module):
     def __init__(self, base: nn.Linear, rank: int, alpha: int):
         super().__init__()
         self.base, self.factor = base, alpha / rank
-        like = widened(base.weight[:0])  # in float32, also where the base is not
-        self.lora_a = nn.Parameter(like.new_empty(rank, base.in_features))
-        self.lora_b = nn.Parameter(like.new_zeros(base.out_features, rank))
+        # In float32, also where the base is not.
+        dtype = torch.promote_types(base.weight.dtype, torch.float32)
+        kind = dict(dtype=dtype, device=base.weight.device)
+        self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, **kind))
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, **kind))
         nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -494,12 +499,6 @@ class LoRALinear(nn.Module):
 
 
 # --- All together: the adapted model ----------------------------------------------------
-
-
-def check_base(model: Llama) -> None:
-    """Raises UserError if a base has LoRA already."""
-    if any(isinstance(module, LoRALinear) for module in model.modules()):
-        raise UserError("this model is adapted already, with LoRA; give the base itself")
 
 
 @torch.no_grad()
@@ -537,7 +536,8 @@ class AdaptedLlama(nn.Module):
 
     def __init__(self, model: Llama, settings: Settings):
         super().__init__()
-        check_base(model)
+        if any(isinstance(module, LoRALinear) for module in model.modules()):
+            raise UserError("this model is adapted already, with LoRA; give the base itself")
         self.settings = settings
         config = model.config
         with torch.device("meta"):  # shapes without numbers
@@ -568,8 +568,8 @@ class AdaptedLlama(nn.Module):
                 setattr(block.attention, name, lora)
         for module in self.model.modules():
             if isinstance(module, (nn.Embedding, RMSNorm)):
-                wide = torch.promote_types(module.weight.dtype, torch.float32)
-                module.weight = nn.Parameter(module.weight.detach().to(wide, copy=True))
+                own = widened(module.weight.detach()).clone()  # the base's stays as it is
+                module.weight = nn.Parameter(own)
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.named_parameters() if p.requires_grad}

@@ -96,7 +96,8 @@ def rope(positions: Tensor, config: LlamaConfig) -> tuple[Tensor, Tensor]:
     """
     d = config.turned * config.head_dim
     twice_i = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    frequency = (twice_i < d) * config.rope_theta ** (-twice_i / d)
+    frequency = config.rope_theta ** (-twice_i / d)
+    frequency = frequency.masked_fill(twice_i >= d, 0)  # these pairs are not turned
     if config.llama3_rope:
         frequency = config.llama3_rope.slowed(frequency)
     angle = positions[..., None] * frequency
@@ -255,9 +256,9 @@ class KVCache:
         refuses what cannot enter; a memory also compresses. Raises UserError."""
         if T == 0:
             raise UserError("no tokens enter the cache: give at least one")
-        held = self.values[0]
-        if held.size and held.held.shape[0] != B:
-            batches = f"a batch of {B} enters a cache for a batch of {held.held.shape[0]}"
+        values = self.values[0]
+        if values.size and values.buffer.shape[0] != B:
+            batches = f"a batch of {B} enters a cache for a batch of {values.buffer.shape[0]}"
             raise UserError(f"{batches}; each batch needs a cache of its own")
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -376,7 +377,8 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
-        # In float16 a few numbers of each weight as they were read, by `load_llama`.
+        # Some numbers of each weight as its file has them, by which an adapter knows its base.
+        # `load_llama` notes them where float16 has rounded the weights; else it is empty.
         self.sample: dict[str, Tensor] = {}
         # As nn.Embedding, but without random numbers on the meta device, where a model is
         # made before its weights are loaded: there these would take 2 seconds.

@@ -97,7 +97,6 @@ class TrainConfig:
 
     # Scoring and output
     score_tokens: int = 32768  # about so many are scored: 4 documents of 8,192
-    save_every: int = 1  # steps
     out: str = ""  # the run's directory; empty: a new one in runs/
 
 
@@ -165,6 +164,7 @@ def gradients(
     when n tokens more have had their backward pass.
     """
     loss = 0.0
+    # Every WORLD-th sequence of the step, from number RANK on.
     own = range(step * config.batch + RANK, (step + 1) * config.batch, WORLD)
     for first in range(0, len(own), config.micro_batch):
         drawn = [draw(i) for i in own[first : first + config.micro_batch]]
@@ -222,10 +222,9 @@ def train(
     setup: Setup, adapted: AdaptedLlama, optimizer: AdamW, begin: int,
     save: Callable[[int], None], log: TextIO,
 ) -> int:
-    """Steps from `begin` to `steps`. save(steps done) is called after every `save_every`
-    steps and after the last step. A signal to any process ends all processes after the
-    current step, and the state is saved then, too. Returns the signal's number, or 0 if
-    all steps are done."""
+    """Steps from `begin` to `steps`. save(steps done) is called after every step. A signal to
+    any process ends all processes after the current step. Returns the signal's number, or 0
+    if all steps are done."""
     config = setup.config
     # The tokens of one step that this process reads.
     tokens = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
@@ -252,9 +251,8 @@ def train(
             line = {"step": step + 1, "loss": loss, "gradient norms": before_clipping}
             log.write(json.dumps(line) + "\n")
             log.flush()
+            save(step + 1)
             stop = agreed(noted)
-            if stop or (step + 1) % config.save_every == 0 or step + 1 == config.steps:
-                save(step + 1)
             if stop:
                 return stop
     return 0
@@ -353,11 +351,7 @@ def run(config: TrainConfig, state: State | None) -> int:
         print(f"stopped; to go on: {resume_command(out)}{launched}")
         return 128 + stopped
     if RANK == 0:
-        write_adapter(out, adapted, setup.texts.parts, setup.texts.trained)
-        scores[f"{config.method}, after training"] = score(setup, adapted)
-        save(config.steps)
-        print_scores(scores, len(setup.texts.documents))
-        print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
+        finish(setup, adapted, out, scores, save)
     return 0
 
 
@@ -368,6 +362,17 @@ def scores_before(setup: Setup, adapted: AdaptedLlama, model: Llama) -> dict[str
     memories = baselines(model, adapted.settings.mem or config.mem, config.segment)
     scores = {name_of(memory.settings): score(setup, memory) for memory in memories}
     return scores | {f"{config.method}, before training": score(setup, adapted)}
+
+
+def finish(
+    setup: Setup, adapted: AdaptedLlama, out: Path, scores: dict, save: Callable[[int], None]
+) -> None:
+    """Write the adapter, score it, and print all scores of the run."""
+    write_adapter(out, adapted, setup.texts.parts, setup.texts.trained)
+    scores[f"{setup.config.method}, after training"] = score(setup, adapted)
+    save(setup.config.steps)
+    print_scores(scores, len(setup.texts.documents))
+    print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
 
 
 def main(line: list[str] | None = None) -> None:

@@ -228,6 +228,7 @@ def test_new_entries_are_packed_when_it_is_said():
     first, second = torch.randn(2, 1, 2, 5, 32)
     entries = PackedEntries(pack(first, 8), Entries(first[:, :, :0]), 8)
     entries.append(second)
+    entries.detach()  # changes no number
     copied = entries.copy()
     assert torch.equal(entries.held[:, :, 5:], second) and entries.new.size == 5
     entries.pack_new()

@@ -17,26 +17,31 @@ def rows_of(text):
     return [line.split(" | ")[1:] for line in text.splitlines()[2:]]
 
 
+# What a cell of two long documents has: one of each text.
+LONG = dict(mem=512, seq=8192, part="long", documents=2) | {"by position": {}}
+
+
 def test_the_table_by_hand(monkeypatch):
-    """Full attention is 2 below H2O. LoCoCo is 1 and, with another seed, 0.5 below it. The
-    newest cell counts, of those after the most steps."""
-    rows = ("full", "window", "h2o", "lococo")
-    monkeypatch.setitem(tables.TABLES, "articles", replace(tables.SHORT, rows=rows))
-    old = [cell("lococo", [9.0, 9.0]), cell("full", [1.0, 3.0], base="x"),
-           cell("lococo", [9.0, 9.0], mem=128)]
-    stored = [*old, cell("h2o", [3.0, 5.0]),
-              cell("lococo", [2.0, 4.0], scored="s", base="x"),
-              cell("lococo", [2.5, 4.5], seed=1, scored="s", base="x"),
-              cell("lococo", [8.0, 8.0], steps=40, scored="s", base="x")]
+    """Full attention is 2 below H2O on both texts. LoCoCo is 1 and 0.5 below it and, with another
+    seed, 0.5 and 0.5. The newest cell counts, of those after the most steps."""
+    table = replace(tables.LONG, rows=("full", "window", "h2o", "lococo"), documents=2)
+    monkeypatch.setitem(tables.TABLES, "long", table)
+    old = [cell("lococo", [9.0, 9.0], **LONG), cell("full", [1.0, 3.0], base="x", **LONG),
+           cell("lococo", [9.0, 9.0], **LONG | {"mem": 128})]
+    about = LONG | {"scored": "s", "base": "x"}
+    stored = [*old, cell("h2o", [3.0, 5.0], **LONG), cell("lococo", [2.0, 4.5], **about),
+              cell("lococo", [2.5, 4.5], seed=1, **about),
+              cell("lococo", [8.0, 8.0], steps=40, **about)]
     made = tables.all_tables(stored)
-    assert rows_of(made["articles, M, float32"]) == [
-        ["3", "-", "2.0000", "-2.0000 ± 0.0000", "100 |"],
-        ["3", "-", "4.0000", "+0.0000 ± 0.0000", "0 |"],
-        ["3", "60 steps, 2 seeds", "3.2500", "-0.7500 ± 0.0000", "50, 25 |"],
+    assert rows_of(made["long, M, float32"]) == [
+        ["3", "-", "2.0000", "-2.0000 ± 0.0000", "100, 100 |"],
+        ["3", "-", "4.0000", "+0.0000 ± 0.0000", "0, 0 |"],
+        ["3", "60 steps, 2 seeds", "3.3750", "-0.6250 ± 0.1250", "38, 25 |"],
     ]
     # Another base: nothing of the old one is beside it. Some cells do not say their base.
-    other = tables.all_tables([*stored, cell("window", [7.0, 7.0], base="y", scored="s")])
-    losses = [row[2] for row in rows_of(other["articles, M, float32"])]
+    new = cell("window", [7.0, 7.0], **about | {"base": "y"})
+    other = tables.all_tables([*stored, new])
+    losses = [row[2] for row in rows_of(other["long, M, float32"])]
     assert losses == ["7.0000", "4.0000", "9.0000"]
 
 
@@ -56,22 +61,11 @@ def test_each_number_of_steps_with_64_slots():
 
 def test_lococo_minus_others():
     """On the first text, on the second, and on both; a mean of the seeds."""
-    long = dict(mem=512, seq=8192, part="long", documents=2) | {"by position": {}}
     code, table = "official code 0.02", replace(tables.TABLES["lococo"], documents=2)
-    stored = [cell("h2o", [3.0, 7.0], **long), cell(code, [2.0, 5.0], **long),
-              cell(code, [1.0, 7.0], seed=1, **long)]
+    stored = [cell("h2o", [3.0, 7.0], **LONG), cell(code, [2.0, 5.0], **LONG),
+              cell(code, [1.0, 7.0], seed=1, **LONG)]
     made = tables.lococo_table(table, tables.lines_of(table, stored))
     assert rows_of(made) == [["-1.5000 ± nan", "-1.0000 ± nan", "-1.2500 ± 0.2500 |"]]
-
-
-def test_a_gap_on_two_texts():
-    """Documents are of two texts, one after the other: a mean of the seeds for each text."""
-    long = dict(mem=512, seq=8192, part="long", documents=16) | {"by position": {}}
-    stored = [cell("full", [1.0, 3.0], **long), cell("h2o", [3.0, 7.0], **long),
-              cell("official code", [2.0, 4.0], steps=15, **long),
-              cell("official code", [1.0, 6.0], steps=15, seed=1, **long)]
-    rows = rows_of(tables.all_tables(stored)["long, M, float32"])
-    assert [row[4] for row in rows] == ["100, 100 |", "0, 0 |", "75, 50 |"]
 
 
 def test_what_readme_and_other_sizes_show(monkeypatch):

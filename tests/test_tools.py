@@ -105,6 +105,9 @@ def test_budgets_of_a_base_say_how_they_were_measured(run):
     assert sizes == {"method": "h2o+forget", "mem": 256, "length": 1024, "documents": 1}
     assert np.shape(stored["budgets"]) == (4, 2) and np.sum(stored["budgets"]) == 8 * 256
     assert np.min(stored["budgets"]) >= 96 and f"budgets {stored['budgets'][0]}" in out
+    # Another rule than H2O's is not measured.
+    code, _, err = run(budgets, f"--data {argparse.__file__} --method keydiff")
+    assert code == 2 and "--method keydiff: take h2o, h2o+forget or streaming" in err
 
 
 def test_budgets_of_other_papers(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from support.programs.run_folder import new_folder, refuse_used
 from support.programs.settings import make_settings
 
 SMALL = "--data text --lora-rank 8 --facts 8 --mem 16 --seq 64 --batch 3 --micro-batch 1 --steps 3"
-RUN = f"{SMALL} --device cpu --score-tokens 1 --save-every 1 --out run"
+RUN = f"{SMALL} --device cpu --score-tokens 1 --out run"
 STATE = Path("run/state.safetensors")
 CPU = Machine("cpu", torch.float32)  # without autocast
 
@@ -180,7 +180,7 @@ def test_a_signal_lets_the_step_end(run, whole, monkeypatch):
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     with monkeypatch.context() as patch:
         before_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        code, out, err = run(train, f"{RUN} --save-every 9")
+        code, out, err = run(train, RUN)
     assert code == 143 and f"python {train.__file__} --resume run\n" in out, err
     assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     assert read_file(STATE)[1]["step"] == 2 == len(open("run/log.jsonl").readlines())

@@ -94,7 +94,7 @@ def filled(adapted: AdaptedLlama, n: int, options: Options) -> KVCache:
 
     if adapted.settings.mem:
         for number, part in enumerate(cache.parts):
-            sizes = len(part.heads), min(n, part.settings.capacity)
+            sizes = len(part.heads), min(n, part.settings.capacity - 1)
             received = torch.rand((1, *sizes), device=options.device)
             received = received if cache.counts_attention else None
             cache.hold(number, entries(*sizes), entries(*sizes), received)
@@ -117,7 +117,7 @@ def decode_time(adapted: AdaptedLlama, n: int, options: Options) -> float:
             adapted.model(token, cache)
 
     with options.machine.precision():
-        write(1)  # after this one a memory has just been compressed
+        write(2)  # after these a memory has just been compressed
         return seconds(lambda: write(count), options) / count
 
 

@@ -129,8 +129,8 @@ def settings_of(options: Options, model: Llama) -> Settings:
     mem, segment, L = options.mem, options.segment or options.mem, options.length
     length = model.config.longest
     s = make_settings(options.method, mem, segment, length, lora_rank=0)
-    if s.merged or s.mem == s.sinks:
-        remedy = "take one with heavy or recent slots, which merges nothing"
+    if s.merged or s.mem == s.sinks or s.memory != "budgets":  # it has a rule of its own
+        remedy = "take h2o, h2o+forget or streaming"
         raise UserError(f"--method {options.method}: {remedy}")
     if LEAST * s.mem <= max(4, s.sinks):
         few = f"--mem {mem}: {s.mem} slots are too few to be divided"

@@ -172,6 +172,9 @@ def main() -> None:
     if options.length > context:
         passed = f"full attention would pass the base's context of {context:,} tokens"
         raise UserError(f"--length {options.length}: {passed}; take a smaller --length")
+    if options.length < 4 * SEGMENT:
+        few = f"the base's context has {context:,} tokens, and a score needs {4 * SEGMENT:,}"
+        raise UserError(f"--model {options.model}: {few}; take another base")
     documents, trained = texts_of(options, tokenizer)
     options.out.mkdir(parents=True, exist_ok=True)
     sizes = options.mem, options.segment, options.length, options.budgets

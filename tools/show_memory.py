@@ -19,11 +19,12 @@ from lococo import METHODS, AdaptedLlama
 from model import Llama, load_base
 from support.command_line import Parser, at_least, joined, new_file, prepare, prompt_ids
 from support.command_line import read_prompt, run_program
+from support.files import UserError
 from support.memory_page import page_record, token_texts, write_page
 from support.programs.adapter import load_adapter
 from support.programs.settings import check_slots, method_sizes, untrained
 from support.programs.settings import warn_if_too_long
-from support.programs.tracing import describe_slots, memory_of_layer, traced
+from support.programs.tracing import describe_slots, traced
 from support.tokenizer import Tokenizer
 
 Models = dict[str, AdaptedLlama]  # by the name that the page gives them
@@ -73,11 +74,16 @@ def models_to_show(flags: argparse.Namespace, base: Llama) -> Models:
 def show_head(
     flags: argparse.Namespace, models: Models, ids: list[int], tokenizer: Tokenizer
 ) -> None:
-    """Print what the slots of one head hold."""
+    """Print what the slots of one head hold. Raises UserError if there is no such head."""
     [adapted] = models.values()
-    memory = memory_of_layer(adapted, *flags.head)
+    layer, head = flags.head
+    layers, heads = adapted.model.config.n_layers, adapted.model.config.n_kv_heads
+    if layer >= layers or head >= heads:
+        has = f"there are layers 0 to {layers - 1} and heads 0 to {heads - 1}"
+        raise UserError(f"--head {layer} {head}: no such layer or head; {has}")
+    memory = traced(adapted, [layer])
     read_ids(adapted, ids, memory)
-    print(*describe_slots(memory, *flags.head, ids, tokenizer), sep="\n")
+    print(*describe_slots(memory, layer, head, ids, tokenizer), sep="\n")
 
 
 def show_page(

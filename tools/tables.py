@@ -182,10 +182,9 @@ class Table:
     mem: int  # slots M
     seq: int  # tokens of a document that is scored
     part: str  # that is scored: one of SCORED
-    flags: str  # of train.py
+    segment: int  # tokens T of a segment
     steps: int = 60  # of training, if --steps does not say otherwise
     documents: int = 48  # that are scored, at most
-    segment: int | None = None  # tokens T of a segment; None: M
 
 
 LOCOCO = ("lococo", "lococo+h2o", "official code", "official code 0.02", "official code 0.02, on")
@@ -193,11 +192,11 @@ SHORT = Table(
     ("official h2o", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots", "learned",
      "lococo+h2o 0.02", "official code closed", "official code", "official code 1, one",
      "official code 0.02", "official code, one", "official code, one, bfloat16", *RATES),
-    64, 1024, "test", "--recipe inference",
+    64, 1024, "test", segment=64,
 )
 LONG = Table(
     ("full", "window", "h2o", "official h2o", *LOCOCO, "h2o 5/8 forget", "h2o heads", "learned"),
-    512, 8192, "long", "--recipe inference", steps=15, documents=16, segment=512,
+    512, 8192, "long", segment=512, steps=15, documents=16,
 )
 SMALL = ("full", "full, 8 bits", "window", "h2o", "h2o 5/8 forget", "h2o heads", "learned")
 SMALL += ("8 bits", "4 bits", "learned again", "learned plain")
@@ -294,9 +293,8 @@ def documents_of(table: Table, options: Options, tokenizer: Tokenizer) -> Tensor
 
 def all_flags(row: Row, table: Table) -> str:
     """The flags of train.py that make a row, but for texts, model, steps and seed."""
-    M = table.mem
-    T = table.segment or M
-    return f"{table.flags} --mem {M} --segment {T} --seq {table.seq} {row.flags}".strip()
+    sizes = f"--mem {table.mem} --segment {table.segment} --seq {table.seq}"
+    return f"--recipe inference {sizes} {row.flags}"
 
 
 def settings_of(flags: str, options: Options) -> Settings:
@@ -366,7 +364,7 @@ def make_cell(name: dict, table: Table, options: Options, documents: Tensor) -> 
     figures["by document"] = [round(nats, 5) for nats in means.tolist()]
     if table.part == "long":
         position = torch.arange(1, table.seq).expand(len(losses), -1)
-        masks = ranges("", position, table.mem + (table.segment or table.mem))
+        masks = ranges("", position, table.mem + table.segment)
         where = {label: losses[mask].double().mean().item() for label, mask in masks.items()}
         figures["by position"] = where
     gates = [c.gate.item() for c in adapted.compressors if hasattr(c, "gate")]
@@ -485,29 +483,26 @@ def difference(line: Line, other: Line | None, documents: slice = slice(None)) -
     return f"{values.mean():+.4f} ± {standard_error(torch.from_numpy(values)):.4f}"
 
 
-def gap_closed(line: Line, h2o: Line | None, full: Line | None, texts: int) -> str:
-    """How much of the way from H2O to full attention a memory goes: with each seed, or, if
-    documents are of several texts, on each text, as a mean of the seeds."""
+def gap_closed(line: Line, h2o: Line | None, full: Line | None) -> str:
+    """How much of the way from H2O to full attention a memory goes on each of the two texts, as
+    a mean of the seeds."""
     seeds = common_seeds(line, h2o, full)
     if not seeds:
         return ""
     nats = np.array([[some.nats(seed) for seed in seeds] for some in (h2o, full, line)])
-    if texts > 1:
-        nats = nats.mean(axis=1).reshape(3, texts, -1)
-    start, end, here = nats.mean(axis=2)
+    start, end, here = nats.mean(axis=1).reshape(3, 2, -1).mean(axis=2)
     return ", ".join(str(round(share)) for share in 100 * (start - here) / (start - end))
 
 
 def loss_table(table: Table, lines: Lines) -> str:
     """Losses are in nats per token, the mean of a row's seeds. MB is what a memory holds after
     a text."""
-    texts = len(SCORED[table.part])
     columns = ["memory", "MB", "trained", "nats per token", "from H2O"]
     h2o, full = lines.get("h2o"), lines.get("full")
     if full:
-        columns.append("gap closed, %" + " (novel, articles)" * (texts > 1))
+        columns.append("gap closed, % (novel, articles)")
     *_, last = lines.values()
-    places = [*last.where()][1:] if table.part == "long" else []  # the first has no compression
+    places = [*last.where()][1:]  # the first has no compression
     columns += places
     text = "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n"
     for row, line in lines.items():
@@ -518,7 +513,7 @@ def loss_table(table: Table, lines: Lines) -> str:
         cells = [line.label, f"{line.megabytes():.0f}", trained, f"{line.mean():.4f}"]
         cells.append(difference(line, h2o))
         if full:
-            cells.append(gap_closed(line, h2o, full, texts))
+            cells.append(gap_closed(line, h2o, full))
         cells += [f"{line.where()[place]:.4f}" for place in places]
         text += "| " + " | ".join(cells) + " |\n"
     return text
@@ -671,7 +666,7 @@ def all_tables(cells: list[dict]) -> dict[str, str]:
     for (model, dtype), some in groups.items():
         for name, table in TABLES.items():
             lines = lines_of(table, some)
-            if lines:
+            if lines and table.part == "long":  # short_table has the others
                 form = FORMS.get(name, loss_table)
                 made[f"{name}, {model}, {dtype}"] = form(table, lines)
         made[f"64 slots, {model}, {dtype}"] = short_table(some)

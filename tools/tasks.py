@@ -392,6 +392,8 @@ def parse() -> argparse.Namespace:
     add_shared_flags(parser)
     flags = parse_models(parser)
     if flags.data != "score":
+        if flags.cut or flags.method or flags.json:
+            parser.error(f"--cut, --method and --json are for score; {flags.data} converts rows")
         if not flags.out:
             parser.error("--out: name the file to write to")
         if len(flags.files) > 1:

@@ -78,6 +78,9 @@ class PackedEntries(Entries):
     def append(self, new: Tensor) -> None:
         self.new.append(new)
 
+    def detach(self) -> None:
+        self.new.detach()
+
     def pack_new(self) -> None:
         """Pack all entries that are not packed yet."""
         old_and_new = zip(self.packed, pack(self.new.held, self.bits))

@@ -38,8 +38,7 @@ def resized(
     changed = replace(settings, segment=segment or settings.segment, bits=bits)
     if mem is None and budgets is None:
         return changed
-    if settings.mem == settings.sinks:  # 0 if all is kept
-        raise UserError(f"--mem, --budgets: {settings.method} has no slots to divide")
+    check_sizes(settings)
     budgets = settings.budgets if budgets is None else budgets
     changed = with_slots(changed, mem or settings.mem)
     changed = replace(changed, budgets=scaled(budgets, changed.mem) if budgets else [])

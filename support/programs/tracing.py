@@ -84,16 +84,6 @@ def traced(adapted: AdaptedLlama, layers: Collection[int]) -> Tracing:
     return adapted.cache(partial(type("TracedMemory", (Tracing, own), {}), layers=layers))
 
 
-def memory_of_layer(adapted: AdaptedLlama, layer: int, head: int) -> Tracing:
-    """An empty memory that is traced in one layer. Raises UserError if there is no such
-    layer or head."""
-    layers, heads = adapted.model.config.n_layers, adapted.model.config.n_kv_heads
-    if layer >= layers or head >= heads:
-        has = f"there are layers 0 to {layers - 1} and heads 0 to {heads - 1}"
-        raise UserError(f"--head {layer} {head}: no such layer or head; {has}")
-    return traced(adapted, [layer])
-
-
 def describe_slots(
     memory: Tracing, layer: int, head: int, ids: list[int], tokenizer: Tokenizer
 ) -> Iterator[str]:

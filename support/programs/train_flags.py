@@ -29,7 +29,10 @@ def make_parser(doc: str, recipes: dict[str, Any]) -> Parser:
     parser = Parser(doc, mem="the recipe's", segment="as --mem; 512 in the paper's recipes")
     parser.add_seed()
     parser.set_defaults(model=None, seed=None)
-    add_memory_flags(parser)
+    parser.memory.add_argument(
+        "--method", choices=METHODS, metavar="METHOD",
+        help="what the slots hold, one of %(choices)s (default: the recipe's)",
+    )
     add_text_flags(parser)
     add_training_flags(parser, recipes)
     add_output_flags(parser)
@@ -40,12 +43,6 @@ def make_parser(doc: str, recipes: dict[str, Any]) -> Parser:
         lines += [described({name: other[name] for name in other if other[name] != first[name]})]
     parser.epilog = "\n".join(fill(line, 78, subsequent_indent="  ") for line in lines)
     return parser
-
-
-def add_memory_flags(parser: Parser) -> None:
-    add = parser.memory.add_argument
-    add("--method", choices=METHODS, metavar="METHOD",
-        help="what the slots hold, one of %(choices)s (default: the recipe's)")
 
 
 def add_text_flags(parser: Parser) -> None:
@@ -84,8 +81,6 @@ def add_output_flags(parser: Parser) -> None:
     add = parser.add_argument_group("scoring and output", RECIPES_VALUE).add_argument
     add("--score-tokens", type=at_least(0), metavar="N",
         help="tokens of held-out documents to score; 0: none")
-    add("--save-every", type=at_least(1), metavar="STEPS",
-        help="steps between two saved states")
     add("--out", type=named_path, metavar="RUN",
         help="new directory of the run (default: in runs/)")
     add("--resume", type=named_path, metavar="RUN",
