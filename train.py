@@ -90,7 +90,7 @@ class TrainConfig:
     # Sequences per step; section 4.1. None: one, or as many as fit into 4,096 tokens.
     batch: int | None = 128
     micro_batch: int = 1  # sequences in memory at once; section 4.1
-    # Segments that the gradient spans. The paper does not say how many; the official
+    # Segments that the gradient spans. The paper does not say how many; the authors'
     # code has 1.
     bptt: int = 1
     recompute: bool = False  # True takes less memory and more time
@@ -104,7 +104,7 @@ RECIPES = {  # what each changes of the defaults above
     "paper": dict(),
     # Section 4.1; 104.9 million tokens.
     "paper-inference": dict(seq=4096, lora_rank=0, steps=200),
-    # Ours, and the default: the base stays as it is; 60 x 4,096 tokens.
+    # The default, in minutes: the base stays as it is; 60 x 4,096 tokens.
     "inference": dict(
         method="lococo-code-0.02", mem=64, segment=None, seq=1024,
         lora_rank=0, steps=60, batch=None, micro_batch=4,
