@@ -161,7 +161,7 @@ class Compressor(nn.Module):
         attention that each entry has received, or None if no slots are heavy.
         """
         W = self.conv(entries)  # (6)
-        # The paper "prepends a ReLU" and does not say to what. Here, as in the official
+        # The paper "prepends a ReLU" and does not say to what. Here, as in the authors'
         # code, it follows the convolution. A row of zeros becomes a plain mean.
         w = W.relu() + 1e-9
         return w / w.sum(dim=-1, keepdim=True)  # (7)
