@@ -179,7 +179,7 @@ def print_figures(cache: KVCache, settings: Settings) -> None:
     held = sum(sizes) // len(sizes)  # a mean over all heads
     slots, bound = "all entries", ""
     if settings.mem:
-        slots, bound = f"{settings.mem} slots", f" (at most M + T = {settings.capacity:,})"
+        slots, bound = f"{settings.mem:,} slots", f" (at most M + T = {settings.capacity:,})"
     memory = f"{slots}; {held:,} entries held of {cache.seen:,}{bound}"
     full = f"the full cache would hold {cache.full_nbytes:,}"
     print(f"memory           {memory}", file=sys.stderr)

@@ -323,6 +323,9 @@ def read_texts(
             remedy = "give longer ones, a smaller --seq, or --score-tokens 0"
             raise UserError(f"--held-out {' '.join(held_out)}: {reason}; {remedy}")
         summary += f", as {reason}; name others by --held-out"
+    if len(scored) > len(ids) and not held_out:
+        most_of_it = "most of the text is held out, as the names of few documents chose"
+        summary += f"\nnote: {most_of_it}; name what to score by --held-out"
     if copied:
         summary += f"\n{note_of_copies(copied)}"
     return Texts(ids, trained, parts, documents, summary)

@@ -183,6 +183,8 @@ def test_texts_of_one_part_all_train(tokenizer):
     texts = read_texts(files_of("held-out"), [], 96, 999, tokenizer)
     assert np.array_equal(texts.ids, token_streams([FOLDER], tokenizer)["held-out"])
     assert texts.parts == ["held-out", "training"] and not len(texts.documents)
+    few = [*files_of("held-out"), files_of("training")[0]]  # most of it is held out
+    assert "note: most of the text is held out" in read_texts(few, [], 96, 0, tokenizer).summary
 
 
 def test_texts_that_are_held_out_by_name(tokenizer):
