@@ -351,7 +351,7 @@ def run(config: TrainConfig, state: State | None) -> int:
         print(f"stopped; to go on: {resume_command(out)}{launched}")
         return 128 + stopped
     if RANK == 0:
-        finish(setup, adapted, out, scores, save)
+        finish(setup, adapted, out, scores)
     return 0
 
 
@@ -364,13 +364,10 @@ def scores_before(setup: Setup, adapted: AdaptedLlama, model: Llama) -> dict[str
     return scores | {f"{config.method}, before training": score(setup, adapted)}
 
 
-def finish(
-    setup: Setup, adapted: AdaptedLlama, out: Path, scores: dict, save: Callable[[int], None]
-) -> None:
+def finish(setup: Setup, adapted: AdaptedLlama, out: Path, scores: dict) -> None:
     """Write the adapter, score it, and print all scores of the run."""
     write_adapter(out, adapted, setup.texts.parts, setup.texts.trained)
     scores[f"{setup.config.method}, after training"] = score(setup, adapted)
-    save(setup.config.steps)
     print_scores(scores, len(setup.texts.documents))
     print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
 

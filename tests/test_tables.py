@@ -24,22 +24,24 @@ LONG = dict(mem=512, seq=8192, part="long", documents=2) | {"by position": {}}
 def test_the_table_by_hand(monkeypatch):
     """Full attention is 2 below H2O on both texts. LoCoCo is 1 and 0.5 below it and, with another
     seed, 0.5 and 0.5. The newest cell counts, of those after the most steps."""
-    table = replace(tables.LONG, rows=("full", "window", "h2o", "lococo"), documents=2)
+    table = replace(tables.LONG, rows=("full", "window", "h2o", "lococo"), documents=4)
     monkeypatch.setitem(tables.TABLES, "long", table)
-    old = [cell("lococo", [9.0, 9.0], **LONG), cell("full", [1.0, 3.0], base="x", **LONG),
-           cell("lococo", [9.0, 9.0], **LONG | {"mem": 128})]
-    about = LONG | {"scored": "s", "base": "x"}
-    stored = [*old, cell("h2o", [3.0, 5.0], **LONG), cell("lococo", [2.0, 4.5], **about),
-              cell("lococo", [2.5, 4.5], seed=1, **about),
-              cell("lococo", [8.0, 8.0], steps=40, **about)]
+    about = LONG | {"documents": 4}
+    old = [cell("lococo", [9.0] * 4, **about), cell("full", [1.0, 1.0, 3.0, 3.0], base="x", **about),
+           cell("lococo", [9.0] * 4, **about | {"mem": 128})]
+    stored = [*old, cell("h2o", [3.0, 3.0, 5.0, 5.0], **about)]
+    about |= {"scored": "s", "base": "x"}
+    stored += [cell("lococo", [2.0, 2.0, 4.5, 4.5], **about),
+               cell("lococo", [2.5, 2.5, 4.5, 4.5], seed=1, **about),
+               cell("lococo", [8.0] * 4, steps=40, **about)]
     made = tables.all_tables(stored)
     assert rows_of(made["long, M, float32"]) == [
         ["3", "-", "2.0000", "-2.0000 ± 0.0000", "100, 100 |"],
         ["3", "-", "4.0000", "+0.0000 ± 0.0000", "0, 0 |"],
-        ["3", "60 steps, 2 seeds", "3.3750", "-0.6250 ± 0.1250", "38, 25 |"],
+        ["3", "60 steps, 2 seeds", "3.3750", "-0.6250 ± 0.0722", "38, 25 |"],
     ]
     # Another base: nothing of the old one is beside it. Some cells do not say their base.
-    new = cell("window", [7.0, 7.0], **about | {"base": "y"})
+    new = cell("window", [7.0] * 4, **about | {"base": "y"})
     other = tables.all_tables([*stored, new])
     losses = [row[2] for row in rows_of(other["long, M, float32"])]
     assert losses == ["7.0000", "4.0000", "9.0000"]
