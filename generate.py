@@ -122,7 +122,7 @@ def parse() -> argparse.Namespace:
         help="directory made by train.py or tools/fit_scores.py (default for tiny/: its own)")
     add("--method", choices=METHODS, metavar="METHOD",
         help="instead of an adapter, one without training, of %(choices)s (default for other "
-             "models: full)")
+             "models: full); tools/show_memory.py and eval_ppl.py compare several")
     add = parser.add_argument_group("output").add_argument
     add("--save-memory", type=new_file, metavar="FILE",
         help="write the memory there, and end")
@@ -160,8 +160,8 @@ def chosen_model(flags: argparse.Namespace, model: Llama) -> AdaptedLlama:
     if run:
         adapted = load_adapter(run, model, **flags.sizes)
     else:
-        sizes = method_sizes(flags, [])
-        adapted = untrained(model, flags.method or "full", budgets=flags.budgets, **sizes)
+        sizes, budgets = method_sizes(flags, []), flags.budgets if flags.method else None
+        adapted = untrained(model, flags.method or "full", budgets=budgets, **sizes)
     if flags.save_memory:
         check_slots(adapted.settings)
     if not adapted.settings.mem:

@@ -123,7 +123,7 @@ def test_a_prompt_that_is_cut_to_nothing(run):
     code, out, err = run(tasks, "score rows --method h2o --cut 4")
     assert (code, out, err.count("\n")) == (2, "", 1) and "rows, line 1: no token for" in err
     code, _, err = run(tasks, "race . --method h2o --out x")
-    assert code == 2 and "--cut, --method and --json are for score; race converts rows" in err
+    assert code == 2 and "for score; leave them out, as race only writes rows" in err
 
 
 ANSWERS = {"prompt": "x =", "answers": ["1"]}

@@ -107,7 +107,7 @@ def parse() -> Options:
     parser.set_defaults(mem=256)
     add = parser.memory.add_argument
     add("--method", choices=METHODS, default="h2o+forget", metavar="METHOD",
-        help="one without merged slots, of %(choices)s (default: h2o+forget)")
+        help="h2o, h2o+forget, streaming or one like these of your own (default: h2o+forget)")
     add = parser.add_argument_group("text").add_argument
     add("--data", type=named_path, nargs="+", metavar="PATH", default=[],
         help="files and folders (default: what train.py trains on of Python's own library)")

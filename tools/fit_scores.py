@@ -169,12 +169,12 @@ def main() -> None:
     model, tokenizer = load_base(options.model, machine.dtype, machine.device)
     context = model.config.longest
     options.length = options.length or min(8192, context)
+    if context < 4 * SEGMENT:
+        few = f"the base's context has {context:,} tokens, and a score needs {4 * SEGMENT:,}"
+        raise UserError(f"--model {options.model}: {few}; take another base")
     if options.length > context:
         passed = f"full attention would pass the base's context of {context:,} tokens"
         raise UserError(f"--length {options.length}: {passed}; take a smaller --length")
-    if options.length < 4 * SEGMENT:
-        few = f"the base's context has {context:,} tokens, and a score needs {4 * SEGMENT:,}"
-        raise UserError(f"--model {options.model}: {few}; take another base")
     documents, trained = texts_of(options, tokenizer)
     options.out.mkdir(parents=True, exist_ok=True)
     sizes = options.mem, options.segment, options.length, options.budgets

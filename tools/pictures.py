@@ -199,7 +199,9 @@ def draw_result(file: Path) -> None:
     marks = [Line2D([], [], color=colour, marker=mark, ls="", ms=12 if mark == "*" else 6)
              for _, colour, mark in LOOKS.values()]
     labels = [label for label, _, _ in LOOKS.values()]
-    figure.legend(marks, labels, loc="outside lower center", ncols=3, frameon=False)
+    sizes_of = "M = 896 and T = 128 if not said; curves join M + T = 384 + 128, 896 + 128, 1,792 + 256"
+    look = dict(ncols=3, frameon=False, title=sizes_of)
+    figure.legend(marks, labels, loc="outside lower center", **look)
     write_picture(file, figure)
 
 

@@ -47,12 +47,14 @@ def parse() -> argparse.Namespace:
     add("--adapter", type=Path, metavar="RUN",
         help="directory made by train.py or tools/fit_scores.py (default for tiny/: its own)")
     add("--method", nargs="+", default=[], choices=METHODS, metavar="METHOD",
-        help="methods without training, of %(choices)s")
+        help="methods without training, of %(choices)s; up to three memories with --page")
     flags = parser.parse_sizes()
     flags.load_memory = None  # nothing was read before
-    most = 3 if flags.page else 1
-    if len(flags.method) + bool(flags.adapter) > most:
-        parser.error(f"--adapter, --method: at most {most} in all, or three with --page")
+    flags.method = list(dict.fromkeys(flags.method))
+    named = [f"--adapter {flags.adapter}"] if flags.adapter else []
+    named += flags.method
+    if len(named) > (3 if flags.page else 1):
+        parser.error(f"{', '.join(named)}: one at a time, or up to three with --page")
     return flags
 
 
@@ -83,6 +85,7 @@ def show_head(
         raise UserError(f"--head {layer} {head}: no such layer or head; {has}")
     memory = traced(adapted, [layer])
     read_ids(adapted, ids, memory)
+    print_figures(memory, adapted.settings)
     print(*describe_slots(memory, layer, head, ids, tokenizer), sep="\n")
 
 

@@ -722,8 +722,9 @@ def main() -> None:
     tables = all_tables(stored_cells())
     for page in PAGES if options.write else ():
         write_text(page, with_tables(page.read_text("utf-8"), tables))
+    asked = {name if TABLES[name].part == "long" else "64 slots" for name in options.tables}
     for name, table in tables.items():
-        if not options.tables or name.rsplit(", ", 2)[0] in options.tables:
+        if not asked or name.rsplit(", ", 2)[0] in asked:
             print(f"\n{name}\n\n{table}", end="")
 
 

@@ -393,7 +393,8 @@ def parse() -> argparse.Namespace:
     flags = parse_models(parser)
     if flags.data != "score":
         if flags.cut or flags.method or flags.json:
-            parser.error(f"--cut, --method and --json are for score; {flags.data} converts rows")
+            left_out = f"leave them out, as {flags.data} only writes rows"
+            parser.error(f"--cut, --method and --json are for score; {left_out}")
         if not flags.out:
             parser.error("--out: name the file to write to")
         if len(flags.files) > 1:

@@ -99,8 +99,8 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     Raises UserError."""
     adapter = read_adapter(Path(run))
     settings, tensors, base = adapter.settings, adapter.tensors, adapter.base
-    remedy = "name its own; one of another version must be trained again"
-    other = f"{run}: its adapter is for another base than that of --model (or tiny/); {remedy}"
+    remedy = "name its own by --model; an adapter of another version must be trained again"
+    other = f"{run}: its adapter is for another base than --model, which is tiny/ if unnamed; {remedy}"
     try:
         check_budgets(settings.budgets, model.config)
     except UserError:

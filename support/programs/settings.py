@@ -52,8 +52,8 @@ def resized(
 def check_sizes(settings: HeadSettings) -> None:
     """Raises UserError if a head has too few slots, or budgets do not suit the method."""
     if settings.mem == settings.sinks:  # 0 if all is kept
-        none = f"{settings.method} has no slots to divide"
-        raise UserError(f"{none}; take a larger --mem, or another method")
+        remedy = "take a larger --mem" if settings.mem else "leave --mem and --budgets out"
+        raise UserError(f"{settings.method} has no slots to divide; {remedy}, or another method")
     if settings.merged and settings.budgets:
         none = "a method with merged slots has as many in each head"
         raise UserError(f"--budgets, {settings.method}: {none}; leave them out")
