@@ -222,6 +222,7 @@ PANELS = {  # title: the table, and what its cells have in common
 
 
 CODE_ROWS = ("official code 0.02", "official code 0.02, on", "official code, one")
+CODE_ROWS += ("official code, one, bfloat16",)
 
 
 def draw_curve(file: Path) -> None:
@@ -245,7 +246,7 @@ def draw_curve(file: Path) -> None:
         for tokens, losses in trained.items():
             axes.plot([tokens] * len(losses), losses, "o", color="#e69f00")
         axes.set_xscale("log")
-        ticks = [50_000, 100_000, 200_000, 500_000]
+        ticks = [50_000, 100_000, 200_000, 500_000, 1_000_000]
         axes.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks])
         axes.minorticks_off()
         axes.set_xlabel("tokens trained")
