@@ -20,11 +20,11 @@ from model import Llama, load_base
 from support.command_line import Parser, at_least, joined, new_file, prepare, prompt_ids
 from support.command_line import read_prompt, run_program
 from support.files import UserError
-from support.memory_page import page_record, token_texts, write_page
+from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
 from support.programs.settings import check_slots, method_sizes, untrained
 from support.programs.settings import warn_if_too_long
-from support.programs.tracing import describe_slots, traced
+from support.programs.tracing import describe_slots, page_record, traced
 from support.tokenizer import Tokenizer
 
 Models = dict[str, AdaptedLlama]  # by the name that the page gives them
