@@ -160,7 +160,8 @@ def chosen_model(flags: argparse.Namespace, model: Llama) -> AdaptedLlama:
     if run:
         adapted = load_adapter(run, model, **flags.sizes)
     else:
-        sizes, budgets = method_sizes(flags, []), flags.budgets if flags.method else None
+        sizes = method_sizes(flags, [])
+        budgets = flags.budgets if flags.method else None  # else `refuse_sizes` refuses them
         adapted = untrained(model, flags.method or "full", budgets=budgets, **sizes)
     if flags.save_memory:
         check_slots(adapted.settings)

@@ -324,7 +324,7 @@ def read_texts(
             raise UserError(f"--held-out {' '.join(held_out)}: {reason}; {remedy}")
         summary += f", as {reason}; name others by --held-out"
     if len(scored) > len(ids) and not held_out:
-        most_of_it = "most of the text is held out, as names choose documents, not lengths"
+        most_of_it = "most of the text is held out, as names choose the documents, long or short"
         summary += f"\nnote: {most_of_it}; name what to score by --held-out"
     if copied:
         summary += f"\n{note_of_copies(copied)}"

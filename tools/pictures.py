@@ -221,8 +221,10 @@ PANELS = {  # title: the table, and what its cells have in common
 }
 
 
-CODE_ROWS = ("official code 0.02", "official code 0.02, on", "official code, one")
-CODE_ROWS += ("official code, one, bfloat16",)
+CODE_ROWS = (
+    "official code 0.02", "official code 0.02, on", "official code, one",
+    "official code, one, bfloat16",
+)
 
 
 def draw_curve(file: Path) -> None:

@@ -22,7 +22,7 @@ from support.command_line import read_prompt, run_program
 from support.files import UserError
 from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
-from support.programs.settings import check_slots, method_sizes, untrained
+from support.programs.settings import SUGGESTED, check_slots, method_sizes, untrained
 from support.programs.settings import warn_if_too_long
 from support.programs.tracing import describe_slots, page_record, traced
 from support.tokenizer import Tokenizer
@@ -60,14 +60,17 @@ def parse() -> argparse.Namespace:
 
 def models_to_show(flags: argparse.Namespace, base: Llama) -> Models:
     """The adapter and the methods that the flags name, on one base. Beside an adapter the
-    methods have its M, T and bits. Raises UserError if one has no slots."""
+    methods have its M, T and bits. Raises UserError if there is none, or if one has no
+    slots."""
     run, models = run_of(flags), {}
     if run:
         adapted = load_adapter(run, base, **flags.sizes)
         models[f"{adapted.settings.method}, adapter {run.resolve().name}"] = adapted
     sizes = method_sizes(flags, [*models.values()])
-    for method in flags.method or ([] if run else ["full"]):  # which has no slots to show
+    for method in flags.method:
         models[method] = untrained(base, method, budgets=flags.budgets, **sizes)
+    if not models:
+        raise UserError(f"no memory is named; take {SUGGESTED}")
     for adapted in models.values():
         check_slots(adapted.settings)
     return models
