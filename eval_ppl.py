@@ -178,7 +178,11 @@ def parse() -> argparse.Namespace:
         help="also the loss by position in the text, at the last length")
     add("--recall", action="store_true",
         help="also what is remembered; without --method a window and H2O stand beside each RUN")
-    return parse_models(parser)
+    flags = parse_models(parser)
+    if flags.fact_form and not flags.recall:
+        parser.error(f"--fact-form {flags.fact_form}: it is for facts; add --recall")
+    flags.fact_form = flags.fact_form or "line"
+    return flags
 
 
 def main() -> None:

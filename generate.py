@@ -28,8 +28,7 @@ from tqdm import tqdm
 
 from lococo import METHODS, AdaptedLlama, Settings
 from model import KVCache, Llama, load_base
-from support.command_line import TINY, Parser, at_least, new_file, prepare
-from support.command_line import joined, prompt_ids, question_ids, read_prompt, run_program
+from support.command_line import TINY, Parser, at_least, new_file, prepare, run_program
 from support.chat import Chat, read_chat
 from support.files import checksum, refuse_not_finite
 from support.programs.adapter import load_adapter
@@ -37,6 +36,7 @@ from support.programs.saved_memory import Reader, go_on, load_memory, named, own
 from support.programs.saved_memory import save_memory, unfinished
 from support.programs.settings import SUGGESTED, check_slots, method_sizes, refuse_sizes
 from support.programs.settings import untrained, warn_if_too_long
+from support.prompt import joined, prompt_ids, question_ids, read_prompt
 from support.tokenizer import Tokenizer
 
 # --- Decoding ---------------------------------------------------------------------------
@@ -130,20 +130,27 @@ def parse() -> argparse.Namespace:
         help="go on from such a memory, with its method and sizes")
 
     flags = parser.parse_sizes()
+    refuse_contradictions(parser, flags)
+    if flags.temperature is None:
+        flags.temperature = 0.8 if flags.ask is None else 0.0
+    return flags
+
+
+def refuse_contradictions(parser: Parser, flags: argparse.Namespace) -> None:
+    """End with a sentence if one flag would be ignored beside another."""
     if not flags.prompt and (flags.ask is None or not flags.load_memory):
         parser.error("give --prompt, or --load-memory with --ask")
     if flags.ask is not None and flags.save_memory:
         parser.error("--ask and --save-memory: save first, then ask with --load-memory")
+    if flags.ask == "" and "-" in flags.prompt:
+        parser.error("--ask QUESTION: standard input has the text of --prompt -")
+    if flags.ask is None and flags.follow_up:
+        parser.error("--follow-up: it is for several questions; add --ask")
     sizes = [value for value in flags.sizes.values() if value is not None]
     if flags.load_memory and (flags.method or sizes):
         parser.error("--load-memory: a memory keeps its --method and its sizes; leave them out")
-    if flags.ask == "" and "-" in flags.prompt:
-        parser.error("--ask QUESTION: standard input has the text of --prompt -")
-    if flags.temperature is None:
-        flags.temperature = 0.8 if flags.ask is None else 0.0
     if flags.adapter and flags.method:
         parser.error(f"--adapter {flags.adapter}, --method {flags.method}: name one of them")
-    return flags
 
 
 def run_of(flags: argparse.Namespace) -> Path | None:
@@ -207,7 +214,7 @@ def read_ids(
     adapted: AdaptedLlama, ids: list[int], cache: KVCache, after: Callable = lambda: None
 ) -> Tensor:
     """Read a text into a cache of the model. Returns the logits of `prefill`."""
-    tokens = torch.tensor([ids], device=adapted.model.norm.weight.device)
+    tokens = torch.tensor([ids], device=adapted.model.device)
     return prefill(adapted.model, tokens, cache, adapted.settings.segment, after)
 
 
@@ -226,7 +233,7 @@ def read_and_save(
     # What FILE.part is a part of: these tokens behind these texts, read by this model.
     of = checksum({}, f"{ids} {start} {reader.texts} {owner(adapted)}")
     if part.exists():
-        go_on(part, memory, of, adapted.model.norm.weight.device)
+        go_on(part, memory, of, adapted.model.device)
     rest = ids[memory.seen - start :]
     saved = time.monotonic()
 
@@ -341,8 +348,12 @@ def main() -> None:
     asks = flags.ask is not None or flags.save_memory
     chat = read_chat(flags.model) if asks else None
     in_turn = chat is not None and not flags.special_tokens
-    text = joined(flags.prompt, texts)
-    ids = prompt_ids(flags, text, tokenizer, chat if in_turn else None) if texts else []
+    ids = []
+    if texts:
+        ids = prompt_ids(
+            flags.prompt, joined(flags.prompt, texts), tokenizer, flags.special_tokens,
+            chat if in_turn else None, continues=flags.load_memory is not None,
+        )
     with machine.precision():
         reader = reader_of(flags, base, in_turn)
         new = [named(name, text) for name, text in zip(flags.prompt, texts)]

@@ -1,8 +1,8 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a convolution.
 
 This file is the paper (arXiv 2406.05317) and what it compares with. Later methods are in
-files of their own. They override what is marked as a hook. An entry is the key
-and the value of a token in one head of a layer. Letters are those of model.py, and R:
+files of their own, as subclasses of Memory and Compressor. An entry is the key and the
+value of a token in one head of a layer. Letters are those of model.py, and R:
 
     B, G  texts in a batch, and key/value heads; N is B * G
     D     channels of a head
@@ -103,7 +103,7 @@ class Settings:
 
     @property
     def largest(self) -> int:
-        """The slots of the head that has most. Here all have M (a hook)."""
+        """The slots of the head that has most. Here all have M."""
         return self.mem
 
     @property
@@ -141,7 +141,8 @@ class Compressor(nn.Module):
     rate of the convolutions.
     """
 
-    always_made = False  # True: it is made also if no slots are merged (a hook)
+    # The program that fits its numbers; it is then made also if no slots are merged.
+    fitted_by = ""
     recompute = False  # True: the backward pass merges again, to keep less in between
 
     def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
@@ -204,7 +205,8 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     q = q.unflatten(1, (-1, group)).flatten(2, 3) / q.shape[-1] ** 0.5  # (B, G, H/G * T, D)
     attention_logits = widened(q @ k.mT)
     if T > 1:  # a single token sees all entries
-        # Only the last T columns are masked. A constant is added, which needs no gradient.
+        # Only the last T columns are masked. `last` is a view, so that this changes
+        # attention_logits; it is detached, as a constant needs no gradient.
         last = attention_logits.detach().unflatten(2, (group, T))[..., S - T :]
         last += causal_mask(T, T, last)
     return attention_logits.softmax(dim=-1)
@@ -236,27 +238,24 @@ class Memory(KVCache):
     """
 
     counters = ("seen",)  # numbers that are saved beside what `stored` returns
-    chooses_by_received = True  # if heavy slots are chosen by the attention received (a hook)
+    chooses_by_received = True  # if heavy slots are chosen by the attention received
 
     def __init__(
-        self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList
+        self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList,
+        of_layer: list[Settings] | None = None,
     ):
+        """`of_layer` has the settings of each layer, where these are not the same."""
         super().__init__(config, position_divisor(config, settings))
         self.settings, self.compressors = settings, compressors
         self.counts_attention = settings.heavy > 0 and self.chooses_by_received
         # By slot a key has a new place after each compression. So it is held without a
         # rotation, and rotated whenever it is read.
         self.by_slot = settings.positions == "slots"
-        self.make_lists([settings] * config.n_layers)
-
-    def make_lists(self, of_layer: list[Settings]) -> None:
-        """Lists of a memory that holds nothing. `of_layer` says how many slots of each kind
-        each layer has. Here all have the same (a hook)."""
-        self.of_layer = of_layer
-        self.keys = [Entries() for _ in of_layer]
-        self.values = [Entries() for _ in of_layer]
+        self.of_layer = of_layer or [settings] * config.n_layers
+        self.keys = [Entries() for _ in self.of_layer]
+        self.values = [Entries() for _ in self.of_layer]
         # The attention received, (B, G, S).
-        self.received: list[Tensor | None] = [None] * len(of_layer)
+        self.received: list[Tensor | None] = [None] * len(self.of_layer)
 
     def make_room(self, B: int, T: int) -> None:
         """Compress the layers into which T new tokens would not fit.
@@ -409,9 +408,9 @@ def in_order(held: Tensor, order: Tensor) -> Tensor:
     """Entries (B, G, S, 2D), or what they received (B, G, S), in the order (B, G, S) of each
     head; faster than `gather`."""
     B, G = order.shape[:2]
-    sequence = torch.arange(B, device=order.device)[:, None, None]
+    text = torch.arange(B, device=order.device)[:, None, None]
     head = torch.arange(G, device=order.device)[:, None]
-    return held[sequence, head, order]
+    return held[text, head, order]
 
 
 def numbers_of_slots(numbers: Tensor, w: Tensor, s: Settings) -> Tensor:
@@ -502,14 +501,15 @@ class LoRALinear(nn.Module):
 
 
 @torch.no_grad()
-def check_rows(compressor: Compressor, head_dim: int, like: Tensor) -> None:
+def check_rows(compressor: Compressor, head_dim: int, heavy: int, like: Tensor) -> None:
     """Raises UserError if w of random entries has another shape, or if its rows do not
     sum to 1, as with a softmax over the wrong dimension: (4) and (5) would not mix. The
-    entries have the dtype and the device of `like`."""
+    entries have the dtype and the device of `like`. Without `heavy` slots there is no
+    attention received."""
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = (2, 2 * head_dim, compressor.slots + 8)
     entries = torch.randn(sizes, generator=generator, device="cpu").to(like)
-    received = entries[:, 0].exp()  # any positive numbers
+    received = entries[:, 0].exp() if heavy else None  # any positive numbers
     w = compressor.weights(entries, received)
     name = f"{type(compressor).__name__}.weights"
     expected = (2, compressor.slots, entries.shape[2])
@@ -523,8 +523,8 @@ def check_rows(compressor: Compressor, head_dim: int, like: Tensor) -> None:
 
 class AdaptedLlama(nn.Module):
     """A base model and everything that trains on it. Run it as `adapted.model(tokens,
-    cache)` with a `cache` of `adapted.cache()`. `train()` and `eval()` say whether
-    compressors are in training or in use. `adapted.model` is a Llama of its own on the
+    cache)` with a `cache` of `adapted.cache()`. `train()` and `eval()` are for
+    compressors of your own, with dropout for instance. `adapted.model` is a Llama of its own on the
     weights of `model`, which stays as it is and may be adapted again.
 
     For context extension section 4.1 trains the compressors, LoRA, embeddings and norms.
@@ -546,7 +546,7 @@ class AdaptedLlama(nn.Module):
         self.model.sample = model.sample  # by which an adapter's file knows its base
         self.model.requires_grad_(False)
         compressor_class = COMPRESSORS[settings.compressor]
-        needed = settings.merged or compressor_class.always_made
+        needed = settings.merged or compressor_class.fitted_by
         layers = self.model.layers if needed else []
         sizes = config.head_dim, settings.merged, settings.kernel, settings.start
         with torch.device("cpu"):  # so that training on a GPU starts from the same numbers
@@ -554,7 +554,7 @@ class AdaptedLlama(nn.Module):
         like = widened(model.norm.weight[:0])  # an empty tensor on the device
         self.compressors = nn.ModuleList(compressors).to(like)
         if settings.merged:
-            check_rows(self.compressors[0], config.head_dim, like)
+            check_rows(self.compressors[0], config.head_dim, settings.heavy, like)
         if settings.lora_rank:  # context extension; without LoRA the base stays frozen
             self.tune_base()
         self.cache()  # which raises UserError if its memory does not suit the base

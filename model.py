@@ -64,7 +64,8 @@ class LlamaConfig:
 
     def __post_init__(self):
         check_numbers(self)
-        if self.head_dim % 2 or self.n_heads % self.n_kv_heads:
+        unequal = self.dim % self.n_heads or self.n_heads % self.n_kv_heads
+        if unequal or self.head_dim % 2:
             heads = f"{self.n_heads} heads, {self.n_kv_heads} of keys and values"
             raise ValueError(f"dim {self.dim} and {heads}, do not fit together")
 
@@ -397,6 +398,10 @@ class Llama(nn.Module):
         """The type of the base's numbers and of what flows through the layers. While an
         adapter trains, embeddings and norms are in float32."""
         return self.layers[0].feed_forward.w1.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Token ids (B, T) that follow those in the cache -> the output of the last block,

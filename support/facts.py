@@ -18,7 +18,6 @@ FORMS = {
     "line": ("@", " =", "\n"),
     # The needle of RULER (Hsieh and others 2024), with a word in the place of a number.
     "sentence": ("One of the special magic words for", " is:", ".\n"),
-    # tools/fit_scores.py fits scores to "line", and to all that follow.
     "name": ("The", " is called", ".\n"),
     "list": ("-", ":", "\n"),
     "question": ("Q: What is the", "? A:", ".\n"),

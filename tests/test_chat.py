@@ -13,9 +13,10 @@ import generate
 import needle
 from model import load_llama
 from support.chat import Chat, read_chat
-from support.command_line import TINY, question_ids
+from support.command_line import TINY
 from support.files import UserError
 from support.programs.settings import untrained
+from support.prompt import question_ids
 from support.tokenizer import Tokenizer
 
 # In the form of Llama-2's and of SmolLM2's.

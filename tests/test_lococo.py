@@ -107,7 +107,7 @@ def test_counts_that_do_not_fit_are_refused(method, changes, words):
 def test_a_wrong_compressor_is_named(monkeypatch, wrong, words):
     monkeypatch.setattr(Compressor, "weights", wrong)
     with pytest.raises(UserError, match=f"Compressor.weights: .*{words}"):
-        check_rows(Compressor(4, 3, 5), 4, torch.zeros(0))
+        check_rows(Compressor(4, 3, 5), 4, 2, torch.zeros(0))
 
 
 @pytest.mark.parametrize("name", ["paper", "official"])
@@ -249,6 +249,8 @@ def test_a_memory_of_few_bits(model, changes):
     outputs = [logits_of(model, cache) for cache in caches]
     assert 0 < (outputs[0] - outputs[1]).abs().mean() < 0.05 < outputs[0].std()
     assert caches[1].nbytes < 0.7 * caches[0].nbytes  # blocks have 8 channels here
+    # Also heads with fewer slots than a segment has tokens.
+    assert all(isinstance(keys, PackedEntries) for keys in caches[1].keys)
     large = AdaptedLlama(model, replace(settings("h2o", 30), bits=8)).cache()
     logits_of(model, large, TOKENS[:, :24])  # all but the last segment is packed before M slots are full
     assert (large.keys[0].packed[0].shape[2], large.keys[0].new.size) == (18, 6)

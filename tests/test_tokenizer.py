@@ -6,7 +6,6 @@ tokenizers`). .ci/run installs it, and without it they are skipped."""
 import json
 import shutil
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,10 @@ from conftest import refusal
 from sentencepiece import SentencePieceTrainer
 
 from generate import as_text
-from support.command_line import TINY, prompt_ids
+from support.command_line import TINY
 from support.facts import fact_tokens
 from support.files import UserError
+from support.prompt import prompt_ids
 from support.tokenizer import Tokenizer
 
 
@@ -250,9 +250,8 @@ def test_a_token_without_a_row(folder):
     tokenizer = Tokenizer(folder)
     tokenizer.fit(298)
     assert tokenizer.vocab_size == 298 and 298 not in tokenizer.encode("[PAD]")
-    flags = Namespace(prompt="p", special_tokens=True, load_memory=None)
     with pytest.raises(UserError, match="no row for \\[PAD\\]; leave it out"):
-        prompt_ids(flags, "a [PAD]", tokenizer, None)
+        prompt_ids(["p"], "a [PAD]", tokenizer, special=True)
     tokens.add_tokens(["word"])
     tokens.save(str(folder / "tokenizer.json"))
     with pytest.raises(UserError, match="more tokens than the model: word has id 299, the model has 298"):

@@ -31,9 +31,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from lococo import METHODS, Memory, Settings, position_divisor, segment_losses
 from model import KVCache, Llama, LlamaConfig, load_base
-from support.command_line import Parser, at_least, counted
-from support.command_line import named_path
-from support.command_line import output_file, prepare, run_program
+from support.command_line import Parser, at_least, counted, named_path, output_file
+from support.command_line import prepare, run_program
 from support.facts import tell_all
 from support.files import UserError, write_json
 from support.programs.settings import make_settings
@@ -77,7 +76,7 @@ def measure_needs(
     are read, and `mask` (P, L - 1) says which tokens count. A gate counts for what its
     own segment reads, and not for later ones."""
     shape = (model.config.n_layers, model.config.n_kv_heads)
-    gates = torch.full(shape, 0.5, device=model.norm.weight.device, requires_grad=True)
+    gates = torch.full(shape, 0.5, device=model.device, requires_grad=True)
     model.requires_grad_(False)
     for document, counts in zip(tqdm(documents, desc="documents"), mask):
         cache = GatedMemory(model.config, settings, gates)
@@ -173,18 +172,18 @@ def main() -> None:
     options.length = options.length or min(4096, model.config.longest)
     settings = settings_of(options, model)
     documents, mask = what_is_scored(options, settings, tokenizer)
-    found = measure_needs(model, settings, documents, mask)
+    needs = measure_needs(model, settings, documents, mask)
     print(f"needs of heads, in nats per {'answer' if options.recall else 'token'}")
-    for layer, row in enumerate(found):
+    for layer, row in enumerate(needs):
         print(f"layer {layer:>2} ", *(f"{nats:+.5f}" for nats in row))
-    if found.max() <= 0:
+    if needs.max() <= 0:
         raise UserError("no head gains by more slots; take more --documents")
-    budgets = shared_out(found, settings.mem)
+    budgets = shared_out(needs, settings.mem)
     if options.out:
         about = {name: getattr(options, name) for name in ("method", "mem", "length", "documents")}
         about["made by"] = shlex.join(["python", "tools/budgets.py", *sys.argv[1:]])
-        needs = [[round(nats, 6) for nats in row] for row in found.tolist()]
-        write_json(options.out, about | {"needs": needs, "budgets": budgets})
+        rounded = [[round(nats, 6) for nats in row] for row in needs.tolist()]
+        write_json(options.out, about | {"needs": rounded, "budgets": budgets})
     print("budgets", *budgets)
 
 

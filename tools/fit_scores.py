@@ -26,7 +26,7 @@ from generate import prefill
 from lococo import AdaptedLlama, attention_weights
 from model import KVCache, Llama, LlamaConfig, load_base
 from support.command_line import Parser, at_least, named_path, prepare, run_program
-from support.facts import tell
+from support.facts import FORMS, tell
 from support.files import UserError
 from support.ours.learned_score import LearnedScore
 from support.programs.adapter import write_adapter
@@ -36,8 +36,8 @@ from support.text import PARTS, fingerprints, pieces, texts_to_fit
 from support.tokenizer import Tokenizer
 
 SEGMENT = 256  # tokens
-# Facts of these forms are written into the texts, and not of the form "sentence".
-FORMS_TO_FIT = ("line", "name", "list", "question", "table", "place", "code")
+# Facts of these forms are written into the texts. Sentences are left for tools/needle.py.
+FORMS_TO_FIT = [form for form in FORMS if form != "sentence"]
 
 # --- What full attention pays -----------------------------------------------------------
 
@@ -75,9 +75,10 @@ def texts_of(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Tensor,
         raise UserError(f"--data: no text has --length {options.length} tokens")
     told = []
     for i, row in enumerate(rows):
-        for n in (2 * i, 2 * i + 1) if i % 3 < 2 and not options.no_facts else ():
-            form = FORMS_TO_FIT[n % len(FORMS_TO_FIT)]
-            row, _ = tell(row, 8, "training", n, i, tokenizer, form)
+        if i % 3 < 2 and not options.no_facts:
+            for n in (2 * i, 2 * i + 1):
+                form = FORMS_TO_FIT[n % len(FORMS_TO_FIT)]
+                row, _ = tell(row, 8, "training", n, i, tokenizer, form)
         told.append(row)
     return torch.stack(told), fingerprints(ids, tokenizer.bos)
 
@@ -136,7 +137,7 @@ def samples_of(model: Llama, documents: Tensor, forget: float) -> list[list[Tens
     by_layer = [[] for _ in model.layers]
     for row in tqdm(documents, desc="pieces read with full attention"):
         noted = Noted(model.config)
-        prefill(model, row[None].to(model.norm.weight.device), noted, SEGMENT)
+        prefill(model, row[None].to(model.device), noted, SEGMENT)
         for layer, some in enumerate(by_layer):
             some.append(sampled(noted, layer, forget, generator))
     return [[torch.cat(parts, dim=1) for parts in zip(*some)] for some in by_layer]

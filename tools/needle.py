@@ -35,12 +35,13 @@ from generate import decode, read_ids
 from lococo import AdaptedLlama
 from model import load_base
 from support.chat import Chat, read_chat
-from support.command_line import Parser, at_least, prepare, question_ids, run_program
+from support.command_line import Parser, at_least, prepare, run_program
 from support.facts import choose_facts, fact_tokens
 from support.files import UserError, checksum, read_json, write_json
 from support.programs.scoring import add_runs_and_texts, documents_to_score
 from support.programs.scoring import models_to_score, note_limits, parse_models
 from support.programs.scoring import parts_to_score
+from support.prompt import question_ids
 from support.tokenizer import Tokenizer
 
 DEPTHS = 9
@@ -167,7 +168,11 @@ def parse() -> argparse.Namespace:
     add("--documents", type=at_least(1), default=8, metavar="N",
         help="texts of each length (default: 8)")
     add("--ask", action="store_true", help="ask in a chat, as said above")
-    return parse_models(parser)
+    flags = parse_models(parser)
+    if flags.ask and flags.fact_form:
+        parser.error("--ask: a chat has its own sentences; leave --fact-form out")
+    flags.fact_form = flags.fact_form or "line"
+    return flags
 
 
 def main() -> None:
@@ -177,14 +182,13 @@ def main() -> None:
     chat = read_chat(flags.model) if flags.ask else None
     if flags.ask and not chat:
         raise UserError(f"--ask: {flags.model} has no chat template; leave it out")
-    form = "line" if chat else flags.fact_form
     models = models_to_score(flags, model, with_baselines=True)
     parts, lengths = parts_to_score(flags), (1024, 2048, 4096, 8192)
     documents = documents_to_score(flags, parts, tokenizer, lengths)
     note_limits(models, [*documents])
     about = {"texts": {str(L): len(rows) for L, rows in documents.items()}}
     of_texts = {str(L): rows for L, rows in documents.items()}
-    asked = "asked" if chat else form
+    asked = "asked" if chat else flags.fact_form
     about["of"] = checksum(of_texts, f"{flags.model.name} {asked} {machine.dtype}")
     figures, errors = stored_panels(flags, about)
     for name in figures.keys() & models.keys():
@@ -194,7 +198,7 @@ def main() -> None:
     bar = tqdm(total=total, desc="reading", unit=" tokens", leave=False, disable=None)
     with machine.precision(), bar:
         for name, adapted in models.items():
-            made = panel(adapted, documents, tokenizer, form, bar, chat)
+            made = panel(adapted, documents, tokenizer, flags.fact_form, bar, chat)
             figures[name], errors[name] = made
             print(f"\n{name}: facts found at each depth, from the first tokens to the last, and in")
             print("all, with the standard error over texts")

@@ -17,14 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import print_figures, print_pace, print_peak, read_ids, run_of, sample
 from lococo import METHODS, AdaptedLlama
 from model import Llama, load_base
-from support.command_line import Parser, at_least, joined, new_file, prepare, prompt_ids
-from support.command_line import read_prompt, run_program
+from support.command_line import Parser, at_least, new_file, prepare, run_program
 from support.files import UserError
 from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
 from support.programs.settings import SUGGESTED, check_slots, method_sizes, untrained
 from support.programs.settings import warn_if_too_long
 from support.programs.tracing import describe_slots, page_record, traced
+from support.prompt import joined, prompt_ids, read_prompt
 from support.tokenizer import Tokenizer
 
 Models = dict[str, AdaptedLlama]  # by the name that the page gives them
@@ -49,7 +49,6 @@ def parse() -> argparse.Namespace:
     add("--method", nargs="+", default=[], choices=METHODS, metavar="METHOD",
         help="methods without training, of %(choices)s; up to three memories with --page")
     flags = parser.parse_sizes()
-    flags.load_memory = None  # nothing was read before
     flags.method = list(dict.fromkeys(flags.method))
     named = [f"--adapter {flags.adapter}"] if flags.adapter else []
     named += flags.method
@@ -116,7 +115,8 @@ def main() -> None:
     machine = prepare(flags.device, flags.dtype)
     texts = [read_prompt(name) for name in flags.prompt]
     base, tokenizer = load_base(flags.model, machine.dtype, machine.device)
-    ids = prompt_ids(flags, joined(flags.prompt, texts), tokenizer, chat=None)
+    text = joined(flags.prompt, texts)
+    ids = prompt_ids(flags.prompt, text, tokenizer, flags.special_tokens)
     models = models_to_show(flags, base)
     for adapted in models.values():
         warn_if_too_long(adapted, len(ids))

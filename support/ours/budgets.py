@@ -112,10 +112,10 @@ class BudgetMemory(PackedMemory):
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         settings = with_ours(settings)
         check_budgets(settings.budgets, config)
-        super().__init__(config, settings, compressors)
         self.parts = parts_of(config, settings)
         self.heads: list[Tensor | None] = [None] * len(self.parts)  # their indices, if needed
-        self.make_lists([part.settings for part in self.parts])
+        of_part = [part.settings for part in self.parts]
+        super().__init__(config, settings, compressors, of_part)
         if len(compressors):  # the heads of a layer share its compressor
             self.compressors = [compressors[part.layer] for part in self.parts]
 

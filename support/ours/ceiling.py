@@ -25,21 +25,21 @@ class CeilingMemory(Memory):
 
     counters = ("seen", "lowest")
 
-    def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
-        super().__init__(config, settings, compressors)
+    def __init__(
+        self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList,
+        of_layer: list[Settings] | None = None,
+    ):
+        super().__init__(config, settings, compressors, of_layer)
         # The largest distance that the base reads, in tokens.
         self.reach = round(config.context * self.rope_scale)
         # C is lower by an eighth, or by a segment if that is more. In low precision each move
         # rounds the keys, so that moves must be rare.
         self.ceiling = max(0, self.reach - max(settings.segment, self.reach // 8))
-
-    def make_lists(self, of_layer: list[Settings]) -> None:
-        super().make_lists(of_layer)
         self.lowest = 0  # no entry stands below this position
         # The positions of entries, (B, G, S): of those that were held at the last
         # compression or move. Entries since then stand one after the other. By slot there
         # are none.
-        self.positions: list[Tensor | None] = [None] * len(of_layer)
+        self.positions: list[Tensor | None] = [None] * len(self.of_layer)
 
     def make_room(self, B: int, T: int) -> None:
         super().make_room(B, T)

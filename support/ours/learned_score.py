@@ -23,9 +23,8 @@ from support.ours.budgets import BudgetMemory
 
 HIDDEN = 16  # units of the network
 
-METHODS["learned"] = lambda M: dict(
-    heavy=M * 5 // 8, recent=M - M * 5 // 8, forget=0.75, forget_in=128, compressor="learned",
-    memory="scored",
+METHODS["learned"] = lambda M: METHODS["h2o+forget"](M) | dict(
+    forget_in=128, compressor="learned", memory="scored"
 )
 
 
@@ -35,7 +34,6 @@ class LearnedScore(nn.Module):
     compressor, and fills no slots."""
 
     fitted_by = "tools/fit_scores.py"
-    always_made = True
 
     def __init__(self, head_dim: int, *_):
         """The other arguments of a compressor are not needed."""

@@ -91,9 +91,9 @@ class ExpectedAttention(BudgetMemory):
     chooses_by_received = False
     LAST, FUTURE = 128, 512  # queries that are known, and positions of later ones
 
-    def make_lists(self, of_layer: list) -> None:
-        super().make_lists(of_layer)
-        self.queries: list[Tensor | None] = [None] * len(of_layer)  # the last, not rotated
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.queries: list[Tensor | None] = [None] * len(self.parts)  # the last, not rotated
 
     @property
     def nbytes(self) -> int:
@@ -135,9 +135,9 @@ MEMORIES |= RULES
 
 
 def with_rule(name: str, M: int) -> dict:
-    """A row of METHODS. A rule that sums attention sums that of the last queries alone."""
-    heavy = M * 5 // 8
-    return dict(heavy=heavy, recent=M - heavy, forget=0.0, memory=name)
+    """A row of METHODS. It forgets all earlier attention for SnapKV, which reads that of
+    the last queries. The others do not read it."""
+    return METHODS["h2o+forget"](M) | dict(forget=0.0, memory=name)
 
 
 for name in RULES:

@@ -94,7 +94,7 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None) -> Read
         if saved[name] != mine[name]:
             raise UserError(f"--load-memory {file}: it was saved with another {remedy}")
     memory = adapted.cache()
-    fill(memory, tensors, about["counters"], adapted.model.norm.weight.device)
+    fill(memory, tensors, about["counters"], adapted.model.device)
     listed = ", ".join(about["texts"]) or "a text"
     held = f"{memory.seen:,} tokens in {memory.nbytes:,} bytes"
     print(f"memory of {listed}, read {about['date']}: {held}", file=sys.stderr)

@@ -49,7 +49,7 @@ def add_runs_and_texts(parser: Parser) -> argparse._ArgumentGroup:
     add("--part", choices=(*PARTS, "all"),
         help="which of the texts, by the checksum of their names (default: held-out, which "
              "train.py has not seen; all of --data if no RUN has held out a part of its texts)")
-    add("--fact-form", choices=("line", "sentence"), default="line",
+    add("--fact-form", choices=("line", "sentence"),
         help="of facts: lines `@ name name = word` (default), or sentences as RULER's needles")
     return group
 

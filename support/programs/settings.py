@@ -83,7 +83,7 @@ def untrained(
 
 def refuse_not_fitted(settings: Settings) -> None:
     """Raises UserError if a method needs numbers that another program makes."""
-    program = getattr(COMPRESSORS[settings.compressor], "fitted_by", "")
+    program = COMPRESSORS[settings.compressor].fitted_by
     if program:
         needs = f"its score must be fitted first, by {program}; name the run by --adapter"
         raise UserError(f"--method {settings.method}: {needs}")
@@ -123,8 +123,8 @@ def refuse_sizes(flags: argparse.Namespace) -> None:
 def warn_if_too_long(adapted: AdaptedLlama, tokens: int) -> None:
     """Print a warning if the base does not read so many tokens of a text well. In a full
     cache distances do not end. In a memory they end at a ceiling
-    (support/ours/ceiling.py), which needs room for a segment, or by slot at M + T of the
-    largest head."""
+    (support/ours/ceiling.py), which needs room for the new segment and the one before it,
+    or by slot at M + T of the largest head."""
     s, config = adapted.settings, adapted.model.config
     known = round(config.context * position_divisor(config, s))
     farthest, remedy = tokens, "--method h2o+forget --mem 512 reads texts of any length"

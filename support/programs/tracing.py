@@ -1,5 +1,5 @@
-"""What slots hold: each slot as a mixture of tokens, that as lines of text, and as the data of
-support/memory_page.html."""
+"""What slots hold: each slot is a mixture of tokens. Lines of text say it for one head, and the
+data of support/memory_page.html for all."""
 
 from collections import Counter
 from functools import partial

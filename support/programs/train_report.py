@@ -42,7 +42,7 @@ def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
     print(f"{counted(documents, 'held-out document'):40}", *columns, sep="  ")
     for name, row in scores.items():
         # NaN: there are no answers in this range.
-        values = [row.get(name, math.nan) for name in columns]
+        values = [row.get(column, math.nan) for column in columns]
         cells = ["-" if math.isnan(value) else f"{value:.3f}" for value in values]
         padded = [f"{cell:>{len(column)}}" for cell, column in zip(cells, columns)]
         print(f"{name:40}", *padded, sep="  ")
