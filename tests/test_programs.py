@@ -355,6 +355,8 @@ MISTAKES = [
     (generate, "--ask who", "give --prompt, or --load-memory with --ask"),
     (generate, "--load-memory adapter/adapter.safetensors --ask who", "this is no memory, or one"),
     (generate, f"{GENERATE} --ask --save-memory m", "--ask and --save-memory: save first, then"),
+    (generate, f"{GENERATE} --follow-up", "--follow-up: it is for several questions; add --ask"),
+    (eval_ppl, f"{EVAL} --fact-form line", "--fact-form line: it is for facts; add --recall"),
     (show_memory, f"{GENERATE} --head 4 0", "layers 0 to 3 and heads 0 to 1"),
     (show_memory, f"{GENERATE} --head 1 x", "--head invalid int value: 'x'"),
     (show_memory, f"{GENERATE} --method full --head 0 0", "full: it keeps everything and has no"),

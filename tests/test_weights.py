@@ -147,6 +147,7 @@ def test_what_an_index_does_not_name_is_not_loaded(tmp_path, model):
     ({"num_hidden_layers": 3}, "3 layers, but 2 in the weights"),  # a million would take hours
     ({"intermediate_size": 2**60}, f"ffn_dim {2**60} is larger than 16,777,216"),
     ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads, 3 of keys and values, do not"),
+    ({"hidden_size": 34}, "dim 34 and 4 heads"),
 ])
 def test_a_config_json_that_is_no_llamas(tmp_path, model, changes, sentence):
     """It is refused when it is read, not when it has made other figures."""
