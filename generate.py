@@ -30,10 +30,9 @@ from lococo import METHODS, AdaptedLlama, Settings
 from model import KVCache, Llama, load_base
 from support.command_line import TINY, Parser, at_least, new_file, prepare, run_program
 from support.chat import Chat, read_chat
-from support.files import checksum, refuse_not_finite
+from support.files import refuse_not_finite
 from support.programs.adapter import load_adapter
-from support.programs.saved_memory import Reader, go_on, load_memory, named, owner
-from support.programs.saved_memory import save_memory, unfinished
+from support.programs.saved_memory import Reader, load_memory, named, read_and_save
 from support.programs.settings import SUGGESTED, check_slots, method_sizes, refuse_sizes
 from support.programs.settings import untrained, warn_if_too_long
 from support.prompt import joined, prompt_ids, question_ids, read_prompt
@@ -218,44 +217,6 @@ def read_ids(
     return prefill(adapted.model, tokens, cache, adapted.settings.segment, after)
 
 
-SAVE_EVERY = 60  # seconds
-
-
-def read_and_save(
-    flags: argparse.Namespace, reader: Reader, ids: list[int]
-) -> tuple[Tensor, int]:
-    """Read a text, and save the memory. While it reads, the memory is saved every minute in
-    FILE.part, from where the same command goes on. Returns the logits of `prefill`, and how
-    many tokens were read now."""
-    adapted, memory, model = reader.adapted, reader.memory, flags.model.name
-    part = unfinished(flags.save_memory)
-    start, end = memory.seen, memory.seen + len(ids)
-    # What FILE.part is a part of: these tokens behind these texts, read by this model.
-    of = checksum({}, f"{ids} {start} {reader.texts} {owner(adapted)}")
-    if part.exists():
-        go_on(part, memory, of, adapted.model.device)
-    rest = ids[memory.seen - start :]
-    saved = time.monotonic()
-
-    def keep() -> None:
-        nonlocal saved
-        if time.monotonic() - saved >= SAVE_EVERY and memory.seen < end:
-            saved = time.monotonic()
-            save_memory(part, reader._replace(of=of), model)
-
-    try:
-        logits = read_ids(adapted, rest, memory, keep)
-    except KeyboardInterrupt:
-        if part.exists():
-            goes_on = f"the same command goes on from {part}, which is saved each minute"
-            print(goes_on, file=sys.stderr)
-        raise
-    save_memory(flags.save_memory, reader, model)
-    part.unlink(missing_ok=True)
-    print(f"saved {flags.save_memory}", file=sys.stderr)
-    return logits, len(rest)
-
-
 def continue_text(
     flags: argparse.Namespace, reader: Reader, ids: list[int], tokenizer: Tokenizer
 ) -> None:
@@ -268,7 +229,8 @@ def continue_text(
     read = len(ids)
     begun = time.perf_counter()
     if flags.save_memory:
-        logits, read = read_and_save(flags, reader, ids)
+        file, model = flags.save_memory, flags.model.name
+        logits, read = read_and_save(file, reader, ids, model, read_ids)
     else:
         logits = read_ids(adapted, ids, cache)
     reading = time.perf_counter() - begun

@@ -25,6 +25,7 @@ from support.programs.adapter import load_adapter, write_adapter
 from support.command_line import TINY, Machine, run_program
 from support.facts import tell
 from support.files import UserError, read_file
+from support.programs import saved_memory
 from support.programs.saved_memory import Reader, load_memory, save_memory
 from support.programs.settings import untrained, warn_if_too_long
 from support.text import pieces, token_streams
@@ -243,7 +244,7 @@ def test_reading_goes_on_after_ctrl_c(run, monkeypatch, before):
     assert run(generate, f"{SMALL} --prompt book --save-memory start")[0] == 0
     line = f"{before} --prompt book more --save-memory"
     assert run(generate, f"{line} once")[0] == 0
-    monkeypatch.setattr(generate, "SAVE_EVERY", 0)
+    monkeypatch.setattr(saved_memory, "SAVE_EVERY", 0)
     entered, hidden = [], Llama.hidden
 
     def interrupted(*args):
@@ -278,7 +279,7 @@ def test_reading_goes_on_after_ctrl_c(run, monkeypatch, before):
                 raise KeyboardInterrupt
             save_memory(file, *args)
 
-        patch.setattr(generate, "save_memory", fails)
+        patch.setattr(saved_memory, "save_memory", fails)
         assert run(generate, f"{line} last")[0] == 130
     assert run(generate, f"{line} last")[0] == 0
     last, _ = read_file(Path("last"))

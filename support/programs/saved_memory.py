@@ -1,11 +1,13 @@
 """The file of --save-memory: a memory that has read a text, and what is needed to go on."""
 
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lococo import AdaptedLlama
 from model import KVCache, Llama
@@ -34,11 +36,6 @@ class Reader(NamedTuple):
 def named(name: str, text: str) -> str:
     """A text as --load-memory tells it."""
     return f'{name} ("{" ".join(text[:400].split())[:40]}")'
-
-
-def unfinished(file: Path) -> Path:
-    """Where a memory is kept while it reads."""
-    return file.with_name(f"{file.name}.part")
 
 
 def owner(adapted: AdaptedLlama) -> dict:
@@ -119,3 +116,41 @@ def go_on(part: Path, memory: KVCache, of: str, device: torch.device) -> None:
         raise UserError(f"{part}: {other}; remove it, or name another --save-memory")
     fill(memory, tensors, about["counters"], device)
     print(f"going on from {part}, with {memory.seen:,} tokens", file=sys.stderr)
+
+
+SAVE_EVERY = 60  # seconds
+
+
+def read_and_save(
+    file: Path, reader: Reader, ids: list[int], model: str, read: Callable
+) -> tuple[Tensor, int]:
+    """Read a text by generate.read_ids, which is `read`, and save the memory in a file. While
+    it reads, the memory is saved every minute in FILE.part, from where the same command goes
+    on. Returns the logits of `generate.prefill`, and how many tokens were read now."""
+    adapted, memory = reader.adapted, reader.memory
+    part = file.with_name(f"{file.name}.part")
+    start, end = memory.seen, memory.seen + len(ids)
+    # What FILE.part is a part of: these tokens behind these texts, read by this model.
+    of = checksum({}, f"{ids} {start} {reader.texts} {owner(adapted)}")
+    if part.exists():
+        go_on(part, memory, of, adapted.model.device)
+    rest = ids[memory.seen - start :]
+    saved = time.monotonic()
+
+    def keep() -> None:
+        nonlocal saved
+        if time.monotonic() - saved >= SAVE_EVERY and memory.seen < end:
+            saved = time.monotonic()
+            save_memory(part, reader._replace(of=of), model)
+
+    try:
+        logits = read(adapted, rest, memory, keep)
+    except KeyboardInterrupt:
+        if part.exists():
+            goes_on = f"the same command goes on from {part}, which is saved each minute"
+            print(goes_on, file=sys.stderr)
+        raise
+    save_memory(file, reader, model)
+    part.unlink(missing_ok=True)
+    print(f"saved {file}", file=sys.stderr)
+    return logits, len(rest)
