@@ -121,7 +121,7 @@ def parse() -> argparse.Namespace:
         help="directory made by train.py or tools/fit_scores.py (default for tiny/: its own)")
     add("--method", choices=METHODS, metavar="METHOD",
         help="instead of an adapter, one without training, of %(choices)s (default for other "
-             "models: full); tools/show_memory.py and eval_ppl.py compare several")
+             "models: full); docs/paper-to-code.md says what each keeps")
     add = parser.add_argument_group("output").add_argument
     add("--save-memory", type=new_file, metavar="FILE",
         help="write the memory there, and end")

@@ -89,6 +89,8 @@ WHICH_MODELS = "docs/models.md says which models load, and how to download one"
 def refuse_missing_model(path: Path) -> None:
     """Raises UserError if there is no such directory of a model. A name such as a/b may be
     that of a hub."""
+    if path.is_file():
+        raise UserError(f"{path}: this is a file; name the folder of the model")
     if not path.is_dir():
         remedy, name = WHICH_MODELS, os.path.relpath(path)
         if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
@@ -165,7 +167,8 @@ def read_file(file: Path) -> tuple[dict[str, Tensor], dict]:
             text, written = json.loads((handle.metadata() or {})["content"])
     except DAMAGED as error:
         reason = why(file, error)
-        raise UserError(f"{file}: damaged or another version's ({reason})") from None
+        other = "damaged, or not made by this version of the programs"
+        raise UserError(f"{file}: {other} ({reason})") from None
     if checksum(tensors, text) != written:
         remedy = "take another copy, or make it anew"
         raise UserError(f"{file}: damaged, its content does not have its checksum; {remedy}")

@@ -396,7 +396,7 @@ def test_held_out_texts_that_all_train_are_not_scored(run):
     words = "--method h2o --mem 16 --data twice --part held-out --lengths 64"
     code, out, err = run(eval_ppl, words)
     assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert "--lengths 64: all texts of this length also train" in err
+    assert "--lengths 64: all texts of this length were trained on, under" in err
 
 
 @pytest.mark.parametrize("error, code, sentence", [

@@ -27,8 +27,8 @@ def add_shared_flags(parser: Parser) -> argparse._ArgumentGroup:
     join."""
     parser.memory.add_argument("--method", nargs="+", default=[], choices=METHODS,
                                metavar="METHOD",
-                               help="methods without training (default: none), of: "
-                                    "%(choices)s")
+                               help="methods without training (default: none), of "
+                                    "%(choices)s; docs/paper-to-code.md says what each keeps")
     group = parser.add_argument_group("scoring and output")
     group.add_argument(
         "--json", type=output_file, metavar="FILE",
@@ -170,7 +170,8 @@ def documents_to_score(
         elif flags.lengths or L == lengths[0]:
             why = how_long(ids, parts, tokenizer.bos)
             if copied:
-                why = "all texts of this length also train; name other --data or another --part"
+                why = "all texts of this length were trained on, under this name or another; "
+                why += "name other --data, or --part all to score them all the same"
             raise UserError(f"--lengths {L}: {why}")
         if copied:
             print(note_of_copies(copied), file=sys.stderr)

@@ -76,8 +76,8 @@ def untrained(
     refuse_not_fitted(settings)
     if settings.merged:
         flags = f"--model MODEL --method {method} --data TEXTS --out RUN"
-        missing = f"it must be trained first: python train.py {flags}; then take RUN"
-        raise UserError(f"method {method}: {missing}")
+        missing = f"it must be trained first: python train.py {flags}"
+        raise UserError(f"method {method}: {missing}; then name RUN (generate.py: --adapter RUN)")
     return AdaptedLlama(model, settings).eval()
 
 

@@ -31,7 +31,8 @@ def make_parser(doc: str, recipes: dict[str, Any]) -> Parser:
     parser.set_defaults(model=None, seed=None)
     parser.memory.add_argument(
         "--method", choices=METHODS, metavar="METHOD",
-        help="what the slots hold, one of %(choices)s (default: the recipe's)",
+        help="what the slots hold, one of %(choices)s (default: the recipe's); "
+             "docs/paper-to-code.md says what each keeps",
     )
     add_text_flags(parser)
     add_training_flags(parser, recipes)
