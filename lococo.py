@@ -237,7 +237,6 @@ class Memory(KVCache):
     first, and this code the memory, as its tokens are older.
     """
 
-    counters = ("seen",)  # numbers that are saved beside what `stored` returns
     chooses_by_received = True  # if heavy slots are chosen by the attention received
 
     def __init__(
@@ -393,15 +392,6 @@ class Memory(KVCache):
         self.keys[layer] = Entries(k)
         self.values[layer] = Entries(v)
         self.received[layer] = received
-
-    def stored(self, layer: int) -> dict[str, Tensor]:
-        """What a saved memory needs of a layer, so that `restore` makes it again."""
-        held = {"keys": self.keys[layer].held, "values": self.values[layer].held}
-        received = self.received[layer]
-        return held if received is None else held | {"received": received}
-
-    def restore(self, layer: int, stored: dict[str, Tensor]) -> None:
-        self.hold(layer, stored["keys"], stored["values"], stored.get("received"))
 
 
 def in_order(held: Tensor, order: Tensor) -> Tensor:

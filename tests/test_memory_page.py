@@ -20,7 +20,8 @@ from support.command_line import HERE
 from support.files import UserError
 from support.memory_page import token_texts, write_page
 from support.ours.budgets import BudgetMemory
-from support.programs.tracing import Tracing, traced
+from support.programs.settings import check_slots
+from support.programs.tracing import Tracing
 
 BROWSER = shutil.which("chromium")
 TEXTS = ["</script><!-- <script> ]]> &amp; THE_DATA_OF_THE_PAGE\n",
@@ -130,11 +131,10 @@ def test_three_memories_on_one_page(run, stock):
     assert "nothing has been compressed yet" in run(show_memory, words)[1]
 
 
-def test_a_memory_without_parts_is_not_shown(model, monkeypatch):
+def test_a_memory_without_parts_is_not_shown(monkeypatch):
     monkeypatch.setitem(MEMORIES, "own", Memory)
-    adapted = AdaptedLlama(model, small_settings("h2o", memory="own"))
-    with pytest.raises(UserError, match="memory own: it cannot be shown; let its class inherit"):
-        traced(adapted, [0])
+    with pytest.raises(UserError, match="memory own: it cannot be shown or saved; let its class"):
+        check_slots(small_settings("h2o", memory="own"))
 
 
 def test_heads_with_budgets_have_their_own_slots(run, stock):

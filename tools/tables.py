@@ -220,7 +220,9 @@ SIZED.insert(SIZED.index("learned"), sized("h2o heads, 8 bits", "1792 + 256"))
 RESULT = {
     "window": ("window: 4 first, M - 4 last", "base, streaming M=512"),
     "h2o": ("H2O: M/2 heavy, M/2 last", "base, h2o M=512"),
-    "official code 0.02": ("LoCoCo's code with smaller initial weights", "runs/lococo"),
+    "official code 0.02": (
+        "LoCoCo's code with smaller initial weights (`lococo-code-0.02`)", "runs/lococo",
+    ),
     "h2o heads": ("H2O that forgets, with budgets", "base, h2o+forget M=512 budgets"),
     "learned": ("a learned score, with budgets", f"{STORED}/learned M=512 T=512 bits=0"),
     "8 bits @ 1792 + 256": ("**the same in 8 bits, M = 1,792, T = 256**", f"{STORED}/learned"),

@@ -21,7 +21,8 @@ from model import Entries, LlamaConfig, rotate
 class CeilingMemory(Memory):
     """A memory that moves old entries up. The position of a token is its index in the
     text, also beyond the context, as rotary positions say distances alone. A key that was
-    rotated to position p is rotated by q - p more, so that it stands at q."""
+    rotated to position p is rotated by q - p more, so that it stands at q. It can be saved:
+    `counters`, and what `stored` returns of each layer, are all that it holds."""
 
     counters = ("seen", "lowest")
 
@@ -75,9 +76,14 @@ class CeilingMemory(Memory):
         return order, w
 
     def stored(self, n: int) -> dict[str, Tensor]:
-        own = {} if self.by_slot else {"positions": self.positions_of(n)}
-        return super().stored(n) | own
+        """What a saved memory needs of a layer, so that `restore` makes it again."""
+        own = {"keys": self.keys[n].held, "values": self.values[n].held}
+        if self.received[n] is not None:
+            own["received"] = self.received[n]
+        if not self.by_slot:
+            own["positions"] = self.positions_of(n)
+        return own
 
     def restore(self, n: int, stored: dict[str, Tensor]) -> None:
-        super().restore(n, stored)
+        self.hold(n, stored["keys"], stored["values"], stored.get("received"))
         self.positions[n] = stored.get("positions")

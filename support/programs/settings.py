@@ -5,9 +5,9 @@ import argparse
 import sys
 from dataclasses import replace
 
-from lococo import COMPRESSORS, AdaptedLlama, Settings, position_divisor, settings_for
+from lococo import COMPRESSORS, MEMORIES, AdaptedLlama, Settings, position_divisor, settings_for
 from model import Llama
-from support.ours.budgets import HeadSettings, scaled, with_ours, with_slots
+from support.ours.budgets import BudgetMemory, HeadSettings, scaled, with_ours, with_slots
 from support.files import UserError
 
 
@@ -94,10 +94,14 @@ SUGGESTED = "--method h2o+forget --mem 512, or --adapter RUN"
 
 
 def check_slots(settings: Settings) -> None:
-    """Raises UserError if there are no slots to show or to save."""
+    """Raises UserError if there are no slots to show or to save, or if the class of the memory
+    cannot do it."""
     if not settings.mem:
         reason = "it keeps everything and has no slots"
         raise UserError(f"{settings.method}: {reason}; take {SUGGESTED}")
+    if not issubclass(MEMORIES[settings.memory], BudgetMemory):
+        remedy = "let its class inherit from BudgetMemory"
+        raise UserError(f"memory {settings.memory}: it cannot be shown or saved; {remedy}")
 
 
 def method_sizes(flags: argparse.Namespace, adapters: list[AdaptedLlama]) -> dict[str, int]:

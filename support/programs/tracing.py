@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from lococo import KINDS, MEMORIES, AdaptedLlama, Settings
-from support.files import UserError
-from support.ours.budgets import BudgetMemory
 from support.tokenizer import Tokenizer
 
 
@@ -77,12 +75,9 @@ class Tracing:
 
 
 def traced(adapted: AdaptedLlama, layers: Collection[int]) -> Tracing:
-    """An empty memory, of the class that the settings name, that is traced in these layers.
-    Raises UserError if that class has no parts."""
+    """An empty memory, of the class that the settings name, that is traced in these layers. It
+    must be a BudgetMemory (see `check_slots` in settings.py)."""
     own = MEMORIES[adapted.settings.memory]
-    if not issubclass(own, BudgetMemory):
-        remedy = "let its class inherit from BudgetMemory"
-        raise UserError(f"memory {adapted.settings.memory}: it cannot be shown; {remedy}")
     return adapted.cache(partial(type("TracedMemory", (Tracing, own), {}), layers=layers))
 
 
