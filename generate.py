@@ -136,7 +136,7 @@ def parse() -> argparse.Namespace:
 
 
 def refuse_contradictions(parser: Parser, flags: argparse.Namespace) -> None:
-    """End with a sentence if one flag would be ignored beside another."""
+    """End with a sentence if a flag is missing, or would be ignored beside another."""
     if not flags.prompt and (flags.ask is None or not flags.load_memory):
         parser.error("give --prompt, or --load-memory with --ask")
     if flags.ask is not None and flags.save_memory:
@@ -161,7 +161,7 @@ def run_of(flags: argparse.Namespace) -> Path | None:
 
 def chosen_model(flags: argparse.Namespace, model: Llama) -> AdaptedLlama:
     """The adapter or the method that the flags name, or else the full cache. Raises UserError
-    if slots are to be saved and there are none."""
+    if they are to be saved and cannot be."""
     run = run_of(flags)
     if run:
         adapted = load_adapter(run, model, **flags.sizes)

@@ -1,8 +1,8 @@
 """LoCoCo: a long context in a fixed number of key/value slots, by a convolution.
 
 This file is the paper (arXiv 2406.05317) and what it compares with. Later methods are in
-files of their own, as subclasses of Memory and Compressor. An entry is the key and the
-value of a token in one head of a layer. Letters are those of model.py, and R:
+files of their own, as rows of METHODS and subclasses of Memory. An entry is the key and
+the value of a token in one head of a layer. Letters are those of model.py, and R:
 
     B, G  texts in a batch, and key/value heads; N is B * G
     D     channels of a head
@@ -141,7 +141,8 @@ class Compressor(nn.Module):
     rate of the convolutions.
     """
 
-    # The program that fits its numbers; it is then made also if no slots are merged.
+    # The program that fits its numbers, if training does not. Such a compressor is made also
+    # if no slots are merged.
     fitted_by = ""
     recompute = False  # True: the backward pass merges again, to keep less in between
 
@@ -513,8 +514,8 @@ def check_rows(compressor: Compressor, head_dim: int, heavy: int, like: Tensor) 
 
 class AdaptedLlama(nn.Module):
     """A base model and everything that trains on it. Run it as `adapted.model(tokens,
-    cache)` with a `cache` of `adapted.cache()`. `train()` and `eval()` are for
-    compressors of your own, with dropout for instance. `adapted.model` is a Llama of its own on the
+    cache)` with a `cache` of `adapted.cache()`. `train()` and `eval()` are for compressors
+    of your own, with dropout for instance. `adapted.model` is a Llama of its own on the
     weights of `model`, which stays as it is and may be adapted again.
 
     For context extension section 4.1 trains the compressors, LoRA, embeddings and norms.

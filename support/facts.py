@@ -14,6 +14,7 @@ from support.text import part_of
 from support.tokenizer import Tokenizer
 
 # What stands before a fact's name, between the name and its word, and after the word.
+# tools/fit_scores.py writes all forms but "sentence" into its texts, in this order.
 FORMS = {
     "line": ("@", " =", "\n"),
     # The needle of RULER (Hsieh and others 2024), with a word in the place of a number.

@@ -370,6 +370,7 @@ MISTAKES = [
     (train, f"{TRAIN} --method learned", "its score must be fitted first, by tools/fit_scores"),
     (train, f"{TRAIN} --seq 33", "so that nothing is compressed"),
     (train, f"{TRAIN} --model missing", "missing: there is no such"),
+    (train, f"{TRAIN} --model latin", "latin: this is a file; name the folder of the model"),
     (train, f"{TRAIN} --method h2o --lora-rank 0", "there is nothing to train"),
     (train, f"{TRAIN} --out latin", "latin: it is there already; name another place"),
     (train, f"{TRAIN} --out ''", "this name is empty"),
@@ -396,7 +397,7 @@ def test_held_out_texts_that_all_train_are_not_scored(run):
     words = "--method h2o --mem 16 --data twice --part held-out --lengths 64"
     code, out, err = run(eval_ppl, words)
     assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert "--lengths 64: all texts of this length were trained on, under" in err
+    assert "--lengths 64: all texts of this length are also training texts, under" in err
 
 
 @pytest.mark.parametrize("error, code, sentence", [

@@ -80,7 +80,8 @@ def test_what_readme_and_other_sizes_show(monkeypatch):
     stored += [cell("h2o heads", [2.0, 3.0], **small), cell("h2o heads @ 384 + 128", [5.0], **small)]
     made = tables.all_tables(stored + [c | dict(mem=512, documents=16) for c in stored])
     assert rows_of(made["result, M, float32"]) == [
-        ["3", "+2.5000 ± 0.5000", "50 ± 4 |"], ["3", "+0.5000 ± 0.5000", " |"]]
+        ["3", "+2.5000 ± 0.5000", "50 ± 4 |"], ["3", "+0.5000 ± 0.5000", " |"],
+        ["3", "+0.0000 ± 0.0000", " |"]]
     columns, _, h2o, heads = made["sizes, M, float32"].splitlines()
     assert columns == "| M + T | 384 + 128 | 896 + 128 |"
     assert h2o.endswith(" |  | 4.5000 |") and heads.endswith("| 5.0000 | 2.5000 |")

@@ -59,8 +59,8 @@ def parse() -> argparse.Namespace:
 
 def models_to_show(flags: argparse.Namespace, base: Llama) -> Models:
     """The adapter and the methods that the flags name, on one base. Beside an adapter the
-    methods have its M, T and bits. Raises UserError if there is none, or if one has no
-    slots."""
+    methods have its M, T and bits. Raises UserError if there is none, or if one
+    cannot be shown."""
     run, models = run_of(flags), {}
     if run:
         adapted = load_adapter(run, base, **flags.sizes)

@@ -226,6 +226,7 @@ RESULT = {
     "h2o heads": ("H2O that forgets, with budgets", "base, h2o+forget M=512 budgets"),
     "learned": ("a learned score, with budgets", f"{STORED}/learned M=512 T=512 bits=0"),
     "8 bits @ 1792 + 256": ("**the same in 8 bits, M = 1,792, T = 256**", f"{STORED}/learned"),
+    "full": ("full cache", "base, full"),
 }
 # From H2O with the paper's sizes to full attention: what each step changes, and in which files.
 LADDER = {
@@ -248,7 +249,7 @@ EXTENDED = ("window", "h2o", "h2o heads", "learned", "8 bits, most slots")
 TABLES = {
     "articles": SHORT,
     "novel": replace(SHORT, part="choosing"),
-    "result": replace(LONG, rows=("full", *RESULT)),
+    "result": replace(LONG, rows=tuple(RESULT)),
     "long": LONG,
     "lococo": replace(
         LONG, steps=60,

@@ -4,10 +4,11 @@ those of float32.
 Blocks of 32 channels of a key or a value share a power of two as their scale, and each
 channel has 8 bits, as in the format MXINT8 (arXiv 2310.10537). A power of two makes it
 exact to pack again what was unpacked, so that a kept slot is rounded once, as KIVI (arXiv
-2402.02750) keeps what it stored. The last segment stays as it is. On SmolLM2 8 bits change
-the loss of a learned score by less than 0.0001 nats per token over eight texts of 8,192
-tokens, and a memory with M = 896 and T = 128 has 16 MB instead of 47 (docs/results.md). All of it is unpacked
-for each token, which makes writing slower. 4 bits in this form raise the loss by 0.03.
+2402.02750) keeps what it stored. What entered last, at most a segment, stays as it is. On
+SmolLM2 8 bits change the loss of a learned score by less than 0.0001 nats per token over
+eight texts of 8,192 tokens, and a memory with M = 896 and T = 128 has 16 MB instead of 47
+(docs/results.md). All of it is unpacked for each token, which makes writing slower. 4 bits
+in this form raise the loss by 0.03.
 
 It departs from every other memory in what is stored. Attention is computed in the model's
 dtype.
@@ -101,7 +102,7 @@ class PackedMemory(CeilingMemory):
             return
         for entries in (self.keys, self.values):
             for n, own in enumerate(entries):
-                # A head may have fewer slots than a segment has tokens.
+                # A head with fewer slots than a segment has tokens would never have enough.
                 enough = min(self.settings.segment, self.of_layer[n].mem)
                 packed = isinstance(own, PackedEntries)
                 if packed and own.new.size >= enough:

@@ -135,8 +135,8 @@ MEMORIES |= RULES
 
 
 def with_rule(name: str, M: int) -> dict:
-    """A row of METHODS. It forgets all earlier attention for SnapKV, which reads that of
-    the last queries. The others do not read it."""
+    """A row of METHODS. `forget` is 0 for SnapKV, whose scores are the attention of the last
+    queries. No other rule reads it."""
     return METHODS["h2o+forget"](M) | dict(forget=0.0, memory=name)
 
 

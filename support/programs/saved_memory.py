@@ -12,6 +12,7 @@ from torch import Tensor
 from lococo import AdaptedLlama
 from model import KVCache, Llama
 from support.programs.adapter import identity, load_adapter, settings_of
+from support.programs.settings import check_slots
 from support.files import UserError, checksum, read_file, write_file
 
 REMEDIES = {  # what follows "it was saved with another"
@@ -48,6 +49,7 @@ def save_memory(file: Path | str, reader: Reader, model: str = "") -> None:
     """Write what each layer holds (with budgets, each Part of support/ours/budgets.py),
     and what is needed to go on. A file of this name is replaced. Raises UserError."""
     adapted, memory, run, texts, in_turn, of = reader
+    check_slots(adapted.settings)
     tensors = {}
     for n in range(len(memory.keys)):
         tensors |= {f"{what} {n}": t for what, t in memory.stored(n).items()}

@@ -170,7 +170,7 @@ def documents_to_score(
         elif flags.lengths or L == lengths[0]:
             why = how_long(ids, parts, tokenizer.bos)
             if copied:
-                why = "all texts of this length were trained on, under this name or another; "
+                why = "all texts of this length are also training texts, under this name or another; "
                 why += "name other --data, or --part all to score them all the same"
             raise UserError(f"--lengths {L}: {why}")
         if copied:
