@@ -121,7 +121,7 @@ LOOKS = {  # of memories: label, colour, and mark; all can tell the colours apar
     "h2o @ 512 + 512": ("H2O, M = T = 512", "#999999", "^"),
     "lococo trained @ 512 + 512": ("LoCoCo's code, M = T = 512", "#e69f00", "D"),
     "h2o heads": ("H2O that forgets, with budgets", "#0072b2", "o"),
-    "h2o heads, 8 bits @ 1792 + 256": ("the same in 8 bits", "#0072b2", "*"),
+    "h2o heads, 8 bits @ 1792 + 256": ("the same in 8 bits", "#0072b2", "P"),
     "learned": ("a learned score, with budgets", "#d55e00", "o"),
     "8 bits": ("the same in 8 or 4 bits", "#d55e00", "*"),
 }
