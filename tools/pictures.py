@@ -221,10 +221,16 @@ PANELS = {  # title: the table, and what its cells have in common
 }
 
 
-CODE_ROWS = (
-    "official code 0.02", "official code 0.02, on", "official code, one",
-    "official code, one, bfloat16",
-)
+CODE_ROWS = {  # of LoCoCo's code: a label, a colour and a mark, and rows of both sizes
+    ("LoCoCo's code with weights of 0.02", "#e69f00", "o"): (
+        "official code 0.02", "official code 0.02, on", "official code, one",
+        "official code, one, bfloat16",
+    ),
+    ("LoCoCo's code as published", "#0072b2", "s"): (
+        "official code", "official code, bfloat16", "official code 1, one",
+        "official code 1, one, bfloat16",
+    ),
+}
 
 
 def draw_curve(file: Path) -> None:
@@ -237,16 +243,16 @@ def draw_curve(file: Path) -> None:
         for row, line in levels.items():
             label, look = LEVELS[row]
             axes.axhline(line.mean(), ls=look, color="#333333", lw=1, label=label)
-        trained = {}  # by tokens, the loss of each seed
-        for cell in stored:
-            if cell["row"] in CODE_ROWS and common.items() <= cell.items():
-                nats = float(np.mean(cell["by document"]))
-                trained.setdefault(tables.tokens_of(cell), []).append(nats)
-        first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}
-        look = dict(color="#e69f00", label="LoCoCo's code, a dot for each seed")
-        axes.plot(first.keys(), first.values(), "-", **look)
-        for tokens, losses in trained.items():
-            axes.plot([tokens] * len(losses), losses, "o", color="#e69f00")
+        for (label, colour, mark), rows in CODE_ROWS.items():
+            trained = {}  # by tokens, the loss of each seed
+            for cell in stored:
+                if cell["row"] in rows and common.items() <= cell.items():
+                    nats = float(np.mean(cell["by document"]))
+                    trained.setdefault(tables.tokens_of(cell), []).append(nats)
+            first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}
+            axes.plot(first.keys(), first.values(), f"{mark}-", color=colour, label=label)
+            for tokens, losses in trained.items():  # a mark for each seed
+                axes.plot([tokens] * len(losses), losses, mark, color=colour)
         axes.set_xscale("log")
         ticks = [50_000, 100_000, 200_000, 500_000, 1_000_000]
         axes.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks])

@@ -117,6 +117,8 @@ ROWS = {
                                         "--method lococo-code-0.02 --batch 1 --dtype bfloat16"),
     "official code 1, one": Row("LoCoCo's code as published, one sequence a step",
                                 "--method lococo-code --batch 1"),
+    "official code 1, one, bfloat16": Row("the same, trained in bfloat16",
+                                          "--method lococo-code --batch 1 --dtype bfloat16"),
     "official code closed": Row("LoCoCo's code with initial weights of 0.02 and a gate from 0",
                                 "--method lococo-code-closed"),
     "lococo+h2o 0.02": Row("the paper's `lococo+h2o` with initial weights of 0.02",
@@ -191,7 +193,7 @@ LOCOCO = ("lococo", "lococo+h2o", "official code", "official code 0.02", "offici
 SHORT = Table(
     ("official h2o", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots", "learned",
      "lococo+h2o 0.02", "official code closed", "official code", "official code 1, one",
-     "official code 0.02", "official code, one", "official code, one, bfloat16", *RATES),
+     "official code 1, one, bfloat16", "official code 0.02", "official code, one", "official code, one, bfloat16", *RATES),
     64, 1024, "test", segment=64,
 )
 LONG = Table(
