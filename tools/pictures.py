@@ -261,7 +261,7 @@ def draw_curve(file: Path) -> None:
         axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("nats per token")
-    seen = "LoCoCo passes H2O with 512 slots, and is near it with 64; the curves end flat"
+    seen = "LoCoCo passes H2O with 512 slots, and is near it with 64"
     figure.suptitle(seen, x=0.01, ha="left")
     names, labels = panels[0].get_legend_handles_labels()
     figure.legend(names, labels, loc="outside lower center", ncols=5, frameon=False)

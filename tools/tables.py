@@ -105,6 +105,8 @@ ROWS = {
                       "--method lococo+h2o"),
     "official code": Row("LoCoCo's code as published: M/2 heavy, M/2 merged",
                          "--method lococo-code"),
+    "official code, bfloat16": Row("the same, trained in bfloat16",
+                                   "--method lococo-code --dtype bfloat16"),
     "official code 0.02": Row("LoCoCo's code with initial weights of 0.02 instead of 1",
                               "--method lococo-code-0.02"),
     # The run of seed 0 went on after its end, with a second fall of the rate from 0.025 to 0.
@@ -189,7 +191,10 @@ class Table:
     documents: int = 48  # that are scored, at most
 
 
-LOCOCO = ("lococo", "lococo+h2o", "official code", "official code 0.02", "official code 0.02, on")
+LOCOCO = (
+    "lococo", "lococo+h2o", "official code", "official code, bfloat16", "official code 0.02",
+    "official code 0.02, on",
+)
 SHORT = Table(
     ("official h2o", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots", "learned",
      "lococo+h2o 0.02", "official code closed", "official code", "official code 1, one",
