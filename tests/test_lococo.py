@@ -110,6 +110,13 @@ def test_a_wrong_compressor_is_named(monkeypatch, wrong, words):
         check_rows(Compressor(4, 3, 5), 4, 2, torch.zeros(0))
 
 
+def test_without_heavy_slots_a_compressor_gets_no_attention(model):
+    """One that needs it fails when it is made, and not at the first compression."""
+    AdaptedLlama(model, settings("lococo-code"))
+    with pytest.raises(AttributeError, match="NoneType"):
+        AdaptedLlama(model, settings("lococo", compressor="official"))
+
+
 @pytest.mark.parametrize("name", ["paper", "official"])
 def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
     """Logits reach 900, where numbers in bfloat16 are 4 apart. Autocast, which computes in bfloat16,

@@ -20,6 +20,7 @@ from support.command_line import HERE
 from support.files import UserError
 from support.memory_page import token_texts, write_page
 from support.ours.budgets import BudgetMemory
+from support.programs.saved_memory import Reader, save_memory
 from support.programs.settings import check_slots
 from support.programs.tracing import Tracing
 
@@ -131,10 +132,13 @@ def test_three_memories_on_one_page(run, stock):
     assert "nothing has been compressed yet" in run(show_memory, words)[1]
 
 
-def test_a_memory_without_parts_is_not_shown(monkeypatch):
+def test_a_memory_without_parts_is_not_shown_and_not_saved(model, monkeypatch, tmp_path):
     monkeypatch.setitem(MEMORIES, "own", Memory)
+    adapted = AdaptedLlama(model, small_settings("h2o", memory="own"))
     with pytest.raises(UserError, match="memory own: it cannot be shown or saved; let its class"):
-        check_slots(small_settings("h2o", memory="own"))
+        check_slots(adapted.settings)
+    with pytest.raises(UserError, match="memory own: it cannot be shown or saved; let its class"):
+        save_memory(tmp_path / "memory", Reader(adapted, adapted.cache()))
 
 
 def test_heads_with_budgets_have_their_own_slots(run, stock):

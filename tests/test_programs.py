@@ -16,6 +16,7 @@ from conftest import FULL, H2O, cells, greedy_by_hand, nats_by_hand, read_by_han
 
 import eval_ppl
 import generate
+import needle
 import show_memory
 import train
 from generate import decode, prefill, sample
@@ -358,6 +359,7 @@ MISTAKES = [
     (generate, f"{GENERATE} --ask --save-memory m", "--ask and --save-memory: save first, then"),
     (generate, f"{GENERATE} --follow-up", "--follow-up: it is for several questions; add --ask"),
     (eval_ppl, f"{EVAL} --fact-form line", "--fact-form line: it is for facts; add --recall"),
+    (needle, "--ask --fact-form line", "--ask: a chat has its own sentences; leave --fact-form out"),
     (show_memory, f"{GENERATE} --head 4 0", "layers 0 to 3 and heads 0 to 1"),
     (show_memory, f"{GENERATE} --head 1 x", "--head invalid int value: 'x'"),
     (show_memory, f"{GENERATE} --method full --head 0 0", "full: it keeps everything and has no"),
