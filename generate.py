@@ -161,7 +161,7 @@ def run_of(flags: argparse.Namespace) -> Path | None:
 
 def chosen_model(flags: argparse.Namespace, model: Llama) -> AdaptedLlama:
     """The adapter or the method that the flags name, or else the full cache. Raises UserError
-    if they are to be saved and cannot be."""
+    if its memory is to be saved and cannot be."""
     run = run_of(flags)
     if run:
         adapted = load_adapter(run, model, **flags.sizes)

@@ -47,7 +47,8 @@ def prompt_ids(
         ids = opens + tokenizer.continued(text)
     else:
         ids = tokenizer.encode(text, special)
-    new, named = [i for i in ids if i not in tokenizer.prefix], " ".join(names)
+    named = " ".join(names)
+    new = [i for i in ids if i not in tokenizer.prefix]
     if not new:
         nothing = "the tokenizer has no token for its text; write more"
         raise UserError(f"--prompt {named}: {nothing}")
@@ -76,4 +77,5 @@ def question_ids(
     ends = {*tokenizer.continued(behind, special=True)[:1]} if named else set()
     words = tokenizer.continued(f"\n\n{question}" if in_turn else question)
     closes = tokenizer.continued(chat.closes, special=True)
-    return ([] if in_turn else between) + words + closes, ends
+    before = [] if in_turn else between
+    return before + words + closes, ends

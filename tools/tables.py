@@ -198,7 +198,8 @@ LOCOCO = (
 SHORT = Table(
     ("official h2o", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots", "learned",
      "lococo+h2o 0.02", "official code closed", "official code", "official code 1, one",
-     "official code 1, one, bfloat16", "official code 0.02", "official code, one", "official code, one, bfloat16", *RATES),
+     "official code 1, one, bfloat16", "official code 0.02", "official code, one",
+     "official code, one, bfloat16", *RATES),
     64, 1024, "test", segment=64,
 )
 LONG = Table(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lococo import AdaptedLlama
 from model import KVCache, Llama
+from support.ours.ceiling import CeilingMemory
 from support.programs.adapter import identity, load_adapter, settings_of
 from support.programs.settings import check_slots
 from support.files import UserError, checksum, read_file, write_file
@@ -100,7 +101,7 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None) -> Read
     return Reader(adapted, memory, run, tuple(about["texts"]), about["in_turn"])
 
 
-def fill(memory: KVCache, tensors: dict, counters: dict, device: torch.device) -> None:
+def fill(memory: CeilingMemory, tensors: dict, counters: dict, device: torch.device) -> None:
     """Put what was saved into a memory."""
     for n in range(len(memory.keys)):
         own = {name: t.to(device) for name, t in tensors.items() if name.endswith(f" {n}")}
@@ -109,7 +110,7 @@ def fill(memory: KVCache, tensors: dict, counters: dict, device: torch.device) -
         setattr(memory, name, value)
 
 
-def go_on(part: Path, memory: KVCache, of: str, device: torch.device) -> None:
+def go_on(part: Path, memory: CeilingMemory, of: str, device: torch.device) -> None:
     """Fill a memory with what was read before. `of` says what is to be read, and how. Raises
     UserError if something else was begun in this file."""
     tensors, about = read_file(part)
