@@ -131,17 +131,17 @@ LABELS = {
     "4 bits": ("4 bits", (0, 9)),
     "8 bits @ 1792 + 256": ("1,792 slots", (0, 10)),
 }
-SHOWN = LOOKS.keys() | LABELS.keys()
 CURVES = ("h2o heads", "learned")
-ALONG = ("384 + 128", "896 + 128", "1792 + 256")  # M + T, which a curve joins
+ALONG = ("384 + 128", tables.OWN, tables.MOST)  # M + T, which a curve joins
+CURVE_ROWS = {row: [tables.in_size(row, sizes) for sizes in ALONG] for row in CURVES}
 
 
-def points(table: str) -> dict[str, tuple[float, float]]:
+def points() -> dict[str, tuple[float, float]]:
     """By row the MB that a memory holds, and its nats per token above full attention."""
     about = {"model": "SmolLM2-135M", "dtype": "float32"}
     cells = [cell for cell in tables.stored_cells() if about.items() <= cell.items()]
-    full = replace(tables.TABLES[table], rows=("full", *tables.TABLES[table].rows))
-    lines = tables.lines_of(full, cells)
+    rows = dict.fromkeys(["full", *LOOKS, *LABELS, *sum(CURVE_ROWS.values(), [])])
+    lines = tables.lines_of(replace(tables.SMALL_SEGMENTS, rows=tuple(rows)), cells)
     zero = lines["full"].mean()
     return {row: (line.megabytes(), line.mean() - zero) for row, line in lines.items()}
 
@@ -163,28 +163,26 @@ def draw_points(axes, places: dict[str, tuple[float, float]]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw_losses(axes, small: dict, sizes: dict) -> None:
-    for row in CURVES:
-        of_row = sizes | {f"{row} @ 896 + 128": small[row]}
-        curve = [of_row[f"{row} @ {size}"] for size in ALONG]
+def draw_losses(axes, places: dict) -> None:
+    for row, of_curve in CURVE_ROWS.items():
+        curve = [places[key] for key in of_curve]
         axes.plot(*np.array(curve).T, "-", color=LOOKS[row][1])
-    draw_points(axes, {row: at for row, at in (small | sizes).items() if row in SHOWN})
+    draw_points(axes, {row: at for row, at in places.items() if row in LOOKS or row in LABELS})
     axes.axhline(0, color="#333333", lw=0.8)
     axes.set_ylim(-0.014, 0.065)
     axes.set_ylabel("nats per token above full attention")
     axes.set_title("With budgets an eighth of the bytes adds little loss", loc="left")
 
 
-def draw_facts(axes, small: dict, sizes: dict) -> None:
+def draw_facts(axes, places: dict) -> None:
     """The share of lines that are found in texts of 8,192 tokens."""
-    held = small | sizes
-    panels = tables.panels_of("needle.json", "needle-8192.json")
-    shares = {row: np.nanmean(np.array(panels[name]["8192"], dtype=float))
-              for row, name in tables.FOUND.items()}
-    full = 100 * shares.pop("full")
+    found = {row: tables.share_found(row, tables.SMALL_SEGMENTS) for row in places}
+    shares = {row: 100 * share[0] for row, share in found.items() if share}
+    full = shares.pop("full")
     axes.axhline(full, color="#333333", lw=0.8)
     axes.annotate("full cache", (8.5, full + 1))
-    draw_points(axes, {row: (held[row][0], 100 * share) for row, share in shares.items()})
+    shown = LOOKS.keys() | LABELS.keys()
+    draw_points(axes, {row: (places[row][0], shares[row]) for row in shares.keys() & shown})
     axes.set_ylim(0, 70)
     axes.set_ylabel("facts found in 8,192 tokens, %")
     axes.set_title("A learned score finds nearly as many facts", loc="left")
@@ -193,9 +191,9 @@ def draw_facts(axes, small: dict, sizes: dict) -> None:
 def draw_result(file: Path) -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
     figure.get_layout_engine().set(wspace=0.06)
-    small, sizes = points("small segments"), points("sizes")
-    draw_losses(panels[0], small, sizes)
-    draw_facts(panels[1], small, sizes)
+    places = points()
+    draw_losses(panels[0], places)
+    draw_facts(panels[1], places)
     marks = [Line2D([], [], color=colour, marker=mark, ls="", ms=12 if mark == "*" else 6)
              for _, colour, mark in LOOKS.values()]
     labels = [label for label, _, _ in LOOKS.values()]
@@ -282,9 +280,10 @@ NAMES = {  # of what is drawn of docs/needle.json
 def draw_needle(file: Path) -> None:
     """From docs/needle.json: a panel for each memory, with a row for each length and a column
     for each depth."""
-    panels = tables.panels_of("needle.json")
+    panels = read_json(HERE / "docs" / "needle.json")["found"]
     rows = "full", "window", "h2o", "h2o heads", "learned"
-    found = {tables.FOUND[row]: panels[tables.FOUND[row]] for row in rows}
+    names = [tables.panel_of(row, tables.SMALL_SEGMENTS) for row in rows]
+    found = {name: panels[name] for name in names}
     size = dict(figsize=(2.6 * len(found), 2.6), layout="constrained", sharey=True)
     figure, [places] = pyplot.subplots(1, len(found), squeeze=False, **size)
     for axes, (name, shares) in zip(places, found.items()):

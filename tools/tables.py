@@ -90,6 +90,7 @@ class Row:
     flags: str  # of train.py, after those of the table
     bits: int = 0  # in which its entries are stored; 0: those of --dtype
     stored: str = ""  # the folder of the adapter that it is, in the sizes of the table
+    panel: str = ""  # what the files of tools/needle.py call it, if `panel_of` does not know
 
 
 STORED = "adapters/smollm2-135m"
@@ -105,46 +106,43 @@ ROWS = {
                       "--method lococo+h2o"),
     "official code": Row("LoCoCo's code as published: M/2 heavy, M/2 merged",
                          "--method lococo-code"),
-    "official code, bfloat16": Row("the same, trained in bfloat16",
+    "official code, bfloat16": Row("LoCoCo's code as published, trained in bfloat16",
                                    "--method lococo-code --dtype bfloat16"),
     "official code 0.02": Row("LoCoCo's code with initial weights of 0.02 instead of 1",
-                              "--method lococo-code-0.02"),
+                              "--method lococo-code-0.02", panel="runs/lococo"),
     # The run of seed 0 went on after its end, with a second fall of the rate from 0.025 to 0.
     "official code 0.02, on": Row("the same, trained on", "--method lococo-code-0.02"),
-    # Of the table of results.md with 64 slots, and of the picture `curve`. Cells from before 30
-    # November 2026 were trained by earlier programs. Their flags are now those that mean the same.
-    "official code, one": Row("LoCoCo's code with 0.02, one sequence a step instead of four",
+    # With 64 slots, one sequence a step. Cells from before 30 November 2026 were trained by
+    # earlier programs. Their flags are now those that mean the same.
+    "official code, one": Row("LoCoCo's code with 0.02 instead of 1",
                               "--method lococo-code-0.02 --batch 1"),
-    "official code, one, bfloat16": Row("the same, trained in bfloat16",
+    "official code, one, bfloat16": Row("LoCoCo's code with 0.02 instead of 1",
                                         "--method lococo-code-0.02 --batch 1 --dtype bfloat16"),
-    "official code 1, one": Row("LoCoCo's code as published, one sequence a step",
-                                "--method lococo-code --batch 1"),
-    "official code 1, one, bfloat16": Row("the same, trained in bfloat16",
+    "official code 1, one": Row("LoCoCo's code as published", "--method lococo-code --batch 1"),
+    "official code 1, one, bfloat16": Row("LoCoCo's code as published",
                                           "--method lococo-code --batch 1 --dtype bfloat16"),
-    "official code closed": Row("LoCoCo's code with initial weights of 0.02 and a gate from 0",
-                                "--method lococo-code-closed"),
-    "lococo+h2o 0.02": Row("the paper's `lococo+h2o` with initial weights of 0.02",
-                           "--method lococo+h2o-0.02"),
+    "official code closed, bfloat16": Row("LoCoCo's code with 0.02 and a gate from 0",
+                                          "--method lococo-code-closed --batch 1 --dtype bfloat16"),
+    "lococo+h2o 0.02, bfloat16": Row("the paper's `lococo+h2o` with 0.02",
+                                     "--method lococo+h2o-0.02 --batch 1 --dtype bfloat16"),
     "lococo trained": Row("LoCoCo's code, 60 steps", "--method lococo-code-0.02",
-                          stored="runs/lococo"),
+                          stored="runs/lococo", panel="runs/lococo"),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
     "learned": Row("**a learned score, with budgets**", f"--method learned --budgets {BUDGETS}",
                    stored=f"{STORED}/learned"),
 }
-RATES = [f"official code, rate {rate}" for rate in (0.005, 0.015, 0.15)]
-for row in RATES:
-    rate = row.split()[-1]
+for rate in (0.005, 0.015, 0.15):
     flags = f"--method lococo-code-0.02 --batch 1 --conv-lr {rate}"
-    ROWS[row] = Row(f"LoCoCo's code with 0.02, one sequence a step, at a rate of {rate}", flags)
-ROWS["h2o heads, 8 bits"] = replace(
-    ROWS["h2o heads"], label="H2O that forgets, with budgets, in 8 bits", bits=8
-)
+    ROWS[f"official code, rate {rate}"] = Row(f"LoCoCo's code at a rate of {rate}", flags)
+for row in ("window", "h2o", "h2o heads"):
+    ROWS[f"{row}, 8 bits"] = replace(ROWS[row], label=f"{ROWS[row].label}, in 8 bits", bits=8)
 # The learned score with its entries in fewer bits, and two other fits of it. The adapter's README
 # has the commands that make what is in runs/.
-ROWS["8 bits"] = replace(ROWS["learned"], label="the same in 8 bits", bits=8)
-ROWS["4 bits"] = replace(ROWS["learned"], label="the same in 4 bits", bits=4)
+for bits in (4, 8):
+    label = f"a learned score, with budgets, in {bits} bits"
+    ROWS[f"{bits} bits"] = replace(ROWS["learned"], label=label, bits=bits)
 # All 8,192 entries of a text, in 8 bits.
 ROWS["full, 8 bits"] = Row("full attention in 8 bits", "--method h2o --mem 8064", bits=8)
 ROWS["learned again"] = replace(
@@ -155,13 +153,14 @@ ROWS["learned plain"] = replace(
 )
 # What each paper of support/ours/published.py is called, with equal slots and with our budgets.
 FIELD = {
+    "window": ("window", ""),
     "H2O": ("h2o", ""),
     "H2O that forgets": ("h2o 5/8 forget", "h2o heads"),
     "**a learned score**": ("learned, equal slots", "learned"),
     "SnapKV": ("snapkv", "snapkv heads"),
     "TOVA": ("tova", "tova heads"),
-    "the largest share": ("largest-share", "largest-share heads"),
-    "the norm of keys": ("key-norm", "key-norm heads"),
+    "what one token attended to most, as in KVzip": ("largest-share", "largest-share heads"),
+    "the shortest keys": ("key-norm", "key-norm heads"),
     "KeyDiff": ("keydiff", "keydiff heads"),
     "Expected Attention": ("expected-attention", "expected-attention heads"),
     "SnapKV with PyramidKV's budgets": ("", "pyramid"),
@@ -196,19 +195,18 @@ LOCOCO = (
     "official code 0.02, on",
 )
 SHORT = Table(
-    ("official h2o", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots", "learned",
-     "lococo+h2o 0.02", "official code closed", "official code", "official code 1, one",
-     "official code 1, one, bfloat16", "official code 0.02", "official code, one",
-     "official code, one, bfloat16", *RATES),
+    ("window", "h2o", "official h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots",
+     "learned", "lococo+h2o 0.02, bfloat16", "official code closed, bfloat16",
+     "official code 1, one", "official code 1, one, bfloat16", "official code, one",
+     "official code, one, bfloat16"),
     64, 1024, "test", segment=64,
 )
 LONG = Table(
-    ("full", "window", "h2o", "official h2o", *LOCOCO, "h2o 5/8 forget", "h2o heads", "learned"),
-    512, 8192, "long", segment=512, steps=15, documents=16,
+    ("full", "window", "h2o", "official h2o", "h2o 5/8 forget", "lococo", "lococo+h2o",
+     "official code, bfloat16", "official code 0.02"),
+    512, 8192, "long", segment=512, documents=16,
 )
-SMALL = ("full", "full, 8 bits", "window", "h2o", "h2o 5/8 forget", "h2o heads", "learned")
-SMALL += ("8 bits", "4 bits", "learned again", "learned plain")
-SMALL_SEGMENTS = replace(LONG, rows=SMALL, mem=896, segment=128, documents=8)
+SMALL_SEGMENTS = replace(LONG, rows=(), mem=896, segment=128, documents=8)
 
 
 def sized(row: str, sizes: str) -> str:
@@ -218,55 +216,68 @@ def sized(row: str, sizes: str) -> str:
     return f"{row} @ {sizes}"
 
 
-SIZED = [sized("lococo trained", "512 + 512")]
-for row in ("h2o", "h2o 5/8 forget", "h2o heads", "learned", "8 bits"):
-    SIZED.append(row)
-    for sizes in ("384 + 128", "512 + 512", "768 + 256", "960 + 64", "1792 + 256"):
-        SIZED.append(sized(row, sizes))
-SIZED.insert(SIZED.index("learned"), sized("h2o heads, 8 bits", "1792 + 256"))
-# What README.md calls a row, and the panel of its facts. Rows without sizes have M = T = 512.
+MOST = "1792 + 256"  # with 8 bits, of the memory that README.md recommends
+OWN = "896 + 128"  # of SMALL_SEGMENTS
+SIZES_SHOWN = ("384 + 128", "512 + 512", "768 + 256", OWN, "960 + 64")
+SIZED = {"h2o": "H2O", "h2o heads": "H2O that forgets, with budgets",
+         "learned": "a learned score, with budgets"}
+
+
+def in_size(row: str, sizes: str) -> str:
+    """The name of a row of SMALL_SEGMENTS in other sizes."""
+    return row if sizes == OWN else sized(row, sizes)
+
+
+ROWS_OF_SIZES = tuple(in_size(row, sizes) for sizes in SIZES_SHOWN for row in SIZED)
+for row in ("window, 8 bits", "h2o, 8 bits", "h2o heads, 8 bits", "8 bits", "h2o heads", "learned"):
+    sized(row, MOST)
+sized("lococo trained", "512 + 512")
+# What README.md shows. Rows without sizes have M = T = 512.
 RESULT = {
-    "window": ("window: 4 first, M - 4 last", "base, streaming M=512"),
-    "h2o": ("H2O: M/2 heavy, M/2 last", "base, h2o M=512"),
-    "official code 0.02": (
-        "LoCoCo's code with smaller initial weights (`lococo-code-0.02`)", "runs/lococo",
-    ),
-    "h2o heads": ("H2O that forgets, with budgets", "base, h2o+forget M=512 budgets"),
-    "learned": ("a learned score, with budgets", f"{STORED}/learned M=512 T=512 bits=0"),
-    "8 bits @ 1792 + 256": ("**the same in 8 bits, M = 1,792, T = 256**", f"{STORED}/learned"),
-    "full": ("full cache", "base, full"),
+    "window": "window: 4 first, M - 4 last",
+    "h2o": "H2O: M/2 heavy, M/2 last",
+    "official code 0.02": "LoCoCo's code with smaller initial weights (`lococo-code-0.02`)",
+    "h2o heads": "H2O that forgets, with budgets",
+    "learned": "a learned score, with budgets",
+    f"8 bits @ {MOST}": "**the same in 8 bits, M = 1,792, T = 256**",
+    "full": "full cache",
 }
 # From H2O with the paper's sizes to full attention: what each step changes, and in which files.
 LADDER = {
-    "h2o": ("H2O with M = T = 512", ()),
+    "window": ("window with M = T = 512", ()),
+    "official code 0.02": (
+        "LoCoCo's code with M = T = 512 and initial weights of 0.02, 60 steps, 2 seeds",
+        ("lococo.py", "support/ours/official_code.py"),
+    ),
+    "h2o": ("H2O with M = T = 512", ("lococo.py",)),
     "h2o 5/8 forget": ("+ forgetting", ("support/ours/forgetting.py",)),
     "h2o heads": ("+ budgets", ("support/ours/budgets.py", "tools/budgets.py")),
-    sized("h2o heads", "896 + 128"): ("+ smaller segments: M = 896, T = 128", ()),
-    sized("h2o heads, 8 bits", "1792 + 256"): (
+    sized("h2o heads", OWN): ("+ smaller segments: M = 896, T = 128", ()),
+    f"h2o heads, 8 bits @ {MOST}": (
         "+ 8 bits: M = 1,792, T = 256", ("support/ours/bits.py",),
     ),
-    "8 bits @ 1792 + 256": (
+    f"8 bits @ {MOST}": (
         "+ a learned score", ("support/ours/learned_score.py", "tools/fit_scores.py"),
     ),
     "full": ("full attention", ()),
 }
-ROWS["8 bits, most slots"] = replace(
-    ROWS["8 bits @ 1792 + 256"], label="**the same in 8 bits, M = 1,792, T = 256**"
-)
-EXTENDED = ("window", "h2o", "h2o heads", "learned", "8 bits, most slots")
+# Whose facts are shown: with M + T = 896 + 128, and with the bytes of the recommended memory.
+FACTS = ("full", "window", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots")
+FACTS += ("learned plain", "learned", f"8 bits @ {MOST}")
+FACTS += tuple(f"{row}, 8 bits @ {MOST}" for row in ("h2o heads", "h2o", "window"))
+# The learned score in fewer bits, and other fits of it.
+VARIANTS = ("learned", "8 bits", "4 bits", "learned again", "learned plain", "full, 8 bits", "full")
+EXTENDED = ("window", "h2o", "h2o heads", "learned", f"8 bits @ {MOST}")
 TABLES = {
     "articles": SHORT,
     "novel": replace(SHORT, part="choosing"),
     "result": replace(LONG, rows=tuple(RESULT)),
     "long": LONG,
-    "lococo": replace(
-        LONG, steps=60,
-        rows=("official code 0.02", "window", "h2o", "official h2o", "h2o 5/8 forget"),
-    ),
-    "small segments": SMALL_SEGMENTS,
     "field": replace(SMALL_SEGMENTS, rows=("full", *filter(None, sum(FIELD.values(), ())))),
-    "sizes": replace(SMALL_SEGMENTS, rows=tuple(SIZED)),
+    "sizes": replace(SMALL_SEGMENTS, rows=("full", *ROWS_OF_SIZES)),
+    "variants": replace(SMALL_SEGMENTS, rows=VARIANTS),
     "ladder": replace(LONG, rows=tuple(LADDER)),
+    "facts": replace(SMALL_SEGMENTS, rows=FACTS),
     "extension": replace(LONG, rows=EXTENDED, mem=896, segment=128, seq=32768, documents=4),
 }
 
@@ -494,138 +505,149 @@ def difference(line: Line, other: Line | None, documents: slice = slice(None)) -
     return f"{values.mean():+.4f} ± {standard_error(torch.from_numpy(values)):.4f}"
 
 
-def gap_closed(line: Line, h2o: Line | None, full: Line | None) -> str:
-    """How much of the way from H2O to full attention a memory goes on each of the two texts, as
-    a mean of the seeds."""
-    seeds = common_seeds(line, h2o, full)
-    if not seeds:
-        return ""
-    nats = np.array([[some.nats(seed) for seed in seeds] for some in (h2o, full, line)])
-    start, end, here = nats.mean(axis=1).reshape(3, 2, -1).mean(axis=2)
-    return ", ".join(str(round(share)) for share in 100 * (start - here) / (start - end))
+def row_of(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |\n"
 
 
-def loss_table(table: Table, lines: Lines) -> str:
-    """Losses are in nats per token, the mean of a row's seeds. MB is what a memory holds after
-    a text."""
-    columns = ["memory", "MB", "trained", "nats per token", "from H2O"]
-    h2o, full = lines.get("h2o"), lines.get("full")
-    if full:
-        columns.append("gap closed, % (novel, articles)")
-    *_, last = lines.values()
-    places = [*last.where()][1:]  # the first has no compression
-    columns += places
-    text = "| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|\n"
+def head_of(*columns: str) -> str:
+    return row_of(*columns) + f"|{'---|' * len(columns)}\n"
+
+
+def long_table(table: Table, lines: Lines) -> str:
+    """LoCoCo beside what needs no training. The last columns have the loss of LoCoCo's code minus
+    that of a row, on each text."""
+    minus = "LoCoCo's code with 0.02 minus this: novel"
+    text = head_of("memory", "trained", "nats per token above full attention", minus, "articles")
+    code, half = lines.get("official code 0.02"), table.documents // 2
     for row, line in lines.items():
-        stored = ROWS[row].stored.removeprefix(f"{STORED}/")
-        trained = f"`{stored}`" if stored else "-"
-        if line.steps:
-            trained = f"{line.steps} steps, {counted(len(line.cells), 'seed')}"
-        cells = [line.label, f"{line.megabytes():.0f}", trained, f"{line.mean():.4f}"]
-        cells.append(difference(line, h2o))
-        if full:
-            cells.append(gap_closed(line, h2o, full))
-        cells += [f"{line.where()[place]:.4f}" for place in places]
-        text += "| " + " | ".join(cells) + " |\n"
+        trained = f"{line.steps} steps, {counted(len(line.cells), 'seed')}" if line.steps else "-"
+        cells = [line.label, trained, difference(line, lines.get("full"))]
+        for part in (slice(half), slice(half, None)):
+            cells.append(difference(code, line, part) if code and code != line else "")
+        text += row_of(*cells)
     return text
 
 
-FOUND = {  # the panels of docs/needle.json, and of needle-8192.json, by row
-    "full": "base, full",
-    "window": "base, streaming M=896 T=128",
-    "h2o": "base, h2o M=896 T=128",
-    "h2o heads": "base, h2o+forget M=896 T=128 budgets",
-    "learned": "adapters/smollm2-135m/learned M=896 T=128 bits=0",
-    "8 bits": "adapters/smollm2-135m/learned M=896 T=128",
-    "h2o heads, 8 bits @ 1792 + 256": "base, h2o+forget M=1792 T=256 budgets bits=8",
-    "8 bits @ 1792 + 256": "adapters/smollm2-135m/learned",
-}
+def extension_table(table: Table, lines: Lines) -> str:
+    """Texts that are longer than the context of the base."""
+    *_, last = lines.values()
+    places = [*last.where()][-2:]
+    text = head_of("memory", "MB", "nats per token", "from the window", "from H2O", *places)
+    for row, line in lines.items():
+        others = [difference(line, lines.get(other)) for other in ("window", "h2o")]
+        where = [f"{line.where()[place]:.4f}" for place in places]
+        label = line.label + (", M = 1,792, T = 256" if row.endswith(MOST) else "")
+        text += row_of(label, f"{line.megabytes():.0f}", f"{line.mean():.4f}", *others, *where)
+    return text
 
 
-def panels_of(*names: str, what: str = "found") -> dict[str, dict]:
-    """The panels of these files of docs/, which tools/needle.py has made, or their errors."""
-    files = (read_json(HERE / "docs" / name).get(what, {}) for name in names)
-    return {key: panel for file in files for key, panel in file.items()}
+# The files of tools/needle.py, by the form of their facts.
+LINES = "needle.json", "needle-8192.json", "needle-field.json"
+SENTENCES = "needle-sentences.json", "needle-sentences-8192.json"
+
+
+def panel_of(key: str, table: Table) -> str:
+    """What these files call a row of a table."""
+    row = ROWS[key]
+    words = all_flags(row, table).split()
+    flags = dict(zip(words[::2], words[1::2]))  # of two that have one name the last counts
+    method, mem, segment = (flags[name] for name in ("--method", "--mem", "--segment"))
+    if row.panel or method == "full":
+        return row.panel or "base, full"
+    budgets = flags.get("--budgets")
+    if row.stored:  # only what differs from its own sizes is in the name
+        if (f"{mem} + {segment}", row.bits) == (MOST, 8):
+            return row.stored
+        name = f"{row.stored} M={mem} T={segment}" + ("" if row.bits == 8 else f" bits={row.bits}")
+        return name + ("" if budgets else " equal")
+    name = f"base, {method} M={mem}" + ("" if segment == mem else f" T={segment}")
+    if budgets:
+        name += " budgets" if budgets == BUDGETS else f" {budgets}"
+    return name + (f" bits={row.bits}" if row.bits else "")
+
+
+def share_found(
+    key: str, table: Table, files: tuple[str, ...] = LINES, L: int = 8192
+) -> tuple[float, float] | None:
+    """The share of facts that a row finds in texts of L tokens, and its standard error, which may
+    be NaN; None if these were not asked for. Of several files that have it the last counts."""
+    name, found = panel_of(key, table), None
+    for file in files:
+        stored = read_json(HERE / "docs" / file)
+        shares = stored["found"].get(name, {}).get(str(L))
+        if shares:
+            error = stored.get("errors", {}).get(name, {}).get(str(L), np.nan)
+            found = float(np.nanmean(np.array(shares, dtype=float))), error
+    return found
+
+
+def percent_found(key: str, table: Table, files: tuple[str, ...] = LINES, L: int = 8192) -> str:
+    """What `share_found` returns, in percent, for a table."""
+    found = share_found(key, table, files, L)
+    if not found:
+        return ""
+    share, error = found
+    return f"{100 * share:.0f}" + ("" if np.isnan(error) else f" ± {100 * error:.0f}")
 
 
 def result_table(table: Table, lines: Lines) -> str:
-    """What README.md shows of SmolLM2: bytes, loss and facts in texts of 8,192 tokens."""
-    files = "needle.json", "needle-8192.json"
-    panels, errors = panels_of(*files), panels_of(*files, what="errors")
-    columns = "memory", "MB", "nats per token above full attention", "facts found, %"
-    text = f"| {' | '.join(columns)} |\n|---|---|---|---|\n"
-    for key, (label, panel) in RESULT.items():
-        if key not in lines:
-            continue
-        line = lines[key]
-        shares = panels.get(panel, {}).get(str(table.seq), [])
-        found = f"{100 * np.nanmean(np.array(shares, dtype=float)):.0f}" if shares else ""
-        if panel in errors:
-            found += f" ± {100 * errors[panel][str(table.seq)]:.0f}"
+    """Bytes, loss and facts in texts of 8,192 tokens."""
+    text = head_of("memory", "MB", "nats per token above full attention", "facts found, %")
+    for key, line in lines.items():
+        label = RESULT[key] if table.rows == tuple(RESULT) else line.label
         above = difference(line, lines.get("full"))
-        text += f"| {label} | {line.megabytes():.0f} | {above} | {found} |\n"
+        text += row_of(label, f"{line.megabytes():.0f}", above, percent_found(key, table))
+    return text
+
+
+def facts_table(table: Table, lines: Lines) -> str:
+    """The facts that are found in texts of 8,192 tokens, in two forms."""
+    text = head_of("facts found, %", "M + T", "lines", "sentences")
+    for key in table.rows:
+        sizes = key.partition(" @ ")[2] or f"{table.mem} + {table.segment}"
+        found = (percent_found(key, table, files) for files in (LINES, SENTENCES))
+        text += row_of(ROWS[key].label, "" if key == "full" else sizes, *found)
     return text
 
 
 def field_table(table: Table, lines: Lines) -> str:
     """Nats per token above full attention, and the lines found in texts of 4,096 tokens."""
-    panels = panels_of("needle.json", "needle-field.json")
-    text = "| what is kept | equal slots | with budgets | lines found, % |\n|---|---|---|---|\n"
+    text = head_of("what is kept", "equal slots", "with budgets", "lines found, %")
     rows = []
     for label, keys in FIELD.items():
         cells = [difference(lines[key], lines["full"]) if key in lines else "" for key in keys]
-        shares = panels.get(found_name(keys), {}).get("4096", [])
-        cells.append(f"{100 * np.nanmean(np.array(shares)):.0f}" if shares else "")
+        # Facts were asked for with our budgets alone, or where a rule has none.
+        cells.append(percent_found(keys[1] or keys[0], table, L=4096))
         losses = [lines[key].mean() for key in keys if key in lines]
-        rows.append((min(losses, default=np.inf), f"| {label} | {' | '.join(cells)} |\n"))
+        rows.append((min(losses, default=np.inf), row_of(label, *cells)))
     return text + "".join(row for loss, row in sorted(rows) if loss < np.inf)
 
 
-def found_name(keys: tuple[str, str]) -> str:
-    """The panel of a row of the field, in the files of tools/needle.py. A row with other
-    budgets than ours has none."""
-    flags = ROWS[keys[1]].flags.split() if keys[1] else []
-    own = f"base, {flags[1]} M=896 T=128 budgets" if BUDGETS in flags else ""
-    return FOUND.get(keys[1], own)
-
-
 def sizes_table(table: Table, lines: Lines) -> str:
-    """The loss in nats per token of each method with M slots and T tokens."""
-    sizes = {key: key.partition(" @ ")[2] or f"{table.mem} + {table.segment}" for key in lines}
-    columns = sorted(set(sizes.values()), key=lambda size: [*map(int, size.split(" + "))])
-    text = f"| M + T | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}\n"
-    for label in dict.fromkeys(line.label for line in lines.values()):
-        found = {sizes[key]: line.mean() for key, line in lines.items() if line.label == label}
-        cells = [f"{found[size]:.4f}" if size in found else "" for size in columns]
-        text += f"| {label} | {' | '.join(cells)} |\n"
+    """Nats per token above full attention with M slots and T tokens, and the facts that a learned
+    score finds."""
+    text = head_of("M + T", "MB", *SIZED.values(), "its facts, %")
+    for sizes in SIZES_SHOWN:
+        keys = [in_size(row, sizes) for row in SIZED]
+        held = [f"{lines[key].megabytes():.0f}" for key in keys if key in lines]
+        cells = [difference(lines[key], lines.get("full")) if key in lines else "" for key in keys]
+        if held:
+            text += row_of(sizes, held[-1], *cells, percent_found(keys[-1], table))
     return text
 
 
 def ladder_table(table: Table, lines: Lines) -> str:
-    """Nats per token above full attention, what each step changes, and the lines of its files."""
-    columns = "step", "MB", "nats per token above full attention", "change", "lines of code"
-    text = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
+    """Nats per token above full attention, what each step changes, the facts found, and the lines
+    of its files."""
+    above = "nats per token above full attention"
+    text = head_of("memory", "MB", above, "change", "facts found, %", "lines of code")
     for key, before in zip(table.rows, (None, *table.rows)):
         if key in lines:
             label, files = LADDER[key]
-            above = difference(lines[key], lines.get("full"))
-            change = difference(lines[key], lines.get(before))
+            change = difference(lines[key], lines.get(before)) if label.startswith("+") else ""
             code = sum(len(read_text(HERE / file).splitlines()) for file in files)
-            cells = label, f"{lines[key].megabytes():.0f}", above, change, str(code or "")
-            text += f"| {' | '.join(cells)} |\n"
-    return text
-
-
-def lococo_table(table: Table, lines: Lines) -> str:
-    """The loss of LoCoCo's code minus that of other memories, on each text."""
-    text = "| LoCoCo's code minus | novel | articles | both |\n|---|---|---|---|\n"
-    code, *others = table.rows
-    half = table.documents // 2
-    parts = slice(half), slice(half, None), slice(None)
-    for row in others:
-        if row in lines and code in lines:
-            cells = [difference(lines[code], lines[row], part) for part in parts]
-            text += f"| {ROWS[row].label} | {' | '.join(cells)} |\n"
+            cells = [label, f"{lines[key].megabytes():.0f}", difference(lines[key], lines.get("full"))]
+            text += row_of(*cells, change, percent_found(key, table), str(code or ""))
     return text
 
 
@@ -644,28 +666,31 @@ def short_line(cells: list[dict], row: str, steps: int, part: str) -> Line | Non
 
 
 def short_table(cells: list[dict]) -> str:
-    """The nats per token with 64 slots after each number of steps. `cells` are of one model and
-    dtype, on the two texts that the short tables score."""
-    columns = "memory", "trained", "choosing novel", "from H2O", "articles", "from H2O"
-    text = f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
+    """The loss with 64 slots after each number of steps, as its difference from H2O. `cells` are
+    of one model and dtype, on the two texts that the short tables score."""
+    text = head_of("memory", "trained", "from H2O: choosing novel", "articles")
     for row in SHORT.rows:
         of_row = [cell for cell in cells if cell["row"] == row and cell["mem"] == SHORT.mem]
         for steps in sorted({cell["steps"] for cell in of_row}):
             some = [cell for cell in of_row if cell["steps"] == steps]
-            seeds = counted(len({cell["seed"] for cell in some}), "seed")
-            trained = f"{tokens_of(some[0]):,} tokens, {seeds}" if steps else "-"
-            columns = [ROWS[row].label, trained]
+            trained = "-"
+            if steps:
+                precision = " in bfloat16" if "bfloat16" in ROWS[row].flags else ""
+                seeds = counted(len({cell["seed"] for cell in some}), "seed")
+                trained = f"{tokens_of(some[0]):,} tokens{precision}, {seeds}"
+            cells_of_row = [ROWS[row].label, trained]
             for part in ("choosing", "test"):
                 line = short_line(cells, row, steps, part)
                 h2o = short_line(cells, "h2o", 0, part)
-                columns += [f"{line.mean():.4f}", difference(line, h2o)] if line else ["", ""]
-            text += f"| {' | '.join(columns)} |\n"
+                cells_of_row.append(difference(line, h2o) if line else "")
+            text += row_of(*cells_of_row)
     return text
 
 
 FORMS = {
-    "lococo": lococo_table, "result": result_table, "field": field_table,
-    "sizes": sizes_table, "ladder": ladder_table,
+    "long": long_table, "extension": extension_table, "result": result_table,
+    "field": field_table, "sizes": sizes_table, "variants": result_table, "ladder": ladder_table,
+    "facts": facts_table,
 }
 
 
@@ -678,7 +703,7 @@ def all_tables(cells: list[dict]) -> dict[str, str]:
         for name, table in TABLES.items():
             lines = lines_of(table, some)
             if lines and table.part == "long":  # short_table has the others
-                form = FORMS.get(name, loss_table)
+                form = FORMS[name]
                 made[f"{name}, {model}, {dtype}"] = form(table, lines)
         made[f"64 slots, {model}, {dtype}"] = short_table(some)
     return made
