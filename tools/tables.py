@@ -245,11 +245,8 @@ RESULT = {
 # From H2O with the paper's sizes to full attention: what each step changes, and in which files.
 LADDER = {
     "window": ("window with M = T = 512", ()),
-    "official code 0.02": (
-        "LoCoCo's code with M = T = 512 and initial weights of 0.02, 60 steps, 2 seeds",
-        ("lococo.py", "support/ours/official_code.py"),
-    ),
-    "h2o": ("H2O with M = T = 512", ("lococo.py",)),
+    "official code 0.02": ("LoCoCo's code with M = T = 512, 60 steps, 2 seeds", ()),
+    "h2o": ("H2O with M = T = 512", ()),
     "h2o 5/8 forget": ("+ forgetting", ("support/ours/forgetting.py",)),
     "h2o heads": ("+ budgets", ("support/ours/budgets.py", "tools/budgets.py")),
     sized("h2o heads", OWN): ("+ smaller segments: M = 896, T = 128", ()),
