@@ -14,7 +14,7 @@ function `token_losses`.
 import argparse
 import math
 import sys
-from typing import NamedTuple
+from typing import Iterable
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from support.facts import fact_tokens, note_no_facts, tell_all
 from support.files import refuse_not_finite, write_json
 from support.programs.scoring import add_runs_and_texts, documents_to_score, models_to_score
 from support.programs.scoring import note_limits, parse_models, parts_to_score
+from support.tokenizer import Tokenizer
 
 # --- Perplexity -------------------------------------------------------------------------
 
@@ -74,44 +75,10 @@ def ranges(what: str, numbers: Tensor, near: int) -> dict[str, Tensor]:
     return masks
 
 
-# --- Tables -----------------------------------------------------------------------------
+# --- Figures ----------------------------------------------------------------------------
 
-NAME = 36  # columns for a method's name in a table
-ENOUGH = 8  # pieces of text, for a standard error that means something
-
-
-class Scores(NamedTuple):
-    """The figures of each model, by its name."""
-
-    cells: dict[str, dict]  # of the table
-    losses: dict[str, Tensor]  # nats of each token at the last length, (P, L - 1)
-    hits: dict[str, Tensor]  # of texts with facts: whether each token was the first guess
-
-
-def score_all(
-    models: dict[str, AdaptedLlama], documents: dict[int, Tensor], told: Tensor | None,
-    machine: Machine, micro_batch: int,
-) -> Scores:
-    """Score `documents`, by their length, and, if there are any, texts with facts (P, L).
-    Print a line for each model."""
-    print(f"cache bytes are those after {[*documents][-1] - 1:,} tokens")
-    title = "perplexity, by tokens of a piece"
-    print(f"{title:{NAME}} {'slots':>6} {'cache bytes':>14}", *(f"{L:>10}" for L in documents))
-    scores = Scores({}, {}, {})
-    for name, adapted in models.items():
-        by_length = {}
-        for L, rows in documents.items():
-            nats, _, held = token_losses(adapted, rows, machine, micro_batch)
-            by_length[L] = perplexity(nats)
-        scores.losses[name] = nats  # those of the last length, as `held` is
-        if told is not None:
-            _, scores.hits[name], _ = token_losses(adapted, told, machine, micro_batch)
-        slots = adapted.settings.mem or None
-        cells = {"slots": slots, "cache bytes": held, "perplexity": by_length}
-        scores.cells[name] = cells
-        columns = [f"{value:>10.3f}" for value in by_length.values()]
-        print(f"{name:{NAME}} {slots or '-':>6} {held:>14,}", *columns, flush=True)
-    return scores
+# The rows of a table by name. Each has its values by name, in the order of the columns.
+Rows = dict[str, dict[str, float]]
 
 
 def standard_error(values: Tensor) -> float:
@@ -119,51 +86,121 @@ def standard_error(values: Tensor) -> float:
     return values.std().item() / len(values) ** 0.5 if len(values) > 1 else math.nan
 
 
-def print_differences(losses: dict[str, Tensor], first: str | None) -> dict[str, dict]:
-    """Print a line for each model: its nats per token, and how far they are above those of
-    the model `first`. The errors are standard errors over pieces; that of a difference is
-    paired. Returns the figures of each line."""
+def differences(losses: dict[str, Tensor], first: str | None) -> Rows:
+    """The nats per token of each model, and how far they are above those of the model
+    `first`. Errors are standard errors over pieces; that of a difference is paired."""
     by_piece = {name: nats.double().mean(dim=1) for name, nats in losses.items()}
-    number, length = next(iter(losses.values())).shape
-    title = f"nats per token, {counted(number, 'piece')} of {length + 1:,}"
-    compared = f"  above {first.removeprefix('base, ')}" if first else ""
-    print(f"\n{title:{NAME}}    mean   error", f"{compared}  error" if first else "")
     rows = {}
     for name, nats in by_piece.items():
-        row = {"mean": nats.mean().item(), "error": standard_error(nats)}
-        line = f"{name.removeprefix('base, '):{NAME}} {row['mean']:>7.4f} {row['error']:>7.4f}"
+        rows[name] = {"mean": nats.mean().item(), "error": standard_error(nats)}
         if first:
             above = nats - by_piece[first]
-            row |= {"above first": above.mean().item(), "error of above": standard_error(above)}
-            line += f" {row['above first']:>+{len(compared)}.4f} {row['error of above']:>6.4f}"
-        print(line)
-        rows[name] = row
+            rows[name]["above first"] = above.mean().item()
+            rows[name]["error of above"] = standard_error(above)
     return rows
 
 
-def print_means(
-    title: str, counts: str, masks: dict[str, Tensor], values: dict[str, Tensor]
-) -> dict[str, dict[str, float | None]]:
-    """Print a line for each mask, with the number of its tokens, which are called `counts`,
-    and a column for each model. Returns the figures of each line; a mean of no tokens is
-    None."""
-    print(f"\n{title:30}{counts:>9}", *(f"{name:>5}" for name in values), sep="  ")
+def means(masks: dict[str, Tensor], values: dict[str, Tensor]) -> Rows:
+    """For each mask the number of its tokens, and the mean of each model's values there.
+    A mean of no tokens is NaN."""
     rows = {}
     for label, mask in masks.items():
-        tokens = int(mask.sum())
-        line = f"{label:30}{tokens:>9,}"
-        rows[label] = {"tokens": tokens}
+        rows[label] = {"tokens": int(mask.sum())}
         for name, value in values.items():
-            mean = value[mask].double().mean().item() if tokens else None
-            rows[label][name] = mean
-            cell = "-" if mean is None else f"{mean:.3f}"
-            line += f"  {cell:>{max(len(name), 5)}}"
-        print(line)
+            rows[label][name] = value[mask].double().mean().item()
     return rows
+
+
+def first_memory(models: dict[str, AdaptedLlama]) -> str | None:
+    """The model that others are compared with: of those with slots the first RUN, or else the
+    first --method."""
+    memories = [name for name, adapted in models.items() if adapted.settings.mem]
+    runs = [name for name in memories if not name.startswith("base, ")]
+    return next(iter(runs + memories), None)
+
+
+def near_tokens(models: dict[str, AdaptedLlama]) -> int:
+    """M + T of the largest memory, or 0 without one. The first of `ranges` ends there."""
+    memories = [adapted.settings for adapted in models.values() if adapted.settings.mem]
+    return max((s.capacity for s in memories), default=0)
+
+
+def by_position(models: dict[str, AdaptedLlama], losses: dict[str, Tensor]) -> Rows:
+    """The mean of losses (P, L - 1) in each range of positions."""
+    shape = next(iter(losses.values())).shape
+    position = torch.arange(1, shape[1] + 1).expand(shape)
+    return means(ranges("position ", position, near_tokens(models)), losses)
+
+
+def recall(
+    models: dict[str, AdaptedLlama], told: Tensor, told_ago: Tensor, machine: Machine,
+    micro_batch: int,
+) -> Rows:
+    """Score texts with facts (P, L). Returns the share of answers that are the first
+    guess, for each range of how long ago they were told, (P, L - 1)."""
+    hits = {}
+    for name, adapted in models.items():
+        _, hits[name], _ = token_losses(adapted, told, machine, micro_batch)
+    return means(ranges("told ago ", told_ago, near_tokens(models)), hits)
+
+
+# --- Tables -----------------------------------------------------------------------------
+
+ENOUGH = 8  # pieces of text, for a standard error that means something
+NAME = 36  # characters for a name in a table, at least
+NUMBER = 9  # characters for a number, at least
+Columns = list[tuple[str, str]]  # the heading of each, and the format of its numbers
+
+
+def print_headings(title: str, columns: Columns, width: int) -> None:
+    """Print the first line of a table, whose first column is `width` characters wide."""
+    headings = [f"{heading:>{NUMBER}}" for heading, _ in columns]
+    print(f"{title:{width}}", *headings, sep="  ")
+
+
+def print_row(name: str, values: Iterable[float], columns: Columns, width: int) -> None:
+    """Print a line below the headings: a value in each column, and "-" for NaN."""
+    line = f"{name:{width}}"
+    for value, (heading, form) in zip(values, columns):
+        cell = "-" if math.isnan(value) else f"{value:{form}}"
+        line += f"  {cell:>{max(NUMBER, len(heading))}}"
+    print(line, flush=True)
+
+
+def print_table(title: str, columns: Columns, rows: Rows) -> None:
+    """Print a blank line, the headings, and each row."""
+    print()
+    width = max(NAME, len(title), *map(len, rows))
+    print_headings(title, columns, width)
+    for name, row in rows.items():
+        print_row(name, row.values(), columns, width)
+
+
+def score_all(
+    models: dict[str, AdaptedLlama], documents: dict[int, Tensor], machine: Machine,
+    micro_batch: int,
+) -> tuple[dict[str, dict], dict[str, Tensor]]:
+    """Score `documents`, by their length. Print a line for each model as soon as it is
+    scored. Returns the figures of each line, and the nats of each token at the last
+    length, (P, L - 1)."""
+    print(f"cache bytes are those after {[*documents][-1] - 1:,} tokens")
+    columns = [("slots", "d"), ("   cache bytes", ",")]  # with room for large numbers
+    columns += [(str(L), ".3f") for L in documents]
+    width = max(NAME, *map(len, models))
+    print_headings("perplexity, by tokens of a piece", columns, width)
+    cells, losses = {}, {}
+    for name, adapted in models.items():
+        by_length = {}
+        for L, rows in documents.items():
+            losses[name], _, held = token_losses(adapted, rows, machine, micro_batch)
+            by_length[L] = perplexity(losses[name])
+        slots = adapted.settings.mem or math.nan  # a full cache has none
+        cells[name] = {"slots": slots, "cache bytes": held, "perplexity": by_length}
+        print_row(name, [slots, held, *by_length.values()], columns, width)
+    return cells, losses
 
 
 # --- The program ------------------------------------------------------------------------
-
 
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
@@ -185,6 +222,40 @@ def parse() -> argparse.Namespace:
     return flags
 
 
+def write_facts(
+    flags: argparse.Namespace, parts: list[str], documents: Tensor, tokenizer: Tokenizer
+) -> tuple[Tensor, Tensor]:
+    """Write facts into documents (P, L). Returns them, and how long ago each answer was
+    last told, (P, L - 1). Raises UserError if the tokenizer cannot write facts."""
+    # The names of facts are divided into parts, as texts are. If all parts are scored,
+    # take the held-out names, which no training has seen.
+    names = parts[0] if len(parts) == 1 else "held-out"
+    note_no_facts(documents.numpy(), documents.shape[1], tokenizer, flags.fact_form)
+    return tell_all(documents, names, tokenizer, flags.fact_form)
+
+
+def print_tables(
+    flags: argparse.Namespace, tokenizer: Tokenizer, figures: dict, first: str | None
+) -> None:
+    """Print the tables that follow the perplexities. Others are compared with the model
+    `first`."""
+    L, number = [*figures["documents"].items()][-1]
+    columns = [("mean", ".4f"), ("error", ".4f")]
+    if first:
+        columns += [(f"above {first.removeprefix('base, ')}", "+.4f"), ("error", ".4f")]
+    title = f"nats per token, {counted(number, 'piece')} of {L:,}"
+    print_table(title, columns, figures["nats per token"])
+
+    models = [(name, ".3f") for name in figures["methods"]]
+    if flags.by_position:
+        columns = [("tokens", ","), *models]
+        print_table(f"nats in {L} tokens", columns, figures["nats by position"])
+    if flags.recall:
+        words = len(fact_tokens(tokenizer, flags.fact_form).words)
+        columns = [("answers", ","), *models]
+        print_table(f"recalled; by chance 1 in {words}", columns, figures["recall"])
+
+
 def main() -> None:
     flags = parse()
     machine = prepare(flags.device, flags.dtype)
@@ -192,38 +263,25 @@ def main() -> None:
     models = models_to_score(flags, model, with_baselines=flags.recall)
     parts = parts_to_score(flags)
     documents = documents_to_score(flags, parts, tokenizer, default=(2048, 4096, 8192))
-    L, last = [*documents.items()][-1]
-    told = told_ago = None
-    if flags.recall:
-        # The names of facts are divided into parts, as texts are. If all parts are
-        # scored, take the held-out names, which no training has seen.
-        names = parts[0] if len(parts) == 1 else "held-out"
-        note_no_facts(last.numpy(), L, tokenizer, flags.fact_form)
-        told, told_ago = tell_all(last, names, tokenizer, flags.fact_form)
+    last = [*documents.values()][-1]
+    if flags.recall:  # now, so that mistakes are refused before anything is scored
+        told, told_ago = write_facts(flags, parts, last, tokenizer)
     note_limits(models, [*documents])
     if len(last) < ENOUGH:
-        few = f"{counted(len(last), 'piece')} of {L:,} tokens: too few to tell memories apart"
-        print(f"note: {few}; give longer texts", file=sys.stderr)
-    scores = score_all(models, documents, told, machine, flags.micro_batch)
+        few = f"{counted(len(last), 'piece')} of {last.shape[1]:,} tokens"
+        remedy = "too few to tell memories apart; give longer texts"
+        print(f"note: {few}: {remedy}", file=sys.stderr)
 
+    cells, losses = score_all(models, documents, machine, flags.micro_batch)
     numbers = {L: len(rows) for L, rows in documents.items()}
-    figures = {"parts": parts, "documents": numbers, "methods": scores.cells}
-    memories = [name for name, adapted in models.items() if adapted.settings.mem]
-    near = max((models[name].settings.capacity for name in memories), default=0)
-    # Others are compared with the first RUN that has slots, or else the first --method.
-    runs = [name for name in memories if not name.startswith("base, ")]
-    first = next(iter(runs + memories), None)
-    figures["nats per token"] = print_differences(scores.losses, first)
+    figures = {"parts": parts, "documents": numbers, "methods": cells}
+    first = first_memory(models)
+    figures["nats per token"] = differences(losses, first)
     if flags.by_position:
-        position = torch.arange(1, L).expand(len(last), -1)
-        masks = ranges("position ", position, near)
-        rows = print_means(f"nats in {L} tokens", "tokens", masks, scores.losses)
-        figures["nats by position"] = rows
+        figures["nats by position"] = by_position(models, losses)
     if flags.recall:
-        words = len(fact_tokens(tokenizer, flags.fact_form).words)
-        masks = ranges("told ago ", told_ago, near)
-        title = f"recalled; by chance 1 in {words}"
-        figures["recall"] = print_means(title, "answers", masks, scores.hits)
+        figures["recall"] = recall(models, told, told_ago, machine, flags.micro_batch)
+    print_tables(flags, tokenizer, figures, first)
     if flags.json:
         write_json(flags.json, figures)
 

@@ -83,7 +83,7 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
     for name, nats in zip(models, means):  # the run is compared with
         above = nats - means[2]  # of two pieces: the error of their mean is half their distance
         expected = [x for t in (nats, above) for x in (t.mean(), abs(t[0] - t[1]) / 2)]
-        found = [float(word) for word in " ".join(differences[name.removeprefix("base, ")]).split()]
+        found = [float(word) for word in differences[name]]
         assert found == pytest.approx(expected, abs=6e-4)
     assert "note: 2 pieces of 300 tokens: too few to tell memories apart" in err
 
@@ -91,7 +91,7 @@ def test_the_table_and_the_loss_by_position(run, tokenizer):
 def test_recall(run, tokenizer):
     """The share of answers that are the likeliest word. A window and H2O stand beside a run."""
     words = "adapter --recall --data text --part held-out --lengths 64 300 --documents 2"
-    code, out, err = run(eval_ppl, words)
+    code, out, err = run(eval_ppl, f"{words} --json figures.json")
     names, table = ["base, full", "base, streaming M=16", "base, h2o M=16", "adapter"], cells(out)
     assert code == 0 and table["recalled; by chance 1 in 220"] == ["answers", *names], err
     ids = token_streams([Path("text")], tokenizer)["held-out"]
@@ -109,6 +109,20 @@ def test_recall(run, tokenizer):
         assert (row[0], row[column]) == (str(len(hits)), f"{np.mean(hits):.3f}")
         shares.append(np.mean(hits))
     assert max(shares) > 0
+    near = json.loads(Path("figures.json").read_text())["recall"]["told ago 0-32"]
+    assert near == {"tokens": 0} | dict.fromkeys(names)  # null: there are no answers
+
+
+def test_columns_line_up(capsys):
+    """Whatever the names are. A single piece has no standard error."""
+    long = "a run whose name is longer than the column of names"
+    losses = {"base, full": torch.ones(1, 4), long: torch.full((1, 4), 1.5)}
+    rows = eval_ppl.differences(losses, first="base, full")
+    columns = [("mean", ".2f"), ("error", ".2f"), (f"above {long}", "+.1f"), ("error", ".2f")]
+    eval_ppl.print_table("nats", columns, rows)
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert cells(lines[2])[long] == ["1.50", "-", "+0.5", "-"]
 
 
 def test_ranges_of_distances():
