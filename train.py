@@ -13,12 +13,9 @@ the loop over steps, and a run from its texts to its adapter. The letters are th
 model.py.
 """
 
-import json
 import os
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
-from typing import Callable, TextIO
 
 import torch
 from torch import Tensor
@@ -34,15 +31,15 @@ from support.command_line import resume_command, run_program
 from support.facts import note_no_facts, tell, tell_all
 from support.files import UserError
 from support.processes import RANK, WORLD, add_up, agreed, end_together, join
-from support.processes import noted_signals, start_alike, start_process
+from support.processes import noted_signals, share, start_alike, start_process
 from support.programs.adapter import identity, write_adapter
 from support.programs.longlora import training_cache
-from support.programs.run_folder import State, new_folder, open_log, read_state
-from support.programs.run_folder import refuse_used, restore, write_state
+from support.programs.run_folder import State, make_folder, read_state, refuse_used
+from support.programs.run_folder import restore, tensors_of, write_state, write_step
 from support.programs.scoring import baselines, name_of
 from support.programs.settings import make_settings
 from support.programs.train_flags import check_use, flags_given, make_parser
-from support.programs.train_report import print_scores, print_start
+from support.programs.train_report import print_scores, print_start, progress_bar
 from support.text import Texts, read_texts, sequence
 from support.tokenizer import Tokenizer
 
@@ -59,7 +56,7 @@ class TrainConfig:
     can be stored as JSON.
     """
 
-    recipe: str = "paper"  # its name; what it sets is in the other fields
+    recipe: str  # its name; what it sets is in the other fields
 
     # Model and machine
     model: str = str(TINY)
@@ -99,6 +96,12 @@ class TrainConfig:
     score_tokens: int = 32768  # about so many are scored: 4 documents of 8,192
     out: str = ""  # the run's directory; empty: a new one in runs/
 
+    @property
+    def settings(self) -> Settings:
+        """What the memory is. Raises UserError if its slots do not fit."""
+        sizes = self.mem, self.segment, self.seq, self.budgets
+        return make_settings(self.method, *sizes, lora_rank=self.lora_rank)
+
 
 RECIPES = {  # what each changes of the defaults above
     "paper": dict(),
@@ -112,17 +115,13 @@ RECIPES = {  # what each changes of the defaults above
 }
 
 
-def completed(config: TrainConfig) -> TrainConfig:
-    """The configuration in which `segment` and `batch` are numbers, if they were None."""
+def config_of(recipe: str = "inference", **given) -> TrainConfig:
+    """The configuration of a recipe, which the fields that are given override. Then
+    `segment` and `batch` become numbers, if they are None."""
+    config = TrainConfig(recipe, **RECIPES[recipe] | given)
     segment = config.segment or config.mem
     batch = config.batch or max(1, 4096 // config.seq)
     return replace(config, segment=segment, batch=batch)
-
-
-def settings_of(config: TrainConfig) -> Settings:
-    """The memory of a configuration. Raises UserError if its slots do not fit."""
-    c = config
-    return make_settings(c.method, c.mem, c.segment, c.seq, c.budgets, lora_rank=c.lora_rank)
 
 
 # --- What a run is made of --------------------------------------------------------------
@@ -134,8 +133,14 @@ class Setup:
 
     config: TrainConfig
     machine: Machine
+    model: Llama  # the base
     tokenizer: Tokenizer
     texts: Texts  # to train on and to score
+
+    @property
+    def out(self) -> Path:
+        """The folder of the run."""
+        return Path(self.config.out)
 
     def draw(self, i: int) -> Tensor:
         """Training sequence i, (L,), with facts written into it. Raises UserError if the
@@ -153,24 +158,21 @@ SCALE = 2.0**14
 
 
 def gradients(
-    adapted: AdaptedLlama, draw: Callable[[int], Tensor], config: TrainConfig,
-    machine: Machine, step: int, done: Callable[[int], None] = lambda tokens: None,
+    adapted: AdaptedLlama, sequences: list[Tensor], config: TrainConfig,
+    machine: Machine, bar: tqdm,
 ) -> float:
     """Put the gradient of a step's loss into p.grad, which must be None before; return
     the loss in nats per token.
 
-    draw(i) is sequence i, as `Setup.draw` returns it. The processes share the sequences
-    of a step: this one is number RANK of WORLD (support/processes.py). done(n) is called
-    when n tokens more have had their backward pass.
+    `sequences` are those of the step that this process has, (L,) each. The gradients and
+    losses of all processes are added up. The bar moves after each micro-batch.
     """
     loss = 0.0
-    # Every WORLD-th sequence of the step, from number RANK on.
-    own = range(step * config.batch + RANK, (step + 1) * config.batch, WORLD)
-    for first in range(0, len(own), config.micro_batch):
-        drawn = [draw(i) for i in own[first : first + config.micro_batch]]
-        tokens = torch.stack(drawn).to(machine.device)
+    for first in range(0, len(sequences), config.micro_batch):
+        micro_batch = sequences[first : first + config.micro_batch]
+        tokens = torch.stack(micro_batch).to(machine.device)
         loss += backward(adapted, tokens, config, machine)
-        done(tokens[:, 1:].numel())
+        bar.update(tokens[:, 1:].numel())
     for p in adapted.trained().values():  # a process without a sequence has no gradient
         p.grad = add_up(torch.zeros_like(p) if p.grad is None else p.grad / SCALE)
     return add_up(torch.tensor(loss, dtype=torch.float64, device="cpu")).item()
@@ -218,27 +220,20 @@ def make_optimizer(adapted: AdaptedLlama, config: TrainConfig) -> AdamW:
 # --- The loop ---------------------------------------------------------------------------
 
 
-def train(
-    setup: Setup, adapted: AdaptedLlama, optimizer: AdamW, begin: int,
-    save: Callable[[int], None], log: TextIO,
-) -> int:
-    """Steps from `begin` to `steps`. save(steps done) is called after every step. A signal to
-    any process ends all processes after the current step. Returns the signal's number, or 0
-    if all steps are done."""
+def train(setup: Setup, adapted: AdaptedLlama, optimizer: AdamW, state: State) -> int:
+    """Take the steps that follow a state. After each step a line of the log and a new
+    state are written. A signal to any process ends all processes after the current step.
+    Returns the signal's number, or 0 if all steps are done."""
     config = setup.config
-    # The tokens of one step that this process reads.
-    tokens = len(range(RANK, config.batch, WORLD)) * (config.seq - 1)
-    bar = tqdm(
-        desc="training", total=config.steps * tokens, initial=begin * tokens,
-        unit=" tokens", unit_scale=True, mininterval=1, disable=RANK > 0,
-    )
     adapted.train()
-    with noted_signals() as noted, bar:
-        for step in range(begin, config.steps):
+    with noted_signals() as noted, progress_bar(config, state.step) as bar:
+        for step in range(state.step, config.steps):
             for group in optimizer.param_groups:
                 group["lr"] = group["rate"] * (1 - step / config.steps)
             optimizer.zero_grad()
-            loss = gradients(adapted, setup.draw, config, setup.machine, step, bar.update)
+            own = share(range(step * config.batch, (step + 1) * config.batch))
+            sequences = [setup.draw(i) for i in own]
+            loss = gradients(adapted, sequences, config, setup.machine, bar)
             # The paper is silent: the gradient of each group is clipped to norm 1.
             norms = [clip_grad_norm_(g["params"], 1) for g in optimizer.param_groups]
             if not sum(norms).isfinite():
@@ -249,9 +244,9 @@ def train(
             bar.set_postfix_str(f"step {step + 1}, loss {loss:.3f}", refresh=False)
             before_clipping = [round(norm.item(), 6) for norm in norms]
             line = {"step": step + 1, "loss": loss, "gradient norms": before_clipping}
-            log.write(json.dumps(line) + "\n")
-            log.flush()
-            save(step + 1)
+            tensors = tensors_of(adapted, optimizer)
+            state = state._replace(step=step + 1, tensors=tensors)
+            write_step(setup.out, state, line)
             stop = agreed(noted)
             if stop:
                 return stop
@@ -264,19 +259,19 @@ def train(
 def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
     """The configuration that a command line asks for (None: the program's own), and the
     state of the run that it goes on with."""
-    recipes = {name: completed(TrainConfig(recipe=name, **RECIPES[name])) for name in RECIPES}
+    recipes = {name: config_of(name) for name in RECIPES}
     given = flags_given(make_parser(__doc__, recipes), line)
-    if "resume" in given:
-        given["out"] = given.pop("resume")
-        state = read_state(Path(given["out"]), [f.name for f in fields(TrainConfig)])
-        if given.get("steps", state.step) < state.step:
-            done = f"this run is at step {state.step}; it cannot have fewer"
-            raise UserError(f"--steps {given['steps']}: {done}")
-        return TrainConfig(**state.config | given), state
+    if "resume" not in given:
+        config = config_of(**given)
+        refuse_used(config.out)
+        return config, None
 
-    name = given.get("recipe", "inference")
-    config = completed(TrainConfig(**{"recipe": name} | RECIPES[name] | given))
-    return config, None
+    given["out"] = given.pop("resume")
+    state = read_state(Path(given["out"]), [f.name for f in fields(TrainConfig)])
+    if given.get("steps", state.step) < state.step:
+        done = f"this run is at step {state.step}; it cannot have fewer"
+        raise UserError(f"--steps {given['steps']}: {done}")
+    return TrainConfig(**state.config | given), state
 
 
 def score(setup: Setup, adapted: AdaptedLlama) -> dict[str, float]:
@@ -299,77 +294,79 @@ def score(setup: Setup, adapted: AdaptedLlama) -> dict[str, float]:
     return row
 
 
-def set_up(config: TrainConfig) -> tuple[Setup, Llama]:
-    """Read the base and the texts. Raises UserError if nothing can be trained on them."""
+def set_up(config: TrainConfig) -> Setup:
+    """Read the base and the texts, then make the folder of the run. Raises UserError if
+    nothing can be trained on them."""
     machine = prepare(config.device, config.dtype, config.seed)
-    # Stored, so that a run which goes on on another device keeps its dtype.
-    dtype = str(machine.dtype).removeprefix("torch.")
     model, tokenizer = load_base(Path(config.model), machine.dtype, machine.device)
     texts = read_texts(config.data, config.held_out, config.seq, config.score_tokens, tokenizer)
-    setup = Setup(replace(config, dtype=dtype), machine, tokenizer, texts)
+    setup = Setup(config, machine, model, tokenizer, texts)
     setup.draw(0)  # refuses a text that is too short
     if config.facts and RANK == 0:
         note_no_facts(texts.ids, config.seq, tokenizer)
-    return setup, model
+    default = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
+    out = make_folder(config.out, default)
+    # Stored, so that a run which goes on on another device keeps its dtype.
+    dtype = str(machine.dtype).removeprefix("torch.")
+    return replace(setup, config=replace(config, dtype=dtype, out=str(out)))
 
 
 def run(config: TrainConfig, state: State | None) -> int:
     """Score, train, write the adapter and score again; or go on from a state. All that is
     written goes into the folder of the run. Returns the exit code."""
-    settings = settings_of(config)
-    check_use(settings)
-    if not state:
-        refuse_used(config.out)
-    setup, model = set_up(config)
-    default = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
-    out = Path(config.out) if state else new_folder(config.out, default)
-    config = replace(setup.config, out=str(out))
+    check_use(config.settings)
+    setup = set_up(config)
+    config = setup.config
     if WORLD > 1 and RANK == 0:
         join()  # the others wait in start_process
-    print_start(config, settings, model.config, setup.machine, setup.texts)
+    print_start(config, setup.machine, setup.texts)
 
-    adapted = AdaptedLlama(model, settings)
+    adapted = AdaptedLlama(setup.model, config.settings)
     optimizer = make_optimizer(adapted, config)
     owner = identity(adapted) | {"text": setup.texts.checksum}
     if state:
-        restore(out, state, owner, adapted, optimizer)
-        scores = state.scores
+        restore(setup.out, state, owner, adapted, optimizer)
+        state = state._replace(config=asdict(config))  # it may have other --steps
     else:
-        scores = scores_before(setup, adapted, model)
-        start_alike(adapted.trained().values())
-    save = partial(write_state, out, adapted, optimizer, asdict(config), owner, scores)
-    if not state:
-        save(0)
+        state = begin(setup, adapted, optimizer, owner)
     if config.recompute:
         adapted.recompute_in_backward()
-
-    done = state.step if state else 0
-    with open_log(out, done) as log:
-        stopped = train(setup, adapted, optimizer, done, save, log)
+    stopped = train(setup, adapted, optimizer, state)
     if stopped:
         launched = " (by torchrun, as before)" if WORLD > 1 else ""
-        print(f"stopped; to go on: {resume_command(out)}{launched}")
+        print(f"stopped; to go on: {resume_command(setup.out)}{launched}")
         return 128 + stopped
     if RANK == 0:
-        finish(setup, adapted, out, scores)
+        finish(setup, adapted, state.scores)
     return 0
 
 
-def scores_before(setup: Setup, adapted: AdaptedLlama, model: Llama) -> dict[str, dict]:
+def begin(setup: Setup, adapted: AdaptedLlama, optimizer: AdamW, owner: dict) -> State:
+    """Score a new run before it trains. Returns and writes its state at step 0."""
+    scores = scores_before(setup, adapted)
+    start_alike(adapted.trained().values())
+    tensors = tensors_of(adapted, optimizer)
+    state = State(0, asdict(setup.config), owner, scores, tensors)
+    write_state(setup.out, state)
+    return state
+
+
+def scores_before(setup: Setup, adapted: AdaptedLlama) -> dict[str, dict]:
     """Those of a window and of H2O on the base as it is, and of the memory before
     training."""
     config = setup.config
-    memories = baselines(model, adapted.settings.mem or config.mem, config.segment)
+    mem = adapted.settings.mem or config.mem  # full attention has no slots
+    memories = baselines(setup.model, mem, config.segment)
     scores = {name_of(memory.settings): score(setup, memory) for memory in memories}
     return scores | {f"{config.method}, before training": score(setup, adapted)}
 
 
-def finish(setup: Setup, adapted: AdaptedLlama, out: Path, scores: dict) -> None:
+def finish(setup: Setup, adapted: AdaptedLlama, before: dict[str, dict]) -> None:
     """Write the adapter, score it, and print all scores of the run."""
-    write_adapter(out, adapted, setup.texts.parts, setup.texts.trained)
-    scores[f"{setup.config.method}, after training"] = score(setup, adapted)
+    write_adapter(setup.out, adapted, setup.texts.parts, setup.texts.trained)
+    scores = before | {f"{setup.config.method}, after training": score(setup, adapted)}
     print_scores(scores, len(setup.texts.documents))
-    print(f"adapter: {os.path.relpath(out / 'adapter.safetensors')}")
+    print(f"adapter: {os.path.relpath(setup.out / 'adapter.safetensors')}")
 
 
 def main(line: list[str] | None = None) -> None:

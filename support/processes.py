@@ -67,6 +67,11 @@ def end_together(code: int) -> None:
 # --- Work -------------------------------------------------------------------------------
 
 
+def share(numbers: range) -> range:
+    """The numbers that fall to this process: every WORLD-th, from number RANK on."""
+    return numbers[RANK::WORLD]
+
+
 def add_up(t: Tensor) -> Tensor:
     """The sum of t over all processes, in its place."""
     if WORLD > 1:

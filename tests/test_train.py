@@ -1,7 +1,6 @@
 """train.py: the gradient of a step, runs that are stopped and go on, and two
 processes."""
 
-import io
 import json
 import os
 import shutil
@@ -9,10 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 import support.text
 import train
@@ -21,13 +23,15 @@ from model import KVCache
 from support.command_line import HERE, Machine
 from support.files import UserError, read_file
 from support.programs.longlora import ShiftedGroups
-from support.programs.run_folder import new_folder, refuse_used
+from support.programs.run_folder import State, make_folder, refuse_used
 from support.programs.settings import make_settings
+from support.text import Texts
 
 SMALL = "--data text --lora-rank 8 --facts 8 --mem 16 --seq 64 --batch 3 --micro-batch 1 --steps 3"
 RUN = f"{SMALL} --device cpu --score-tokens 1 --out run"
 STATE = Path("run/state.safetensors")
 CPU = Machine("cpu", torch.float32)  # without autocast
+NO_BAR = tqdm(disable=True)
 
 
 # --- One step ---------------------------------------------------------------------------
@@ -38,8 +42,9 @@ def test_the_gradient_of_a_step(in_float64, model, bptt, micro_batch):
     """A step's loss and gradient are those of single nats, in float64."""
     adapted = AdaptedLlama(model, make_settings("lococo", 8, 6, 41, kernel=3, lora_rank=2))
     tokens, expected = torch.randint(3, 64, (2, 41)), 0.0
-    config = train.TrainConfig(batch=2, micro_batch=micro_batch, seq=41, segment=6, bptt=bptt)
-    loss = train.gradients(adapted, tokens.__getitem__, config, CPU, step=0)
+    sizes = dict(batch=2, micro_batch=micro_batch, seq=41, segment=6, bptt=bptt)
+    config = train.TrainConfig("paper", **sizes)
+    loss = train.gradients(adapted, [*tokens], config, CPU, NO_BAR)
     found = {name: p.grad.clone() for name, p in adapted.trained().items()}
     for n in range(2):
         cache = adapted.cache()
@@ -79,8 +84,8 @@ def test_methods_without_segments_have_a_gradient_through_the_whole_sequence(
     """Although a segment has 6 tokens: it is that of one loss of all tokens."""
     adapted = AdaptedLlama(model, make_settings(method, 8, 6, 41, lora_rank=2))
     tokens = torch.randint(3, 64, (1, 41))
-    config = train.TrainConfig(batch=1, micro_batch=1, seq=41, segment=6, bptt=1)
-    train.gradients(adapted, lambda i: tokens[0], config, CPU, 0)
+    config = train.TrainConfig("paper", batch=1, seq=41, segment=6)
+    train.gradients(adapted, [*tokens], config, CPU, NO_BAR)
     found = [p.grad.clone() for p in adapted.trained().values()]
     adapted.zero_grad()
     p = adapted.model(tokens[:, :-1], cache(model.config))[0].log_softmax(dim=-1)
@@ -89,14 +94,17 @@ def test_methods_without_segments_have_a_gradient_through_the_whole_sequence(
         torch.testing.assert_close(grad, p.grad)
 
 
-def test_rates_fall_and_gradients_are_clipped(model, monkeypatch):
+def test_rates_fall_and_gradients_are_clipped(model, monkeypatch, tmp_path):
     """While a gradient stays the same, AdamW moves each number by the rate: by the whole one
     in the first step, and by half of it in the second. The second gradient of the
     convolutions is 1,000 times as large; clipping each group by itself makes it the same."""
     adapted = AdaptedLlama(model, make_settings("lococo", 8, 6, 41, kernel=3, lora_rank=2))
-    config = train.TrainConfig(steps=2, lr=0.01, conv_lr=0.1)
+    sizes = dict(steps=2, lr=0.01, conv_lr=0.1, batch=1, seq=41)
+    config = train.TrainConfig("paper", **sizes, out=str(tmp_path))
+    steps = count()
 
-    def large(adapted, draw, config, machine, step, done):
+    def large(adapted, *_):
+        step = next(steps)
         for name, p in adapted.trained().items():
             larger = step == 1 and name.startswith("compressors")
             p.grad = torch.full_like(p, 1000.0 if larger else 1.0)
@@ -104,8 +112,10 @@ def test_rates_fall_and_gradients_are_clipped(model, monkeypatch):
 
     monkeypatch.setattr(train, "gradients", large)
     before = {name: p.detach().clone() for name, p in adapted.trained().items()}
-    setup, optimizer = train.Setup(config, CPU, None, None), train.make_optimizer(adapted, config)
-    assert train.train(setup, adapted, optimizer, 0, lambda step: None, io.StringIO()) == 0
+    texts = Texts(np.arange(41), set(), [], torch.empty(0, 41), "")
+    setup = train.Setup(config, CPU, model, None, texts)
+    optimizer = train.make_optimizer(adapted, config)
+    assert train.train(setup, adapted, optimizer, State(0, {}, {}, {}, {})) == 0
     for name, p in adapted.trained().items():
         rate = 0.1 if name.startswith("compressors") else 0.01
         torch.testing.assert_close(before[name] - p, torch.full_like(p, 1.5 * rate))
@@ -117,10 +127,10 @@ def test_rates_fall_and_gradients_are_clipped(model, monkeypatch):
 def test_a_folder_has_one_run(own_folders):
     """Each run without --out gets one of its own. A folder with files is only for --resume."""
     for name in ("usual", "usual-2"):
-        assert new_folder("", Path("runs/usual")) == Path("runs", name)
+        assert make_folder("", Path("runs/usual")) == Path("runs", name)
     for _ in range(2):  # the second time as after Ctrl-C
         refuse_used("run")
-        assert new_folder("run", Path("other")) == Path("run")
+        assert make_folder("run", Path("other")) == Path("run")
     STATE.touch()
     with pytest.raises(UserError, match="^--out run: it has files already; name a new folder"):
         refuse_used("run")
@@ -147,12 +157,12 @@ def ends_as(whole: dict[str, bytes]) -> bool:
 
 def before_step(patch, n, then):
     """Something happens before the gradients of step n, counted from 1."""
-    usual = train.gradients
+    usual, steps = train.gradients, count(1)
 
-    def gradients(adapted, draw, config, machine, step, done):
-        if step + 1 == n:
+    def gradients(*args):
+        if next(steps) == n:
             then()
-        return usual(adapted, draw, config, machine, step, done)
+        return usual(*args)
 
     patch.setattr(train, "gradients", gradients)
 
@@ -161,7 +171,7 @@ def test_a_killed_run_goes_on_from_its_last_whole_state(run, whole):
     """It kills itself when its third state is written, but is not yet in its place."""
     child = os.fork()
     if child == 0:
-        usual, last = os.replace, iter((False, False, False, True))  # the second is the log
+        usual, last = os.replace, iter((False, False, True))
         os.replace = lambda *a: os.kill(os.getpid(), 9) if next(last) else usual(*a)
         run(train, RUN)
         os._exit(0)

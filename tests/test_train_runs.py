@@ -90,8 +90,8 @@ def test_the_papers_recipes():
     paper, inference = parsed("--recipe paper"), parsed("--recipe paper-inference")
     assert (paper.method, paper.mem, paper.segment, paper.batch) == ("lococo+h2o", 512, 512, 128)
     assert (paper.lr, paper.conv_lr, paper.bptt, paper.facts) == (5e-5, 5e-2, 1, 0)
-    settings = train.settings_of(paper)
-    assert (settings.kernel, settings.compressor, settings.lora_rank) == (21, "paper", 8)
+    memory = paper.settings
+    assert (memory.kernel, memory.compressor, memory.lora_rank) == (21, "paper", 8)
     for recipe, length in ((paper, 8192), (inference, 4096)):  # section 3.3: 104 million tokens
         assert recipe.seq == length
         assert recipe.steps * recipe.batch * recipe.seq == pytest.approx(104e6, rel=0.01)

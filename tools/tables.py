@@ -317,7 +317,8 @@ def all_flags(row: Row, table: Table) -> str:
 
 
 def settings_of(flags: str, options: Options) -> Settings:
-    return train.settings_of(train.parse([*flags.split(), "--model", str(options.model)])[0])
+    config, _ = train.parse([*flags.split(), "--model", str(options.model)])
+    return config.settings
 
 
 def origin() -> dict:

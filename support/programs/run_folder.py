@@ -1,10 +1,11 @@
 """The folder of a run: its log, and the state to resume from."""
 
+import json
 import os
 from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ def refuse_used(out: str) -> None:
         raise UserError(f"--out {os.path.relpath(out)}: {sentence}")
 
 
-def new_folder(out: str, default: Path) -> Path:
-    """Make the folder of a new run: `out`, or if this is empty the first of default,
-    default-2, default-3 ... that is not there."""
+def make_folder(out: str, default: Path) -> Path:
+    """The folder of a run: `out`, or if this is empty the first of default, default-2,
+    default-3 ... that is not there. Makes it if it is new."""
     if RANK > 0:
         return Path(out or default)
     if out:
@@ -41,18 +42,16 @@ def new_folder(out: str, default: Path) -> Path:
             return folder
 
 
-def open_log(out: Path, steps: int) -> TextIO:
-    """The log of a run that has done so many steps, to write on. It has a line for each
-    step. What a crash left is removed: half a file, half a line, and lines of steps that
-    are taken again. Processes other than the first get a log that nobody keeps."""
+def remove_leftovers(out: Path, steps: int) -> None:
+    """Remove what a crash left in the folder of a run that has done so many steps: half
+    a file, half a line of the log, and lines of steps that will be taken again."""
     if RANK > 0:
-        return open(os.devnull, "a")
+        return
     for half in out.glob("*.part"):
         half.unlink()
     log = out / "log.jsonl"
     lines = read_text(log).splitlines()[:steps] if log.exists() else []
     write_text(log, "".join(f"{line}\n" for line in takewhile(parsed, lines)))
-    return open(log, "a", encoding="utf-8", newline="\n")
 
 
 # --- The state --------------------------------------------------------------------------
@@ -68,24 +67,35 @@ class State(NamedTuple):
     tensors: dict[str, Tensor]  # what trains, and AdamW's moments
 
 
-def write_state(
-    out: Path, adapted: AdaptedLlama, optimizer: Optimizer, config: dict, owner: dict,
-    scores: dict, step: int,
-) -> None:
-    """Write all that changes during a run. Nothing in a step is random, so that a run which
-    goes on from here ends with the same bytes."""
+def tensors_of(adapted: AdaptedLlama, optimizer: Optimizer) -> dict[str, Tensor]:
+    """All that a step changes, by name. They are not copies: the next step changes them.
+    Nothing in a step is random, so that a run which goes on from here ends with the
+    same bytes."""
     tensors = {}
     for name, p in adapted.trained().items():
         tensors[f"value {name}"] = p
         for key, moment in optimizer.state[p].items():
             tensors[f"{key} {name}"] = moment
+    return tensors
+
+
+def write_state(out: Path, state: State) -> None:
     if RANK == 0:
-        log = out / "log.jsonl"
-        if log.exists():  # first, so that it has every step of the state after a power cut
-            with open(log, "rb") as written:
-                os.fsync(written.fileno())
-        about = dict(step=step, config=config, owner=owner, scores=scores)
+        about = state._asdict()
+        tensors = about.pop("tensors")
         write_file(out / "state.safetensors", tensors, **about)
+
+
+def write_step(out: Path, state: State, line: dict) -> None:
+    """Append the line of a step to the log, and write the state after this step."""
+    if RANK > 0:
+        return
+    with open(out / "log.jsonl", "a", encoding="utf-8", newline="\n") as log:
+        log.write(json.dumps(line) + "\n")
+        log.flush()
+        # After a power cut, too, the log has every step of the state.
+        os.fsync(log.fileno())
+    write_state(out, state)
 
 
 def read_state(out: Path, names: list[str]) -> State:
@@ -108,8 +118,9 @@ def read_state(out: Path, names: list[str]) -> State:
 def restore(
     out: Path, state: State, owner: dict, adapted: AdaptedLlama, optimizer: Optimizer
 ) -> None:
-    """Go on from a state. Raises UserError if the model, the text or the settings, which
-    `owner` has, are not those that the run began with."""
+    """Bring the model, the optimizer and the log back to a state. Raises UserError if
+    the model, the text or the settings, which `owner` has, are not those that the run
+    began with."""
     names = {"base": "model", "text": "text", "settings": "row of lococo.METHODS"}
     changed = [names[key] for key in names if owner[key] != state.owner[key]]
     if changed:
@@ -123,3 +134,4 @@ def restore(
                 device = "cpu" if key == "step" else p.device
                 moment = state.tensors[f"{key} {name}"].to(device, copy=True)
                 optimizer.state[p][key] = moment
+    remove_leftovers(out, state.step)
