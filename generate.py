@@ -16,7 +16,6 @@ functions `prefill` and `decode`. tools/show_memory.py shows what the slots hold
 """
 
 import argparse
-import re
 import sys
 import time
 from pathlib import Path
@@ -26,16 +25,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lococo import METHODS, AdaptedLlama, Settings
+from lococo import METHODS, AdaptedLlama
 from model import KVCache, Llama, load_base
-from support.command_line import TINY, Parser, at_least, new_file, prepare, run_program
+from support.command_line import TINY, Parser, at_least, is_tiny, new_file, prepare
+from support.command_line import run_program
 from support.chat import Chat, read_chat
 from support.files import refuse_not_finite
 from support.programs.adapter import load_adapter
-from support.programs.saved_memory import Reader, load_memory, named, read_and_save
+from support.programs.figures import print_figures, print_pace, print_peak
+from support.programs.saved_memory import Reader, load_memory, named, saving
 from support.programs.settings import SUGGESTED, check_slots, method_sizes, refuse_sizes
 from support.programs.settings import untrained, warn_if_too_long
-from support.prompt import joined, prompt_ids, question_ids, read_prompt
+from support.prompt import prompt_ids, question_ids, read_prompt
 from support.tokenizer import Tokenizer
 
 # --- Decoding ---------------------------------------------------------------------------
@@ -59,6 +60,14 @@ def prefill(
     logits = model.logits(h[:, -1])
     refuse_not_finite(logits)
     return logits
+
+
+def read_ids(
+    adapted: AdaptedLlama, ids: list[int], cache: KVCache, after: Callable = lambda: None
+) -> Tensor:
+    """Read a text into a cache of the model. Returns the logits of `prefill`."""
+    tokens = torch.tensor([ids], device=adapted.model.device)
+    return prefill(adapted.model, tokens, cache, adapted.settings.segment, after)
 
 
 def sample(logits: Tensor, temperature: float) -> int:
@@ -130,6 +139,8 @@ def parse() -> argparse.Namespace:
 
     flags = parser.parse_sizes()
     refuse_contradictions(parser, flags)
+    if not flags.load_memory:  # whose file names an adapter
+        flags.adapter = adapter_of(flags)
     if flags.temperature is None:
         flags.temperature = 0.8 if flags.ask is None else 0.0
     return flags
@@ -152,100 +163,83 @@ def refuse_contradictions(parser: Parser, flags: argparse.Namespace) -> None:
         parser.error(f"--adapter {flags.adapter}, --method {flags.method}: name one of them")
 
 
-def run_of(flags: argparse.Namespace) -> Path | None:
-    """The adapter's folder: tiny/ for the embedded model, where nothing is named."""
-    if not flags.adapter and not flags.method and flags.model.resolve() == TINY:
+def adapter_of(flags: argparse.Namespace) -> Path | None:
+    """The folder of the adapter: the one that is named, or for tiny/ without --method
+    its own."""
+    if is_tiny(flags.model) and not flags.adapter and not flags.method:
         return TINY
     return flags.adapter
 
 
-def chosen_model(flags: argparse.Namespace, model: Llama) -> AdaptedLlama:
-    """The adapter or the method that the flags name, or else the full cache. Raises UserError
-    if its memory is to be saved and cannot be."""
-    run = run_of(flags)
-    if run:
-        adapted = load_adapter(run, model, **flags.sizes)
-    else:
-        sizes = method_sizes(flags, [])
-        budgets = flags.budgets if flags.method else None  # else `refuse_sizes` refuses them
-        adapted = untrained(model, flags.method or "full", budgets=budgets, **sizes)
-    if flags.save_memory:
+def chosen_model(flags: argparse.Namespace, base: Llama) -> AdaptedLlama:
+    """The adapter or the method that the flags name, or else the full cache."""
+    if flags.adapter:
+        return load_adapter(flags.adapter, base, **flags.sizes)
+    sizes = method_sizes(flags, [])
+    if flags.method:
+        return untrained(base, flags.method, budgets=flags.budgets, **sizes)
+    return untrained(base, "full", **sizes)
+
+
+def reader_of(flags: argparse.Namespace, base: Llama, in_turn: bool) -> Reader:
+    """The model and its memory: one that was saved, or an empty one. Raises UserError if
+    flags need slots, and the empty one has none."""
+    if flags.load_memory:
+        return load_memory(flags.load_memory, base, flags.adapter)
+    adapted = chosen_model(flags, base)
+    if flags.save_memory:  # refused here, before a long text is read
         check_slots(adapted.settings)
     if not adapted.settings.mem:
         refuse_sizes(flags)
-    if not run and not flags.method:
+    if not flags.adapter and not flags.method:
         memory = "the memory is the full cache, which keeps every token"
         others = f"for 512 slots: {SUGGESTED}"
         print(f"note: no --adapter and no --method: {memory}; {others}", file=sys.stderr)
-    return adapted
-
-
-def print_figures(cache: KVCache, settings: Settings) -> None:
-    """How much is held, and what the full cache would hold."""
-    sizes = [keys.size for keys in cache.keys for _ in range(keys.buffer.shape[1])]
-    held = sum(sizes) // len(sizes)  # a mean over all heads
-    slots, bound = "all entries", ""
-    if settings.mem:
-        slots, bound = f"{settings.mem:,} slots", f" (at most M + T = {settings.capacity:,})"
-    memory = f"{slots}; {held:,} entries held of {cache.seen:,}{bound}"
-    full = f"the full cache would hold {cache.full_nbytes:,}"
-    print(f"memory           {memory}", file=sys.stderr)
-    print(f"key/value cache  {cache.nbytes:,} bytes; {full}", file=sys.stderr)
-
-
-def print_peak(device: torch.device) -> None:
-    """The most memory that the process had, with the model."""
-    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    if not peak:  # some sandboxes do not tell it
-        return
-    process = f"{1024 * int(peak[1]) / 1e6:,.0f} MB"
-    if device.type == "cuda":
-        process += f", and {torch.cuda.max_memory_allocated(device) / 1e6:,.0f} MB on the GPU"
-    print(f"whole process    at most {process}", file=sys.stderr)
-
-
-def print_pace(what: str, tokens: int, seconds: float) -> None:
-    pace = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
-    print(f"{what:17}{pace}", file=sys.stderr)
-
-
-def read_ids(
-    adapted: AdaptedLlama, ids: list[int], cache: KVCache, after: Callable = lambda: None
-) -> Tensor:
-    """Read a text into a cache of the model. Returns the logits of `prefill`."""
-    tokens = torch.tensor([ids], device=adapted.model.device)
-    return prefill(adapted.model, tokens, cache, adapted.settings.segment, after)
+    return Reader(adapted, adapted.cache(), flags.adapter, in_turn=in_turn)
 
 
 def continue_text(
     flags: argparse.Namespace, reader: Reader, ids: list[int], tokenizer: Tokenizer
 ) -> None:
-    """Read the text into the memory, and continue it or save the memory."""
+    """Read the text into the memory. Continue it, unless it is to be saved or asked."""
     adapted, cache = reader.adapted, reader.memory
-    written_later = flags.save_memory or flags.ask is not None
-    new_tokens = 0 if written_later else flags.max_new_tokens
-    warn_if_too_long(adapted, cache.seen + len(ids) + new_tokens)
+    continues = flags.ask is None and not flags.save_memory
+    most = flags.max_new_tokens if continues else 0
+    warn_if_too_long(adapted, cache.seen + len(ids) + most)
+    logits = read_text(flags, reader, ids)
+    if continues:
+        begun = time.perf_counter()
+        new = decode(adapted.model, tokenizer, logits, cache, most, flags.temperature)
+        written = print_text(new, tokenizer, ids)
+        if written:
+            print_pace("writing", written, time.perf_counter() - begun)
+    print_figures(cache, adapted.settings)
+    print_peak(adapted.model.device)
 
-    read = len(ids)
+
+def read_text(flags: argparse.Namespace, reader: Reader, ids: list[int]) -> Tensor:
+    """Read the text into the memory, and save this if --save-memory says so. Returns the
+    logits of `prefill`."""
+    adapted, cache = reader.adapted, reader.memory
     begun = time.perf_counter()
     if flags.save_memory:
-        file, model = flags.save_memory, flags.model.name
-        logits, read = read_and_save(file, reader, ids, model, read_ids)
+        model = flags.model.name
+        with saving(flags.save_memory, reader, ids, model) as (rest, keep):
+            logits = read_ids(adapted, rest, cache, after=keep)
     else:
-        logits = read_ids(adapted, ids, cache)
-    reading = time.perf_counter() - begun
+        rest = ids
+        logits = read_ids(adapted, rest, cache)
+    print_pace("reading", len(rest), time.perf_counter() - begun)
+    return logits
+
+
+def print_text(new: Iterator[int], tokenizer: Tokenizer, ids: list[int]) -> int:
+    """Print the tokens that continue `ids` as they come. Returns how many there are."""
     written = 0
-    begun = time.perf_counter()
-    if new_tokens:
-        new = decode(adapted.model, tokenizer, logits, cache, new_tokens, flags.temperature)
-        for written, piece in enumerate(as_text(new, tokenizer, ids), start=1):
-            print(piece, end="", flush=True)
-        print(flush=True)
-    print_pace("reading", read, reading)
-    if written:
-        print_pace("writing", written, time.perf_counter() - begun)
-    print_figures(cache, adapted.settings)
-    print_peak(logits.device)
+    for written, piece in enumerate(as_text(new, tokenizer, ids), start=1):
+        print(piece, end="", flush=True)
+    print(flush=True)
+    return written
 
 
 def answers(
@@ -265,14 +259,13 @@ def answers(
             logits = read_ids(reader.adapted, ids, asked)
             new = decode(reader.adapted.model, tokenizer, logits, asked, flags.max_new_tokens,
                          flags.temperature, ends)
-            for written, piece in enumerate(tokenizer.texts(new, before=tokenizer.x), start=1):
-                print(piece, end="", flush=True)
+            written = print_text(new, tokenizer, ids)
             if flags.follow_up:
                 memory, in_turn = asked, False
         except KeyboardInterrupt:
             if flags.ask:
                 raise
-        print(flush=True)
+            print(flush=True)
         if written == flags.max_new_tokens:
             print(f"note: cut after --max-new-tokens {written}", file=sys.stderr)
 
@@ -292,14 +285,6 @@ def questions(given: str) -> Iterator[str]:
             yield line.strip()
 
 
-def reader_of(flags: argparse.Namespace, base: Llama, in_turn: bool) -> Reader:
-    """The model and its memory: one that was saved, or an empty one."""
-    if flags.load_memory:
-        return load_memory(flags.load_memory, base, flags.adapter)
-    adapted = chosen_model(flags, base)
-    return Reader(adapted, adapted.cache(), run_of(flags), in_turn=in_turn)
-
-
 def main() -> None:
     flags = parse()
     machine = prepare(flags.device, flags.dtype, flags.seed)
@@ -310,16 +295,13 @@ def main() -> None:
     asks = flags.ask is not None or flags.save_memory
     chat = read_chat(flags.model) if asks else None
     in_turn = chat is not None and not flags.special_tokens
-    ids = []
-    if texts:
-        ids = prompt_ids(
-            flags.prompt, joined(flags.prompt, texts), tokenizer, flags.special_tokens,
-            chat if in_turn else None, continues=flags.load_memory is not None,
-        )
+    ids = prompt_ids(
+        flags.prompt, texts, tokenizer, flags.special_tokens,
+        chat if in_turn else None, continues=flags.load_memory is not None,
+    )
     with machine.precision():
         reader = reader_of(flags, base, in_turn)
-        new = [named(name, text) for name, text in zip(flags.prompt, texts)]
-        reader = reader._replace(texts=(*reader.texts, *new))
+        reader.texts += tuple(map(named, flags.prompt, texts))
         if ids:
             continue_text(flags, reader, ids, tokenizer)
         if flags.ask is not None:

@@ -19,6 +19,12 @@ HUGE = 2**31 - 1  # the largest number that a flag takes
 SIZES = ("mem", "segment", "budgets", "bits")  # flags that give an adapter another memory
 
 
+def is_tiny(path: Path) -> bool:
+    """Whether it is the folder of the embedded model. `Path.resolve` would fail on a link to
+    itself, of which a later sentence says what is wrong."""
+    return os.path.realpath(path) == str(TINY)
+
+
 def at_least(least: float, kind: type = int) -> Callable[[str], float]:
     """An argparse type: a number from `least` to HUGE."""
 

@@ -34,12 +34,15 @@ def joined(names: list[str], texts: list[str]) -> str:
 
 
 def prompt_ids(
-    names: list[str], text: str, tokenizer: Tokenizer, special: bool,
+    names: list[str], texts: list[str], tokenizer: Tokenizer, special: bool,
     chat: Chat | None = None, continues: bool = False,
 ) -> list[int]:
-    """The ids of the text that --prompt names. One that `continues` a saved memory has no
-    BOS. With a chat it stands in the first turn. With `special` the names of special tokens
-    in it are these tokens. Raises UserError."""
+    """The ids of the text that --prompt names, [] if it names none. A text that
+    `continues` a saved memory has no BOS. With a chat it stands in the first turn. With
+    `special` the names of special tokens in it are these tokens. Raises UserError."""
+    if not texts:
+        return []
+    text = joined(names, texts)
     if continues:
         ids = tokenizer.continued(text, special)
     elif chat:
@@ -48,6 +51,16 @@ def prompt_ids(
     else:
         ids = tokenizer.encode(text, special)
     named = " ".join(names)
+    refuse_ids(named, ids, tokenizer)
+    listed = ", ".join(sorted(tokenizer.special_in(text)))
+    if listed and not special:
+        note = "read as plain text; --special-tokens reads them as tokens"
+        print(f"note: --prompt {named} has {listed}, {note}", file=sys.stderr)
+    return ids
+
+
+def refuse_ids(named: str, ids: list[int], tokenizer: Tokenizer) -> None:
+    """Raises UserError if a text has no tokens, or one that the model does not have."""
     new = [i for i in ids if i not in tokenizer.prefix]
     if not new:
         nothing = "the tokenizer has no token for its text; write more"
@@ -55,11 +68,6 @@ def prompt_ids(
     if max(new) >= tokenizer.vocab_size:
         name = tokenizer.tokens.name(max(new))
         raise UserError(f"--special-tokens: the model has no row for {name}; leave it out")
-    listed = ", ".join(sorted(tokenizer.special_in(text)))
-    if listed and not special:
-        note = "read as plain text; --special-tokens reads them as tokens"
-        print(f"note: --prompt {named} has {listed}, {note}", file=sys.stderr)
-    return ids
 
 
 def question_ids(

@@ -213,9 +213,11 @@ def test_a_saved_memory_goes_on_to_the_bit(model, tmp_path, method, positions, d
     prefill(model, tokens[:, :27], whole, 6)
     assert positions == "slots" or whole.lowest > 0  # entries have been moved up
     save_memory(tmp_path / "memory", Reader(adapted, whole, tmp_path, ("a book",)), "mine")
-    loaded, memory, run, texts, *_ = load_memory(tmp_path / "memory", model)
+    loaded = load_memory(tmp_path / "memory", model)
+    memory = loaded.memory
     assert memory.lowest == whole.lowest
-    assert (loaded.settings, run, texts) == (adapted.settings, tmp_path, ("a book",))
+    assert loaded.adapted.settings == adapted.settings
+    assert (loaded.run, loaded.texts) == (tmp_path, ("a book",))
     assert torch.equal(*(prefill(model, tokens[:, 27:], m, 6) for m in (whole, memory)))
     assert memory.seen == whole.seen == 60 and memory.lowest == whole.lowest
     model.config = replace(model.config, norm_eps=1e-3)

@@ -251,7 +251,7 @@ def test_a_token_without_a_row(folder):
     tokenizer.fit(298)
     assert tokenizer.vocab_size == 298 and 298 not in tokenizer.encode("[PAD]")
     with pytest.raises(UserError, match="no row for \\[PAD\\]; leave it out"):
-        prompt_ids(["p"], "a [PAD]", tokenizer, special=True)
+        prompt_ids(["p"], ["a [PAD]"], tokenizer, special=True)
     tokens.add_tokens(["word"])
     tokens.save(str(folder / "tokenizer.json"))
     with pytest.raises(UserError, match="more tokens than the model: word has id 299, the model has 298"):

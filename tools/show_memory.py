@@ -14,17 +14,18 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from generate import print_figures, print_pace, print_peak, read_ids, run_of, sample
+from generate import adapter_of, read_ids, sample
 from lococo import METHODS, AdaptedLlama
 from model import Llama, load_base
 from support.command_line import Parser, at_least, new_file, prepare, run_program
 from support.files import UserError
 from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
+from support.programs.figures import print_figures, print_pace, print_peak
 from support.programs.settings import SUGGESTED, check_slots, method_sizes, untrained
 from support.programs.settings import warn_if_too_long
 from support.programs.tracing import describe_slots, page_record, traced
-from support.prompt import joined, prompt_ids, read_prompt
+from support.prompt import prompt_ids, read_prompt
 from support.tokenizer import Tokenizer
 
 Models = dict[str, AdaptedLlama]  # by the name that the page gives them
@@ -54,6 +55,7 @@ def parse() -> argparse.Namespace:
     named += flags.method
     if len(named) > (3 if flags.page else 1):
         parser.error(f"{', '.join(named)}: one at a time, or up to three with --page")
+    flags.adapter = adapter_of(flags)
     return flags
 
 
@@ -61,10 +63,11 @@ def models_to_show(flags: argparse.Namespace, base: Llama) -> Models:
     """The adapter and the methods that the flags name, on one base. Beside an adapter the
     methods have its M, T and bits. Raises UserError if there is none, or if one
     cannot be shown."""
-    run, models = run_of(flags), {}
-    if run:
-        adapted = load_adapter(run, base, **flags.sizes)
-        models[f"{adapted.settings.method}, adapter {run.resolve().name}"] = adapted
+    models = {}
+    if flags.adapter:
+        adapted = load_adapter(flags.adapter, base, **flags.sizes)
+        name = f"{adapted.settings.method}, adapter {flags.adapter.resolve().name}"
+        models[name] = adapted
     sizes = method_sizes(flags, [*models.values()])
     for method in flags.method:
         models[method] = untrained(base, method, budgets=flags.budgets, **sizes)
@@ -115,8 +118,7 @@ def main() -> None:
     machine = prepare(flags.device, flags.dtype)
     texts = [read_prompt(name) for name in flags.prompt]
     base, tokenizer = load_base(flags.model, machine.dtype, machine.device)
-    text = joined(flags.prompt, texts)
-    ids = prompt_ids(flags.prompt, text, tokenizer, flags.special_tokens)
+    ids = prompt_ids(flags.prompt, texts, tokenizer, flags.special_tokens)
     models = models_to_show(flags, base)
     for adapted in models.values():
         warn_if_too_long(adapted, len(ids))

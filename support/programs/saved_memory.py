@@ -2,12 +2,13 @@
 
 import sys
 import time
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Callable, Iterator
 
 import torch
-from torch import Tensor
 
 from lococo import AdaptedLlama
 from model import KVCache, Llama
@@ -24,7 +25,8 @@ REMEDIES = {  # what follows "it was saved with another"
 }
 
 
-class Reader(NamedTuple):
+@dataclass
+class Reader:
     """A model and its memory of what was read."""
 
     adapted: AdaptedLlama
@@ -32,7 +34,6 @@ class Reader(NamedTuple):
     run: Path | None = None  # the folder of the adapter, if there is one
     texts: tuple[str, ...] = ()  # what was read: names, and how the texts begin
     in_turn: bool = False  # whether it stands in the first turn of a chat
-    of: str = ""  # of a memory that was saved while it read: what it was to read, as a checksum
 
 
 def named(name: str, text: str) -> str:
@@ -46,16 +47,17 @@ def owner(adapted: AdaptedLlama) -> dict:
     return identity(adapted) | {"adapter": checksum(adapted.trained(), ""), "dtype": dtype}
 
 
-def save_memory(file: Path | str, reader: Reader, model: str = "") -> None:
+def save_memory(file: Path | str, reader: Reader, model: str = "", of: str = "") -> None:
     """Write what each layer holds (with budgets, each Part of support/ours/budgets.py),
-    and what is needed to go on. A file of this name is replaced. Raises UserError."""
-    adapted, memory, run, texts, in_turn, of = reader
+    and what is needed to go on. For a memory that is still reading, `of` is a checksum
+    of what it reads. A file of this name is replaced. Raises UserError."""
+    adapted, memory, run = reader.adapted, reader.memory, reader.run
     check_slots(adapted.settings)
     tensors = {}
     for n in range(len(memory.keys)):
         tensors |= {f"{what} {n}": t for what, t in memory.stored(n).items()}
     about = {"owner": owner(adapted), "run": str(run.resolve()) if run else ""}
-    about |= {"texts": texts, "in_turn": in_turn, "of": of}
+    about |= {"texts": reader.texts, "in_turn": reader.in_turn, "of": of}
     about["date"] = datetime.now().isoformat(" ", "minutes")
     about |= {"config": repr(adapted.model.config), "model": model}
     about["counters"] = {name: getattr(memory, name) for name in memory.counters}
@@ -66,25 +68,11 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None) -> Read
     """The memory of a file on its base. `run` is where its adapter is now; None: where it
     was. A line on standard error says what was read. Raises UserError."""
     tensors, about = read_file(Path(file))
-    needed = "counters owner config model run texts in_turn date".split()
-    if not about.keys() >= {*needed}:
-        other = "this is no memory, or one of an older version"
-        raise UserError(f"--load-memory {file}: {other}; make it anew by --save-memory")
-    if about.get("of"):
-        goes_on = "run the command again that made it"
-        raise UserError(f"--load-memory {file}: its text is not read to the end; {goes_on}")
-    if about["config"] != repr(model.config):
-        made = f"it was saved with another model, {about['model'] or 'unknown'}; name it by --model"
-        raise UserError(f"--load-memory {file}: {made}")
+    refuse_other(file, about, model)
     saved = about["owner"]
     settings = settings_of(Path(file), saved["settings"])
-    if run and not about["run"]:
-        raise UserError(f"--adapter {run}: {file} was read without one; leave the flag out")
-    run = run or (Path(about["run"]) if about["run"] else None)
+    run = adapter_folder(file, about["run"], run)
     if run:
-        if not run.exists():
-            gone = f"its adapter was {run}, which is not there"
-            raise UserError(f"--load-memory {file}: {gone}; name its place by --adapter")
         sizes = dict(mem=settings.mem, segment=settings.segment, bits=settings.bits)
         adapted = load_adapter(run, model, budgets=settings.budgets, **sizes)
     else:
@@ -99,6 +87,33 @@ def load_memory(file: Path | str, model: Llama, run: Path | None = None) -> Read
     held = f"{memory.seen:,} tokens in {memory.nbytes:,} bytes"
     print(f"memory of {listed}, read {about['date']}: {held}", file=sys.stderr)
     return Reader(adapted, memory, run, tuple(about["texts"]), about["in_turn"])
+
+
+def refuse_other(file: Path | str, about: dict, model: Llama) -> None:
+    """Raises UserError if a file is no memory of a whole text, or not of this model."""
+    needed = "counters owner config model run texts in_turn date".split()
+    if not about.keys() >= {*needed}:
+        other = "this is no memory, or one of an older version"
+        raise UserError(f"--load-memory {file}: {other}; make it anew by --save-memory")
+    if about.get("of"):
+        goes_on = "run the command again that made it"
+        raise UserError(f"--load-memory {file}: its text is not read to the end; {goes_on}")
+    if about["config"] != repr(model.config):
+        made = f"it was saved with another model, {about['model'] or 'unknown'}; name it by --model"
+        raise UserError(f"--load-memory {file}: {made}")
+
+
+def adapter_folder(file: Path | str, was: str, now: Path | None) -> Path | None:
+    """The folder of a memory's adapter, None if it has no adapter. Raises UserError."""
+    if now and not was:
+        raise UserError(f"--adapter {now}: {file} was read without one; leave the flag out")
+    if not was:
+        return None
+    run = now or Path(was)
+    if not run.exists():
+        gone = f"its adapter was {run}, which is not there"
+        raise UserError(f"--load-memory {file}: {gone}; name its place by --adapter")
+    return run
 
 
 def fill(memory: CeilingMemory, tensors: dict, counters: dict, device: torch.device) -> None:
@@ -124,30 +139,29 @@ def go_on(part: Path, memory: CeilingMemory, of: str, device: torch.device) -> N
 SAVE_EVERY = 60  # seconds
 
 
-def read_and_save(
-    file: Path, reader: Reader, ids: list[int], model: str, read: Callable
-) -> tuple[Tensor, int]:
-    """Read a text by generate.read_ids, which is `read`, and save the memory in a file. While
-    it reads, the memory is saved every minute in FILE.part, from where the same command goes
-    on. Returns the logits of `generate.prefill`, and how many tokens were read now."""
-    adapted, memory = reader.adapted, reader.memory
-    part = file.with_name(f"{file.name}.part")
+@contextmanager
+def saving(
+    file: Path, reader: Reader, ids: list[int], model: str
+) -> Iterator[tuple[list[int], Callable[[], None]]]:
+    """Save a memory in a file once the body of `with` has read a text. Yields the ids
+    that are left to read, and a function to call behind each segment. Every minute this
+    saves the memory in FILE.part, from where the same command goes on."""
+    memory, part = reader.memory, file.with_name(f"{file.name}.part")
     start, end = memory.seen, memory.seen + len(ids)
     # What FILE.part is a part of: these tokens behind these texts, read by this model.
-    of = checksum({}, f"{ids} {start} {reader.texts} {owner(adapted)}")
+    of = checksum({}, f"{ids} {start} {reader.texts} {owner(reader.adapted)}")
     if part.exists():
-        go_on(part, memory, of, adapted.model.device)
-    rest = ids[memory.seen - start :]
+        go_on(part, memory, of, reader.adapted.model.device)
     saved = time.monotonic()
 
     def keep() -> None:
         nonlocal saved
         if time.monotonic() - saved >= SAVE_EVERY and memory.seen < end:
             saved = time.monotonic()
-            save_memory(part, reader._replace(of=of), model)
+            save_memory(part, reader, model, of)
 
     try:
-        logits = read(adapted, rest, memory, keep)
+        yield ids[memory.seen - start :], keep
     except KeyboardInterrupt:
         if part.exists():
             goes_on = f"the same command goes on from {part}, which is saved each minute"
@@ -156,4 +170,3 @@ def read_and_save(
     save_memory(file, reader, model)
     part.unlink(missing_ok=True)
     print(f"saved {file}", file=sys.stderr)
-    return logits, len(rest)

@@ -12,7 +12,7 @@ from lococo import METHODS, AdaptedLlama
 from model import Llama
 from support.ours.budgets import HeadSettings
 from support.programs.adapter import load_adapter, read_adapter
-from support.command_line import TINY, Parser, named_path, output_file
+from support.command_line import TINY, Parser, is_tiny, named_path, output_file
 from support.files import UserError
 from support.programs.settings import method_sizes, refuse_sizes, untrained
 from support.programs.settings import warn_if_too_long
@@ -59,7 +59,7 @@ def parse_models(parser: Parser) -> argparse.Namespace:
     embedded adapter."""
     flags = parser.parse_sizes()
     flags.method = list(dict.fromkeys(flags.method))
-    if not flags.runs and not flags.method and flags.model.resolve() == TINY:
+    if not flags.runs and not flags.method and is_tiny(flags.model):
         flags.runs = [TINY]
     different = {run.resolve(): run for run in flags.runs}  # one named twice is scored once
     flags.runs = list(different.values())
@@ -141,7 +141,7 @@ def parts_to_score(flags: argparse.Namespace) -> list[str]:
     left_out = not flags.data
     for run in flags.runs:
         if "held-out" not in read_adapter(run).parts:
-            left_out |= run.resolve() != TINY  # tiny/ has read Python's library alone
+            left_out |= not is_tiny(run)  # tiny/ has read Python's library alone
     part = flags.part or ("held-out" if left_out else "all")
     return list(PARTS) if part == "all" else [part]
 

@@ -1,5 +1,6 @@
 """The command line of train.py: its flags, and what it refuses before a run begins."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
@@ -96,9 +97,9 @@ def flags_given(parser: Parser, line: list[str] | None) -> dict:
     given = {name: value for name, value in flags.items() if value is not None}
     for name, value in given.items():
         if isinstance(value, Path):
-            given[name] = str(value.resolve())
+            given[name] = os.path.realpath(value)
         elif name in ("data", "held_out"):
-            given[name] = [str(path.resolve()) for path in value]
+            given[name] = [os.path.realpath(path) for path in value]
     others = given.keys() - {"resume", *OF_A_RESUMED_RUN}
     if "resume" in given and others:
         listed = " ".join(sorted(flag_of(name) for name in others))
