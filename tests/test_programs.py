@@ -39,6 +39,7 @@ ENTRY = 2 * 4 * 2 * 64 * 4  # bytes of a key and a value in 4 layers of 2 heads 
 def stock_at_hand(own_folders, stock):
     for thing in stock.iterdir():
         Path(thing.name).symlink_to(thing)
+    Path("loop").symlink_to("loop")
 
 
 def tiny(thing: Settings | str) -> AdaptedLlama:
@@ -388,6 +389,9 @@ MISTAKES = [
     (train, f"{TRAIN} --method learned", "its score must be fitted first, by tools/fit_scores"),
     (train, f"{TRAIN} --seq 33", "so that nothing is compressed"),
     (train, f"{TRAIN} --model missing", "missing: there is no such"),
+    (train, f"{TRAIN} --model loop", "loop: there is no such folder of a model"),
+    (generate, "--model loop --prompt text/0.py", "loop: there is no such folder of a model"),
+    (eval_ppl, "--model loop", "loop: there is no such folder of a model"),
     (train, f"{TRAIN} --model latin", "latin: this is a file; name the folder of the model"),
     (train, f"{TRAIN} --method h2o --lora-rank 0", "there is nothing to train"),
     (train, f"{TRAIN} --out latin", "latin: it is there already; name another place"),
