@@ -128,6 +128,7 @@ ROWS = {
     "lococo trained": Row("LoCoCo's code, 60 steps", "--method lococo-code-0.02",
                           stored="runs/lococo", panel="runs/lococo"),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
+    "h2o, budgets": Row("H2O, with budgets", f"--method h2o --budgets {BUDGETS}"),
     "h2o heads": Row("H2O that forgets, with budgets",
                      f"--method h2o+forget --budgets {BUDGETS}"),
     "learned": Row("**a learned score, with budgets**", f"--method learned --budgets {BUDGETS}",
@@ -154,7 +155,7 @@ ROWS["learned plain"] = replace(
 # What each paper of support/ours/published.py is called, with equal slots and with our budgets.
 FIELD = {
     "window": ("window", ""),
-    "H2O": ("h2o", ""),
+    "H2O": ("h2o", "h2o, budgets"),
     "H2O that forgets": ("h2o 5/8 forget", "h2o heads"),
     "**a learned score**": ("learned, equal slots", "learned"),
     "SnapKV": ("snapkv", "snapkv heads"),
@@ -195,8 +196,8 @@ LOCOCO = (
     "official code 0.02, on",
 )
 SHORT = Table(
-    ("window", "h2o", "official h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots",
-     "learned", "lococo+h2o 0.02, bfloat16", "official code closed, bfloat16",
+    ("full", "window", "h2o", "official h2o", "h2o 5/8 forget", "h2o heads",
+     "learned, equal slots", "learned", "lococo+h2o 0.02, bfloat16", "official code closed, bfloat16",
      "official code 1, one", "official code 1, one, bfloat16", "official code, one",
      "official code, one, bfloat16"),
     64, 1024, "test", segment=64,
@@ -600,7 +601,7 @@ def result_table(table: Table, lines: Lines) -> str:
 
 def facts_table(table: Table, lines: Lines) -> str:
     """The facts that are found in texts of 8,192 tokens, in two forms."""
-    text = head_of("facts found, %", "M + T", "lines", "sentences")
+    text = head_of("memory", "M + T", "lines found, %", "sentences found, %")
     for key in table.rows:
         sizes = key.partition(" @ ")[2] or f"{table.mem} + {table.segment}"
         found = (percent_found(key, table, files) for files in (LINES, SENTENCES))
