@@ -161,7 +161,7 @@ def print_headings(title: str, columns: Columns, width: int) -> None:
 def print_row(name: str, values: Iterable[float], columns: Columns, width: int) -> None:
     """Print a line below the headings: a value in each column, and "-" for NaN."""
     line = f"{name:{width}}"
-    for value, (heading, form) in zip(values, columns):
+    for value, (heading, form) in zip(values, columns, strict=True):
         cell = "-" if math.isnan(value) else f"{value:{form}}"
         line += f"  {cell:>{max(NUMBER, len(heading))}}"
     print(line, flush=True)
@@ -184,16 +184,17 @@ def score_all(
     scored. Returns the figures of each line, and the nats of each token at the last
     length, (P, L - 1)."""
     print(f"cache bytes are those after {[*documents][-1] - 1:,} tokens")
-    columns = [("slots", "d"), ("   cache bytes", ",")]  # with room for large numbers
+    columns = [("slots", "d"), ("bytes of cache", ",")]
     columns += [(str(L), ".3f") for L in documents]
     width = max(NAME, *map(len, models))
     print_headings("perplexity, by tokens of a piece", columns, width)
     cells, losses = {}, {}
     for name, adapted in models.items():
         by_length = {}
-        for L, rows in documents.items():
-            losses[name], _, held = token_losses(adapted, rows, machine, micro_batch)
-            by_length[L] = perplexity(losses[name])
+        for L, pieces in documents.items():
+            nats, _, held = token_losses(adapted, pieces, machine, micro_batch)
+            by_length[L] = perplexity(nats)
+        losses[name] = nats  # those of the last length, as `held` is
         slots = adapted.settings.mem or math.nan  # a full cache has none
         cells[name] = {"slots": slots, "cache bytes": held, "perplexity": by_length}
         print_row(name, [slots, held, *by_length.values()], columns, width)
@@ -201,6 +202,7 @@ def score_all(
 
 
 # --- The program ------------------------------------------------------------------------
+
 
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
@@ -225,8 +227,8 @@ def parse() -> argparse.Namespace:
 def write_facts(
     flags: argparse.Namespace, parts: list[str], documents: Tensor, tokenizer: Tokenizer
 ) -> tuple[Tensor, Tensor]:
-    """Write facts into documents (P, L). Returns them, and how long ago each answer was
-    last told, (P, L - 1). Raises UserError if the tokenizer cannot write facts."""
+    """Write facts into documents (P, L). Returns the documents, and how long ago each answer
+    was last told, (P, L - 1). Raises UserError if the tokenizer cannot write facts."""
     # The names of facts are divided into parts, as texts are. If all parts are scored,
     # take the held-out names, which no training has seen.
     names = parts[0] if len(parts) == 1 else "held-out"
@@ -242,17 +244,17 @@ def print_tables(
     L, number = [*figures["documents"].items()][-1]
     columns = [("mean", ".4f"), ("error", ".4f")]
     if first:
-        columns += [(f"above {first.removeprefix('base, ')}", "+.4f"), ("error", ".4f")]
+        columns += [(f"above {first}", "+.4f"), ("error", ".4f")]
     title = f"nats per token, {counted(number, 'piece')} of {L:,}"
     print_table(title, columns, figures["nats per token"])
 
-    models = [(name, ".3f") for name in figures["methods"]]
+    of_models = [(name, ".3f") for name in figures["methods"]]
     if flags.by_position:
-        columns = [("tokens", ","), *models]
-        print_table(f"nats in {L} tokens", columns, figures["nats by position"])
+        columns = [("tokens", ","), *of_models]
+        print_table(f"nats in {L:,} tokens", columns, figures["nats by position"])
     if flags.recall:
         words = len(fact_tokens(tokenizer, flags.fact_form).words)
-        columns = [("answers", ","), *models]
+        columns = [("answers", ","), *of_models]
         print_table(f"recalled; by chance 1 in {words}", columns, figures["recall"])
 
 

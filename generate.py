@@ -32,7 +32,7 @@ from support.command_line import run_program
 from support.chat import Chat, read_chat
 from support.files import refuse_not_finite
 from support.programs.adapter import load_adapter
-from support.programs.figures import print_figures, print_pace, print_peak
+from support.programs.usage import print_figures, print_pace, print_peak
 from support.programs.saved_memory import Reader, load_memory, named, saving
 from support.programs.settings import SUGGESTED, check_slots, method_sizes, refuse_sizes
 from support.programs.settings import untrained, warn_if_too_long
@@ -206,7 +206,7 @@ def continue_text(
     continues = flags.ask is None and not flags.save_memory
     most = flags.max_new_tokens if continues else 0
     warn_if_too_long(adapted, cache.seen + len(ids) + most)
-    logits = read_text(flags, reader, ids)
+    logits = fill_memory(flags, reader, ids)
     if continues:
         begun = time.perf_counter()
         new = decode(adapted.model, tokenizer, logits, cache, most, flags.temperature)
@@ -217,7 +217,7 @@ def continue_text(
     print_peak(adapted.model.device)
 
 
-def read_text(flags: argparse.Namespace, reader: Reader, ids: list[int]) -> Tensor:
+def fill_memory(flags: argparse.Namespace, reader: Reader, ids: list[int]) -> Tensor:
     """Read the text into the memory, and save this if --save-memory says so. Returns the
     logits of `prefill`."""
     adapted, cache = reader.adapted, reader.memory

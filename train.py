@@ -142,9 +142,13 @@ class Setup:
         """The folder of the run."""
         return Path(self.config.out)
 
+    def sequences(self, step: int) -> list[Tensor]:
+        """The sequences of a step that this process reads, (L,) each."""
+        first = step * self.config.batch
+        return [self.draw(i) for i in share(range(first, first + self.config.batch))]
+
     def draw(self, i: int) -> Tensor:
-        """Training sequence i, (L,), with facts written into it. Raises UserError if the
-        text is too short."""
+        """Training sequence i, (L,), with facts written into it."""
         c = self.config
         tokens = sequence(self.texts.ids, c.seq, c.seed, i)
         return tell(tokens, c.facts, "training", c.seed, i, self.tokenizer)[0]
@@ -169,8 +173,8 @@ def gradients(
     """
     loss = 0.0
     for first in range(0, len(sequences), config.micro_batch):
-        micro_batch = sequences[first : first + config.micro_batch]
-        tokens = torch.stack(micro_batch).to(machine.device)
+        at_once = sequences[first : first + config.micro_batch]
+        tokens = torch.stack(at_once).to(machine.device)
         loss += backward(adapted, tokens, config, machine)
         bar.update(tokens[:, 1:].numel())
     for p in adapted.trained().values():  # a process without a sequence has no gradient
@@ -231,9 +235,7 @@ def train(setup: Setup, adapted: AdaptedLlama, optimizer: AdamW, state: State) -
             for group in optimizer.param_groups:
                 group["lr"] = group["rate"] * (1 - step / config.steps)
             optimizer.zero_grad()
-            own = share(range(step * config.batch, (step + 1) * config.batch))
-            sequences = [setup.draw(i) for i in own]
-            loss = gradients(adapted, sequences, config, setup.machine, bar)
+            loss = gradients(adapted, setup.sequences(step), config, setup.machine, bar)
             # The paper is silent: the gradient of each group is clipped to norm 1.
             norms = [clip_grad_norm_(g["params"], 1) for g in optimizer.param_groups]
             if not sum(norms).isfinite():
@@ -243,10 +245,10 @@ def train(setup: Setup, adapted: AdaptedLlama, optimizer: AdamW, state: State) -
 
             bar.set_postfix_str(f"step {step + 1}, loss {loss:.3f}", refresh=False)
             before_clipping = [round(norm.item(), 6) for norm in norms]
-            line = {"step": step + 1, "loss": loss, "gradient norms": before_clipping}
+            entry = {"step": step + 1, "loss": loss, "gradient norms": before_clipping}
             tensors = tensors_of(adapted, optimizer)
             state = state._replace(step=step + 1, tensors=tensors)
-            write_step(setup.out, state, line)
+            write_step(setup.out, state, entry)
             stop = agreed(noted)
             if stop:
                 return stop
@@ -258,7 +260,8 @@ def train(setup: Setup, adapted: AdaptedLlama, optimizer: AdamW, state: State) -
 
 def parse(line: list[str] | None = None) -> tuple[TrainConfig, State | None]:
     """The configuration that a command line asks for (None: the program's own), and the
-    state of the run that it goes on with."""
+    state of the run that it goes on with, or None. Raises UserError, also if the folder of a
+    new run is in use."""
     recipes = {name: config_of(name) for name in RECIPES}
     given = flags_given(make_parser(__doc__, recipes), line)
     if "resume" not in given:
@@ -300,15 +303,15 @@ def set_up(config: TrainConfig) -> Setup:
     machine = prepare(config.device, config.dtype, config.seed)
     model, tokenizer = load_base(Path(config.model), machine.dtype, machine.device)
     texts = read_texts(config.data, config.held_out, config.seq, config.score_tokens, tokenizer)
-    setup = Setup(config, machine, model, tokenizer, texts)
-    setup.draw(0)  # refuses a text that is too short
+    sequence(texts.ids, config.seq, config.seed, 0)  # refuses a text that is too short
     if config.facts and RANK == 0:
         note_no_facts(texts.ids, config.seq, tokenizer)
     default = HERE / "runs" / f"{config.method}-mem{config.mem}-seq{config.seq}"
     out = make_folder(config.out, default)
     # Stored, so that a run which goes on on another device keeps its dtype.
     dtype = str(machine.dtype).removeprefix("torch.")
-    return replace(setup, config=replace(config, dtype=dtype, out=str(out)))
+    config = replace(config, dtype=dtype, out=str(out))
+    return Setup(config, machine, model, tokenizer, texts)
 
 
 def run(config: TrainConfig, state: State | None) -> int:
@@ -342,7 +345,7 @@ def run(config: TrainConfig, state: State | None) -> int:
 
 
 def begin(setup: Setup, adapted: AdaptedLlama, optimizer: AdamW, owner: dict) -> State:
-    """Score a new run before it trains. Returns and writes its state at step 0."""
+    """Score a new run before it trains. Write and return its state at step 0."""
     scores = scores_before(setup, adapted)
     start_alike(adapted.trained().values())
     tensors = tensors_of(adapted, optimizer)

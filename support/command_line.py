@@ -59,7 +59,7 @@ def output_file(text: str) -> Path:
     redirected = text.startswith(("/dev/std", "/dev/fd"))  # whose file has other output, too
     if redirected or (file.exists() and not file.is_file()):
         raise argparse.ArgumentTypeError(f"{text}: this is a stream; name a file")
-    if not os.access(file.resolve().parent, os.W_OK):
+    if not os.access(os.path.dirname(os.path.realpath(file)), os.W_OK):
         sentence = "nothing can be written there; name another file"
         raise argparse.ArgumentTypeError(f"{text}: {sentence}")
     return file

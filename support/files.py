@@ -126,7 +126,7 @@ def write_file(file: Path, tensors: dict[str, Tensor], **about) -> None:
 def write_whole(file: Path, save: Callable[[Path], None]) -> None:
     """Write a file by save(path): under a name that no other process has, synced, then
     renamed."""
-    whole = file.resolve()  # a link stays one
+    whole = Path(os.path.realpath(file))  # a link stays one
     beside = whole.with_name(f"{whole.name}.{uuid4().hex[:8]}.part")
     try:
         save(beside)

@@ -272,7 +272,8 @@ def test_reading_goes_on_after_ctrl_c(run, monkeypatch, before):
         return hidden(*args)
 
     monkeypatch.setattr(Llama, "hidden", interrupted)
-    assert run(generate, f"{line} stopped")[0] == 130
+    code, _, err = run(generate, f"{line} stopped")
+    assert code == 130 and "the same command goes on from stopped.part" in err
     monkeypatch.setattr(Llama, "hidden", hidden)
     code, _, err = run(generate, f"{before} --prompt book --save-memory stopped")
     begun = "stopped.part: another text, or another memory, was begun there; remove it, or name"
@@ -395,9 +396,11 @@ MISTAKES = [
     (train, f"{TRAIN} --model latin", "latin: this is a file; name the folder of the model"),
     (train, f"{TRAIN} --method h2o --lora-rank 0", "there is nothing to train"),
     (train, f"{TRAIN} --out latin", "latin: it is there already; name another place"),
+    (train, f"{TRAIN} --out text", "--out text: it has files already"),
     (train, f"{TRAIN} --out ''", "this name is empty"),
     (eval_ppl, f"{EVAL} --lengths 99999", "--lengths 99999"),
     (eval_ppl, f"{EVAL} -- nowhere", "nowhere: there is no such folder"),
+    (eval_ppl, f"{EVAL} -- loop", "loop: there is no such folder"),
     (eval_ppl, f"{EVAL} -- latin", "texts are named by --data"),
     (eval_ppl, f"{EVAL} --json no/x", "no/x: there is no folder no; make it first"),
     (eval_ppl, f"{EVAL} --json /dev/stdout", "/dev/stdout: this is a stream; name a file"),

@@ -65,32 +65,42 @@ def test_what_readme_and_other_sizes_show(monkeypatch):
     """By hand: bytes, the difference from full attention, facts; and a row for each size."""
     panels = {"base, h2o M=512": {"8192": [0.25, None, 0.75]},
               "base, h2o+forget M=896 T=128 budgets": {"8192": [0.5]}}
-    needles = {"found": panels, "errors": {"base, h2o M=512": {"8192": 0.04}}}
-    monkeypatch.setattr(tables, "read_json", lambda file: needles)
+    lines = {"found": panels, "errors": {"base, h2o M=512": {"8192": 0.04}}}
+    sentences = {"found": {name: {"8192": [0.25]} for name in panels}}
+    by_name = {"needle.json": lines, "needle-sentences.json": sentences}
+    monkeypatch.setattr(tables, "read_json", lambda file: by_name.get(file.name, {"found": {}}))
     small = dict(mem=896, seq=8192, part="long", documents=8) | {"by position": {}}
     stored = [cell("full", [1.0, 3.0], **small), cell("h2o", [3.0, 6.0], **small)]
-    stored += [cell("h2o heads", [2.0, 3.0], **small), cell("h2o heads @ 384 + 128", [5.0], **small)]
+    stored += [cell("h2o 5/8 forget", [3.0, 4.0], **small), cell("h2o heads", [2.0, 3.0], **small)]
+    stored += [cell("h2o heads @ 384 + 128", [5.0, 7.0], **small)]
     made = tables.all_tables(stored + [c | dict(mem=512, documents=16) for c in stored])
     assert rows_of(made["result, M, float32"]) == [
         ["3", "+2.5000 ± 0.5000", "50 ± 4 |"], ["3", "+0.5000 ± 0.5000", " |"],
         ["3", "+0.0000 ± 0.0000", " |"]]
-    assert rows_of(made["ladder, M, float32"])[1] == ["3", "+0.5000 ± 0.5000", "", "", "330 |"]
+    _, forgetting, budgets, _ = rows_of(made["ladder, M, float32"])
+    assert forgetting[:3] == ["3", "+1.5000 ± 0.5000", "-1.0000 ± 1.0000"]
+    assert budgets[1:4] == ["+0.5000 ± 0.5000", "-1.0000 ± 0.0000", ""] and int(budgets[4][:-2]) > 99
     h2o = "+2.5000 ± 0.5000"
     sizes = made["sizes, M, float32"].splitlines()
+    assert sizes[-2] == "| 384 + 128 | 3 |  | +4.0000 ± 0.0000 |  |  |"
     assert sizes[-1] == f"| 896 + 128 | 3 | {h2o} | +0.5000 ± 0.5000 |  |  |"
     facts = made["facts, M, float32"].splitlines()
-    assert "| H2O that forgets, with budgets | 896 + 128 | 50 | 50 |" in facts
+    assert "| H2O that forgets, with budgets | 896 + 128 | 50 | 25 |" in facts
 
 
 def test_the_names_of_panels():
     """Those that tools/needle.py writes."""
-    names = {row: tables.panel_of(row, tables.SMALL_SEGMENTS) for row in tables.ROWS}
+    names = {row: tables.panels_of(row, tables.SMALL_SEGMENTS) for row in tables.ROWS}
+    assert names["official code 0.02"] == ("runs/lococo", "runs/lococo-1")
+    names = {row: of_row[0] for row, of_row in names.items()}
     learned = "adapters/smollm2-135m/learned"
     assert names["full"] == "base, full" and names["window"] == "base, streaming M=896 T=128"
     assert names["h2o @ 512 + 512"] == "base, h2o M=512"
     assert names["8 bits @ 1792 + 256"] == learned and names["8 bits"] == f"{learned} M=896 T=128"
     assert names["learned, equal slots"] == f"{learned} M=896 T=128 bits=0 equal"
+    assert names["learned plain"] == "runs/plain M=896 T=128 bits=0"
     assert names["h2o heads, 8 bits @ 1792 + 256"] == "base, h2o+forget M=1792 T=256 budgets bits=8"
+    assert "budgets" not in names["layers"].split()  # they are others
 
 
 def test_each_cell_has_a_line_of_its_own(monkeypatch, tmp_path):

@@ -10,11 +10,11 @@ import subprocess
 import sys
 from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from tqdm import tqdm
 
 import support.text
 import train
@@ -31,7 +31,6 @@ SMALL = "--data text --lora-rank 8 --facts 8 --mem 16 --seq 64 --batch 3 --micro
 RUN = f"{SMALL} --device cpu --score-tokens 1 --out run"
 STATE = Path("run/state.safetensors")
 CPU = Machine("cpu", torch.float32)  # without autocast
-NO_BAR = tqdm(disable=True)
 
 
 # --- One step ---------------------------------------------------------------------------
@@ -44,7 +43,9 @@ def test_the_gradient_of_a_step(in_float64, model, bptt, micro_batch):
     tokens, expected = torch.randint(3, 64, (2, 41)), 0.0
     sizes = dict(batch=2, micro_batch=micro_batch, seq=41, segment=6, bptt=bptt)
     config = train.TrainConfig("paper", **sizes)
-    loss = train.gradients(adapted, [*tokens], config, CPU, NO_BAR)
+    bar = Mock()
+    loss = train.gradients(adapted, [*tokens], config, CPU, bar)
+    assert sum(call.args[0] for call in bar.update.call_args_list) == tokens[:, 1:].numel()
     found = {name: p.grad.clone() for name, p in adapted.trained().items()}
     for n in range(2):
         cache = adapted.cache()
@@ -85,7 +86,7 @@ def test_methods_without_segments_have_a_gradient_through_the_whole_sequence(
     adapted = AdaptedLlama(model, make_settings(method, 8, 6, 41, lora_rank=2))
     tokens = torch.randint(3, 64, (1, 41))
     config = train.TrainConfig("paper", batch=1, seq=41, segment=6)
-    train.gradients(adapted, [*tokens], config, CPU, NO_BAR)
+    train.gradients(adapted, [*tokens], config, CPU, Mock())
     found = [p.grad.clone() for p in adapted.trained().values()]
     adapted.zero_grad()
     p = adapted.model(tokens[:, :-1], cache(model.config))[0].log_softmax(dim=-1)

@@ -10,7 +10,7 @@
 
 mechanism: one compression, as LoCoCo makes it and with a learned score.
 result: the loss of memories of many sizes above that of full attention, on a frozen SmolLM2,
-    and the facts that they find, from docs/needle.json and docs/needle-8192.json.
+    and the facts that they find, from docs/needle*.json.
 curve: the loss of LoCoCo's code by tokens trained.
 needle: which facts each memory finds again, by their depth in texts of several lengths.
 heads: which heads need more slots, for prose and for facts, and which find a fact.
@@ -132,16 +132,20 @@ LABELS = {
     "8 bits @ 1792 + 256": ("1,792 slots", (0, 10)),
 }
 CURVES = ("h2o heads", "learned")
-ALONG = ("384 + 128", tables.OWN, tables.MOST)  # M + T, which a curve joins
+ALONG = ("384 + 128", tables.OWN, tables.RECOMMENDED)  # M + T, which a curve joins
 CURVE_ROWS = {row: [tables.in_size(row, sizes) for sizes in ALONG] for row in CURVES}
+
+
+def stored() -> list[dict]:
+    """The cells of docs/results.jsonl that are drawn."""
+    about = {"model": "SmolLM2-135M", "dtype": "float32"}
+    return [cell for cell in tables.stored_cells() if about.items() <= cell.items()]
 
 
 def points() -> dict[str, tuple[float, float]]:
     """By row the MB that a memory holds, and its nats per token above full attention."""
-    about = {"model": "SmolLM2-135M", "dtype": "float32"}
-    cells = [cell for cell in tables.stored_cells() if about.items() <= cell.items()]
     rows = dict.fromkeys(["full", *LOOKS, *LABELS, *sum(CURVE_ROWS.values(), [])])
-    lines = tables.lines_of(replace(tables.SMALL_SEGMENTS, rows=tuple(rows)), cells)
+    lines = tables.lines_of(replace(tables.SMALL_SEGMENTS, rows=tuple(rows)), stored())
     zero = lines["full"].mean()
     return {row: (line.megabytes(), line.mean() - zero) for row, line in lines.items()}
 
@@ -181,8 +185,8 @@ def draw_facts(axes, places: dict) -> None:
     full = shares.pop("full")
     axes.axhline(full, color="#333333", lw=0.8)
     axes.annotate("full cache", (8.5, full + 1))
-    shown = LOOKS.keys() | LABELS.keys()
-    draw_points(axes, {row: (places[row][0], shares[row]) for row in shares.keys() & shown})
+    shown = [row for row in shares if row in LOOKS or row in LABELS]
+    draw_points(axes, {row: (places[row][0], shares[row]) for row in shown})
     axes.set_ylim(0, 70)
     axes.set_ylabel("facts found in 8,192 tokens, %")
     axes.set_title("A learned score finds nearly as many facts", loc="left")
@@ -234,16 +238,15 @@ CODE_ROWS = {  # of LoCoCo's code: a label, a colour and a mark, and rows of bot
 def draw_curve(file: Path) -> None:
     """The loss by tokens trained, from docs/results.jsonl."""
     figure, panels = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    about = {"model": "SmolLM2-135M", "dtype": "float32"}
-    stored = [cell for cell in tables.stored_cells() if about.items() <= cell.items()]
+    cells = stored()
     for axes, (title, (table, common)) in zip(panels, PANELS.items()):
-        levels = tables.lines_of(replace(tables.TABLES[table], rows=(*LEVELS,)), stored)
+        levels = tables.lines_of(replace(tables.TABLES[table], rows=(*LEVELS,)), cells)
         for row, line in levels.items():
             label, look = LEVELS[row]
             axes.axhline(line.mean(), ls=look, color="#333333", lw=1, label=label)
         for (label, colour, mark), rows in CODE_ROWS.items():
             trained = {}  # by tokens, the loss of each seed
-            for cell in stored:
+            for cell in cells:
                 if cell["row"] in rows and common.items() <= cell.items():
                     nats = float(np.mean(cell["by document"]))
                     trained.setdefault(tables.tokens_of(cell), []).append(nats)
@@ -268,12 +271,12 @@ def draw_curve(file: Path) -> None:
 
 # --- Needles ----------------------------------------------------------------------------
 
-NAMES = {  # of what is drawn of docs/needle.json
+NEEDLES = {  # what is drawn of docs/needle.json, by row
     "full": "full cache",
-    "streaming": "window",
+    "window": "window",
     "h2o": "H2O",
-    "h2o+forget": "H2O that forgets",
-    "adapters/smollm2-135m/learned": "a learned score",
+    "h2o heads": "H2O that forgets,\nwith budgets",
+    "learned": "a learned score",
 }
 
 
@@ -281,17 +284,16 @@ def draw_needle(file: Path) -> None:
     """From docs/needle.json: a panel for each memory, with a row for each length and a column
     for each depth."""
     panels = read_json(HERE / "docs" / "needle.json")["found"]
-    rows = "full", "window", "h2o", "h2o heads", "learned"
-    names = [tables.panel_of(row, tables.SMALL_SEGMENTS) for row in rows]
-    found = {name: panels[name] for name in names}
+    found = {}
+    for row, title in NEEDLES.items():
+        [name] = tables.panels_of(row, tables.SMALL_SEGMENTS)
+        found[title] = panels[name]
     size = dict(figsize=(2.6 * len(found), 2.6), layout="constrained", sharey=True)
     figure, [places] = pyplot.subplots(1, len(found), squeeze=False, **size)
-    for axes, (name, shares) in zip(places, found.items()):
+    for axes, (title, shares) in zip(places, found.items()):
         grid = np.array([*shares.values()], dtype=float)  # null becomes NaN
         picture = axes.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        method = name.removeprefix("base, ").split()[0]
-        budgets = ",\nwith budgets" if name.endswith(" budgets") else ""
-        axes.set_title(NAMES[method] + budgets)
+        axes.set_title(title)
         axes.set_xticks([0, len(grid[0]) - 1], ["first", "last"])
         axes.set_yticks(range(len(shares)), [f"{int(L):,}" for L in shares])
         axes.set_xlabel("where the fact is")

@@ -21,7 +21,7 @@ from support.command_line import Parser, at_least, new_file, prepare, run_progra
 from support.files import UserError
 from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
-from support.programs.figures import print_figures, print_pace, print_peak
+from support.programs.usage import print_figures, print_pace, print_peak
 from support.programs.settings import SUGGESTED, check_slots, method_sizes, untrained
 from support.programs.settings import warn_if_too_long
 from support.programs.tracing import describe_slots, page_record, traced

@@ -20,11 +20,12 @@ the most steps, and the newest cell of each seed. A page has it between
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -90,13 +91,15 @@ class Row:
     flags: str  # of train.py, after those of the table
     bits: int = 0  # in which its entries are stored; 0: those of --dtype
     stored: str = ""  # the folder of the adapter that it is, in the sizes of the table
-    panel: str = ""  # what the files of tools/needle.py call it, if `panel_of` does not know
+    # What the files of tools/needle.py call it, if `panel_of` does not know; several names are of
+    # one row with other seeds.
+    panels: tuple[str, ...] = ()
 
 
 STORED = "adapters/smollm2-135m"
 BUDGETS = f"{STORED}/budgets.json"
 ROWS = {
-    "full": Row("full attention", "--method full"),
+    "full": Row("full attention", "--method full", panels=("base, full",)),
     "window": Row("window: 4 first, M - 4 last", "--method streaming"),
     "h2o": Row("H2O: M/2 heavy, M/2 last", "--method h2o"),
     "official h2o": Row("H2O in LoCoCo's code: M heavy, by the last segment",
@@ -109,24 +112,26 @@ ROWS = {
     "official code, bfloat16": Row("LoCoCo's code as published, trained in bfloat16",
                                    "--method lococo-code --dtype bfloat16"),
     "official code 0.02": Row("LoCoCo's code with initial weights of 0.02 instead of 1",
-                              "--method lococo-code-0.02", panel="runs/lococo"),
-    # The run of seed 0 went on after its end, with a second fall of the rate from 0.025 to 0.
-    "official code 0.02, on": Row("the same, trained on", "--method lococo-code-0.02"),
+                              "--method lococo-code-0.02",
+                              panels=("runs/lococo", "runs/lococo-1")),
+    # The run of seed 0 went on after its end, with a second fall of the rate from 0.025 to 0. Only
+    # tools/pictures.py shows it.
+    "official code 0.02, on": Row("LoCoCo's code with 0.02, trained on", "--method lococo-code-0.02"),
     # With 64 slots, one sequence a step. Cells from before 30 November 2026 were trained by
     # earlier programs. Their flags are now those that mean the same.
-    "official code, one": Row("LoCoCo's code with 0.02 instead of 1",
+    "official code, one": Row("LoCoCo's code, initial weights of 0.02",
                               "--method lococo-code-0.02 --batch 1"),
-    "official code, one, bfloat16": Row("LoCoCo's code with 0.02 instead of 1",
+    "official code, one, bfloat16": Row("LoCoCo's code, initial weights of 0.02",
                                         "--method lococo-code-0.02 --batch 1 --dtype bfloat16"),
     "official code 1, one": Row("LoCoCo's code as published", "--method lococo-code --batch 1"),
     "official code 1, one, bfloat16": Row("LoCoCo's code as published",
                                           "--method lococo-code --batch 1 --dtype bfloat16"),
-    "official code closed, bfloat16": Row("LoCoCo's code with 0.02 and a gate from 0",
+    "official code closed, bfloat16": Row("LoCoCo's code, initial weights of 0.02, a gate from 0",
                                           "--method lococo-code-closed --batch 1 --dtype bfloat16"),
-    "lococo+h2o 0.02, bfloat16": Row("the paper's `lococo+h2o` with 0.02",
+    "lococo+h2o 0.02, bfloat16": Row("the paper's `lococo+h2o`, initial weights of 0.02",
                                      "--method lococo+h2o-0.02 --batch 1 --dtype bfloat16"),
     "lococo trained": Row("LoCoCo's code, 60 steps", "--method lococo-code-0.02",
-                          stored="runs/lococo", panel="runs/lococo"),
+                          stored="runs/lococo", panels=("runs/lococo",)),
     "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
     "h2o, budgets": Row("H2O, with budgets", f"--method h2o --budgets {BUDGETS}"),
     "h2o heads": Row("H2O that forgets, with budgets",
@@ -134,11 +139,11 @@ ROWS = {
     "learned": Row("**a learned score, with budgets**", f"--method learned --budgets {BUDGETS}",
                    stored=f"{STORED}/learned"),
 }
-for rate in (0.005, 0.015, 0.15):
+for rate in (0.005, 0.015, 0.15):  # with 64 slots; in the text of results.md
     flags = f"--method lococo-code-0.02 --batch 1 --conv-lr {rate}"
     ROWS[f"official code, rate {rate}"] = Row(f"LoCoCo's code at a rate of {rate}", flags)
-for row in ("window", "h2o", "h2o heads"):
-    ROWS[f"{row}, 8 bits"] = replace(ROWS[row], label=f"{ROWS[row].label}, in 8 bits", bits=8)
+for key in ("window", "h2o", "h2o heads"):
+    ROWS[f"{key}, 8 bits"] = replace(ROWS[key], label=f"{ROWS[key].label}, in 8 bits", bits=8)
 # The learned score with its entries in fewer bits, and two other fits of it. The adapter's README
 # has the commands that make what is in runs/.
 for bits in (4, 8):
@@ -152,7 +157,7 @@ ROWS["learned again"] = replace(
 ROWS["learned plain"] = replace(
     ROWS["learned"], label="a learned score, fitted without facts", stored="runs/plain"
 )
-# What each paper of support/ours/published.py is called, with equal slots and with our budgets.
+# What the table of other rules calls a memory, its row with equal slots, and that with budgets.
 FIELD = {
     "window": ("window", ""),
     "H2O": ("h2o", "h2o, budgets"),
@@ -189,17 +194,14 @@ class Table:
     segment: int  # tokens T of a segment
     steps: int = 60  # of training, if --steps does not say otherwise
     documents: int = 48  # that are scored, at most
+    labels: dict[str, str] = field(default_factory=dict)  # of rows that have another one here
 
 
-LOCOCO = (
-    "lococo", "lococo+h2o", "official code", "official code, bfloat16", "official code 0.02",
-    "official code 0.02, on",
-)
 SHORT = Table(
     ("full", "window", "h2o", "official h2o", "h2o 5/8 forget", "h2o heads",
-     "learned, equal slots", "learned", "lococo+h2o 0.02, bfloat16", "official code closed, bfloat16",
-     "official code 1, one", "official code 1, one, bfloat16", "official code, one",
-     "official code, one, bfloat16"),
+     "learned, equal slots", "learned", "lococo+h2o 0.02, bfloat16",
+     "official code closed, bfloat16", "official code 1, one", "official code 1, one, bfloat16",
+     "official code, one", "official code, one, bfloat16"),
     64, 1024, "test", segment=64,
 )
 LONG = Table(
@@ -210,71 +212,78 @@ LONG = Table(
 SMALL_SEGMENTS = replace(LONG, rows=(), mem=896, segment=128, documents=8)
 
 
-def sized(row: str, sizes: str) -> str:
-    """The name of the same row with other numbers of slots M and of tokens T."""
-    flags = "{} --mem {} --segment {}".format(ROWS[row].flags, *sizes.split(" + "))
-    ROWS[f"{row} @ {sizes}"] = replace(ROWS[row], flags=flags)
-    return f"{row} @ {sizes}"
-
-
-MOST = "1792 + 256"  # with 8 bits, of the memory that README.md recommends
+# Sizes are M + T.
 OWN = "896 + 128"  # of SMALL_SEGMENTS
+RECOMMENDED = "1792 + 256"  # with 8 bits, of the memory that README.md recommends
 SIZES_SHOWN = ("384 + 128", "512 + 512", "768 + 256", OWN, "960 + 64")
-SIZED = {"h2o": "H2O", "h2o heads": "H2O that forgets, with budgets",
-         "learned": "a learned score, with budgets"}
+# The columns of the table of sizes.
+BY_SIZE = {"h2o": "H2O", "h2o heads": "H2O that forgets, with budgets",
+           "learned": "a learned score, with budgets"}
+IN_8_BITS = ("window, 8 bits", "h2o, 8 bits", "h2o heads, 8 bits", "8 bits")
+IN_OTHER_SIZES = [*product(BY_SIZE, SIZES_SHOWN), ("lococo trained", "512 + 512")]
+IN_OTHER_SIZES += product((*IN_8_BITS, "h2o heads", "learned"), [RECOMMENDED])
+for key, sizes in IN_OTHER_SIZES:
+    mem, segment = sizes.split(" + ")
+    flags = f"{ROWS[key].flags} --mem {mem} --segment {segment}"
+    ROWS[f"{key} @ {sizes}"] = replace(ROWS[key], flags=flags)
 
 
-def in_size(row: str, sizes: str) -> str:
-    """The name of a row of SMALL_SEGMENTS in other sizes."""
-    return row if sizes == OWN else sized(row, sizes)
+def in_size(key: str, sizes: str) -> str:
+    """The name of a row of SMALL_SEGMENTS in these sizes."""
+    return key if sizes == OWN else f"{key} @ {sizes}"
 
 
-ROWS_OF_SIZES = tuple(in_size(row, sizes) for sizes in SIZES_SHOWN for row in SIZED)
-for row in ("window, 8 bits", "h2o, 8 bits", "h2o heads, 8 bits", "8 bits", "h2o heads", "learned"):
-    sized(row, MOST)
-sized("lococo trained", "512 + 512")
+IN_33_MB = "in 8 bits, M = 1,792, T = 256"
 # What README.md shows. Rows without sizes have M = T = 512.
 RESULT = {
     "window": "window: 4 first, M - 4 last",
+    f"window, 8 bits @ {RECOMMENDED}": f"the same {IN_33_MB}",
     "h2o": "H2O: M/2 heavy, M/2 last",
+    f"h2o, 8 bits @ {RECOMMENDED}": f"the same {IN_33_MB}",
     "official code 0.02": "LoCoCo's code with smaller initial weights (`lococo-code-0.02`)",
     "h2o heads": "H2O that forgets, with budgets",
     "learned": "a learned score, with budgets",
-    f"8 bits @ {MOST}": "**the same in 8 bits, M = 1,792, T = 256**",
+    f"8 bits @ {RECOMMENDED}": f"**the same {IN_33_MB}**",
     "full": "full cache",
 }
-# From H2O with the paper's sizes to full attention: what each step changes, and in which files.
+# The steps from H2O with the paper's sizes to full attention, and what they are compared with.
 LADDER = {
-    "window": ("window with M = T = 512", ()),
-    "official code 0.02": ("LoCoCo's code with M = T = 512, 60 steps, 2 seeds", ()),
-    "h2o": ("H2O with M = T = 512", ()),
-    "h2o 5/8 forget": ("+ forgetting", ("support/ours/forgetting.py",)),
-    "h2o heads": ("+ budgets", ("support/ours/budgets.py", "tools/budgets.py")),
-    sized("h2o heads", OWN): ("+ smaller segments: M = 896, T = 128", ()),
-    f"h2o heads, 8 bits @ {MOST}": (
-        "+ 8 bits: M = 1,792, T = 256", ("support/ours/bits.py",),
-    ),
-    f"8 bits @ {MOST}": (
-        "+ a learned score", ("support/ours/learned_score.py", "tools/fit_scores.py"),
-    ),
-    "full": ("full attention", ()),
+    "window": "window with M = T = 512",
+    f"window, 8 bits @ {RECOMMENDED}": f"window {IN_33_MB}",
+    "official code 0.02": "LoCoCo's code with M = T = 512",
+    f"h2o, 8 bits @ {RECOMMENDED}": f"H2O {IN_33_MB}",
+    "h2o": "H2O with M = T = 512",
+    "h2o 5/8 forget": "+ forgetting",
+    "h2o heads": "+ budgets",
+    f"h2o heads @ {OWN}": "+ smaller segments: M = 896, T = 128",
+    f"h2o heads, 8 bits @ {RECOMMENDED}": "+ 8 bits: M = 1,792, T = 256",
+    f"8 bits @ {RECOMMENDED}": "+ a learned score",
+    "full": "full attention",
+}
+# The files of these steps.
+CODE = {
+    "+ forgetting": ("support/ours/forgetting.py",),
+    "+ budgets": ("support/ours/budgets.py", "tools/budgets.py"),
+    "+ 8 bits: M = 1,792, T = 256": ("support/ours/bits.py",),
+    "+ a learned score": ("support/ours/learned_score.py", "tools/fit_scores.py"),
 }
 # Whose facts are shown: with M + T = 896 + 128, and with the bytes of the recommended memory.
-FACTS = ("full", "window", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots")
-FACTS += ("learned plain", "learned", f"8 bits @ {MOST}")
-FACTS += tuple(f"{row}, 8 bits @ {MOST}" for row in ("h2o heads", "h2o", "window"))
+FACTS = ("full", "window", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots",
+         "learned plain", "learned")
+FACTS += tuple(f"{key} @ {RECOMMENDED}" for key in IN_8_BITS)
 # The learned score in fewer bits, and other fits of it.
 VARIANTS = ("learned", "8 bits", "4 bits", "learned again", "learned plain", "full, 8 bits", "full")
-EXTENDED = ("window", "h2o", "h2o heads", "learned", f"8 bits @ {MOST}")
+EXTENDED = ("window", "h2o", "h2o heads", "learned", f"8 bits @ {RECOMMENDED}")
+BY_SIZE_ROWS = tuple(in_size(key, sizes) for sizes in SIZES_SHOWN for key in BY_SIZE)
 TABLES = {
     "articles": SHORT,
     "novel": replace(SHORT, part="choosing"),
-    "result": replace(LONG, rows=tuple(RESULT)),
+    "result": replace(LONG, rows=tuple(RESULT), labels=RESULT),
     "long": LONG,
     "field": replace(SMALL_SEGMENTS, rows=("full", *filter(None, sum(FIELD.values(), ())))),
-    "sizes": replace(SMALL_SEGMENTS, rows=("full", *ROWS_OF_SIZES)),
+    "sizes": replace(SMALL_SEGMENTS, rows=("full", *BY_SIZE_ROWS)),
     "variants": replace(SMALL_SEGMENTS, rows=VARIANTS),
-    "ladder": replace(LONG, rows=tuple(LADDER)),
+    "ladder": replace(LONG, rows=tuple(LADDER), labels=LADDER),
     "facts": replace(SMALL_SEGMENTS, rows=FACTS),
     "extension": replace(LONG, rows=EXTENDED, mem=896, segment=128, seq=32768, documents=4),
 }
@@ -460,6 +469,9 @@ class Line:
     def mean(self) -> float:
         return float(np.mean([cell["by document"] for cell in self.cells.values()]))
 
+    def trained(self) -> str:
+        return f"{self.steps} steps, {counted(len(self.cells), 'seed')}" if self.steps else "-"
+
 
 Lines = dict[str, Line]  # by row
 
@@ -472,14 +484,15 @@ def lines_of(table: Table, cells: list[dict]) -> Lines:
     for key in ("base", "scored"):
         found = [cell for cell in found if cell.get(key) in (None, found[-1].get(key))]
     lines = {}
-    for row in table.rows:
-        some = [cell for cell in found if cell["row"] == row]
+    for key in table.rows:
+        some = [cell for cell in found if cell["row"] == key]
         if some:
             # A row's flags may have changed since a cell was made.
             some = [cell for cell in some if cell.get("flags") == some[-1].get("flags")]
             steps = max(cell["steps"] for cell in some)
             by_seed = {cell["seed"]: cell for cell in some if cell["steps"] == steps}
-            lines[row] = Line(ROWS[row].label, steps, dict(sorted(by_seed.items())))
+            label = table.labels.get(key, ROWS[key].label)
+            lines[key] = Line(label, steps, dict(sorted(by_seed.items())))
     return lines
 
 
@@ -512,17 +525,23 @@ def head_of(*columns: str) -> str:
     return row_of(*columns) + f"|{'---|' * len(columns)}\n"
 
 
+def sizes_of(key: str, table: Table) -> str:
+    """M + T of a row."""
+    return key.partition(" @ ")[2] or f"{table.mem} + {table.segment}"
+
+
 def long_table(table: Table, lines: Lines) -> str:
     """LoCoCo beside what needs no training. The last columns have the loss of LoCoCo's code minus
     that of a row, on each text."""
+    best = "official code 0.02"
     minus = "LoCoCo's code with 0.02 minus this: novel"
     text = head_of("memory", "trained", "nats per token above full attention", minus, "articles")
-    code, half = lines.get("official code 0.02"), table.documents // 2
-    for row, line in lines.items():
-        trained = f"{line.steps} steps, {counted(len(line.cells), 'seed')}" if line.steps else "-"
-        cells = [line.label, trained, difference(line, lines.get("full"))]
+    half = table.documents // 2
+    for key, line in lines.items():
+        cells = [line.label, line.trained(), difference(line, lines.get("full"))]
         for part in (slice(half), slice(half, None)):
-            cells.append(difference(code, line, part) if code and code != line else "")
+            shown = key != best and best in lines
+            cells.append(difference(lines[best], line, part) if shown else "")
         text += row_of(*cells)
     return text
 
@@ -531,12 +550,13 @@ def extension_table(table: Table, lines: Lines) -> str:
     """Texts that are longer than the context of the base."""
     *_, last = lines.values()
     places = [*last.where()][-2:]
-    text = head_of("memory", "MB", "nats per token", "from the window", "from H2O", *places)
-    for row, line in lines.items():
-        others = [difference(line, lines.get(other)) for other in ("window", "h2o")]
-        where = [f"{line.where()[place]:.4f}" for place in places]
-        label = line.label + (", M = 1,792, T = 256" if row.endswith(MOST) else "")
-        text += row_of(label, f"{line.megabytes():.0f}", f"{line.mean():.4f}", *others, *where)
+    columns = "memory", "M + T", "MB", "nats per token", "from the window", "from H2O"
+    text = head_of(*columns, *places)
+    for key, line in lines.items():
+        cells = [line.label, sizes_of(key, table), f"{line.megabytes():.0f}", f"{line.mean():.4f}"]
+        cells += [difference(line, lines.get(other)) for other in ("window", "h2o")]
+        cells += [f"{line.where()[place]:.4f}" for place in places]
+        text += row_of(*cells)
     return text
 
 
@@ -545,39 +565,43 @@ LINES = "needle.json", "needle-8192.json", "needle-field.json"
 SENTENCES = "needle-sentences.json", "needle-sentences-8192.json"
 
 
-def panel_of(key: str, table: Table) -> str:
-    """What these files call a row of a table."""
+def panels_of(key: str, table: Table) -> tuple[str, ...]:
+    """The names that tools/needle.py gives a row, one for each seed: its method or adapter, and
+    the flags that were given."""
     row = ROWS[key]
+    if row.panels:
+        return row.panels
     words = all_flags(row, table).split()
     flags = dict(zip(words[::2], words[1::2]))  # of two that have one name the last counts
     method, mem, segment = (flags[name] for name in ("--method", "--mem", "--segment"))
-    if row.panel or method == "full":
-        return row.panel or "base, full"
     budgets = flags.get("--budgets")
-    if row.stored:  # only what differs from its own sizes is in the name
-        if (f"{mem} + {segment}", row.bits) == (MOST, 8):
-            return row.stored
-        name = f"{row.stored} M={mem} T={segment}" + ("" if row.bits == 8 else f" bits={row.bits}")
-        return name + ("" if budgets else " equal")
-    name = f"base, {method} M={mem}" + ("" if segment == mem else f" T={segment}")
-    if budgets:
-        name += " budgets" if budgets == BUDGETS else f" {budgets}"
-    return name + (f" bits={row.bits}" if row.bits else "")
+    if not row.stored:
+        name = f"base, {method} M={mem}" + ("" if segment == mem else f" T={segment}")
+        if budgets:
+            name += " budgets" if budgets == BUDGETS else f" {budgets}"
+        return (name + (f" bits={row.bits}" if row.bits else ""),)
+    if (f"{mem} + {segment}", row.bits) == (RECOMMENDED, 8):  # the adapter's own
+        return (row.stored,)
+    name = f"{row.stored} M={mem} T={segment}"
+    if row.bits != 8:
+        name += f" bits={row.bits}"
+    return (name if budgets else f"{name} equal",)
 
 
 def share_found(
     key: str, table: Table, files: tuple[str, ...] = LINES, L: int = 8192
 ) -> tuple[float, float] | None:
     """The share of facts that a row finds in texts of L tokens, and its standard error, which may
-    be NaN; None if these were not asked for. Of several files that have it the last counts."""
-    name, found = panel_of(key, table), None
-    for file in files:
+    be NaN; both are means over seeds. None if these facts were not asked for. They are those of
+    SmolLM2. Of several files that have a panel the last counts."""
+    found = {}
+    for name, file in product(panels_of(key, table), files):
         stored = read_json(HERE / "docs" / file)
         shares = stored["found"].get(name, {}).get(str(L))
         if shares:
             error = stored.get("errors", {}).get(name, {}).get(str(L), np.nan)
-            found = float(np.nanmean(np.array(shares, dtype=float))), error
-    return found
+            found[name] = float(np.nanmean(np.array(shares, dtype=float))), error
+    return tuple(np.mean([*found.values()], axis=0)) if found else None
 
 
 def percent_found(key: str, table: Table, files: tuple[str, ...] = LINES, L: int = 8192) -> str:
@@ -593,9 +617,8 @@ def result_table(table: Table, lines: Lines) -> str:
     """Bytes, loss and facts in texts of 8,192 tokens."""
     text = head_of("memory", "MB", "nats per token above full attention", "facts found, %")
     for key, line in lines.items():
-        label = RESULT[key] if table.rows == tuple(RESULT) else line.label
         above = difference(line, lines.get("full"))
-        text += row_of(label, f"{line.megabytes():.0f}", above, percent_found(key, table))
+        text += row_of(line.label, f"{line.megabytes():.0f}", above, percent_found(key, table))
     return text
 
 
@@ -603,9 +626,10 @@ def facts_table(table: Table, lines: Lines) -> str:
     """The facts that are found in texts of 8,192 tokens, in two forms."""
     text = head_of("memory", "M + T", "lines found, %", "sentences found, %")
     for key in table.rows:
-        sizes = key.partition(" @ ")[2] or f"{table.mem} + {table.segment}"
-        found = (percent_found(key, table, files) for files in (LINES, SENTENCES))
-        text += row_of(ROWS[key].label, "" if key == "full" else sizes, *found)
+        sizes = "" if key == "full" else sizes_of(key, table)
+        found = [percent_found(key, table, files) for files in (LINES, SENTENCES)]
+        if any(found):
+            text += row_of(ROWS[key].label, sizes, *found)
     return text
 
 
@@ -614,7 +638,8 @@ def field_table(table: Table, lines: Lines) -> str:
     text = head_of("what is kept", "equal slots", "with budgets", "lines found, %")
     rows = []
     for label, keys in FIELD.items():
-        cells = [difference(lines[key], lines["full"]) if key in lines else "" for key in keys]
+        full = lines.get("full")
+        cells = [difference(lines[key], full) if key in lines else "" for key in keys]
         # Facts were asked for with our budgets alone, or where a rule has none.
         cells.append(percent_found(keys[1] or keys[0], table, L=4096))
         losses = [lines[key].mean() for key in keys if key in lines]
@@ -625,11 +650,12 @@ def field_table(table: Table, lines: Lines) -> str:
 def sizes_table(table: Table, lines: Lines) -> str:
     """Nats per token above full attention with M slots and T tokens, and the facts that a learned
     score finds."""
-    text = head_of("M + T", "MB", *SIZED.values(), "its facts, %")
+    text = head_of("M + T", "MB", *BY_SIZE.values(), "its facts, %")
+    full = lines.get("full")
     for sizes in SIZES_SHOWN:
-        keys = [in_size(row, sizes) for row in SIZED]
+        keys = [in_size(key, sizes) for key in BY_SIZE]
         held = [f"{lines[key].megabytes():.0f}" for key in keys if key in lines]
-        cells = [difference(lines[key], lines.get("full")) if key in lines else "" for key in keys]
+        cells = [difference(lines[key], full) if key in lines else "" for key in keys]
         if held:
             text += row_of(sizes, held[-1], *cells, percent_found(keys[-1], table))
     return text
@@ -641,12 +667,15 @@ def ladder_table(table: Table, lines: Lines) -> str:
     above = "nats per token above full attention"
     text = head_of("memory", "MB", above, "change", "facts found, %", "lines of code")
     for key, before in zip(table.rows, (None, *table.rows)):
-        if key in lines:
-            label, files = LADDER[key]
-            change = difference(lines[key], lines.get(before)) if label.startswith("+") else ""
-            code = sum(len(read_text(HERE / file).splitlines()) for file in files)
-            cells = [label, f"{lines[key].megabytes():.0f}", difference(lines[key], lines.get("full"))]
-            text += row_of(*cells, change, percent_found(key, table), str(code or ""))
+        if key not in lines:
+            continue
+        line = lines[key]
+        is_step = line.label.startswith("+")
+        cells = [f"{line.label}, {line.trained()}" if line.steps else line.label]
+        cells += [f"{line.megabytes():.0f}", difference(line, lines.get("full"))]
+        cells.append(difference(line, lines.get(before)) if is_step else "")
+        code = sum(len(read_text(HERE / file).splitlines()) for file in CODE.get(line.label, ()))
+        text += row_of(*cells, percent_found(key, table), str(code or ""))
     return text
 
 
@@ -657,33 +686,35 @@ def tokens_of(cell: dict) -> int:
     return cell["steps"] * sequences * cell["seq"]
 
 
-def short_line(cells: list[dict], row: str, steps: int, part: str) -> Line | None:
+def short_line(cells: list[dict], key: str, steps: int, part: str) -> Line | None:
     """A row with 64 slots after so many steps, on one text; None if it has no cell."""
-    about = {"row": row, "steps": steps, "part": part, "mem": SHORT.mem}
+    about = {"row": key, "steps": steps, "part": part, "mem": SHORT.mem}
     by_seed = {cell["seed"]: cell for cell in cells if about.items() <= cell.items()}
-    return Line(ROWS[row].label, steps, dict(sorted(by_seed.items()))) if by_seed else None
+    return Line(ROWS[key].label, steps, dict(sorted(by_seed.items()))) if by_seed else None
 
 
 def short_table(cells: list[dict]) -> str:
     """The loss with 64 slots after each number of steps, as its difference from H2O. `cells` are
     of one model and dtype, on the two texts that the short tables score."""
     text = head_of("memory", "trained", "from H2O: choosing novel", "articles")
-    for row in SHORT.rows:
-        of_row = [cell for cell in cells if cell["row"] == row and cell["mem"] == SHORT.mem]
+    for key in SHORT.rows:
+        of_row = [cell for cell in cells if cell["row"] == key and cell["mem"] == SHORT.mem]
         for steps in sorted({cell["steps"] for cell in of_row}):
             some = [cell for cell in of_row if cell["steps"] == steps]
-            trained = "-"
-            if steps:
-                precision = " in bfloat16" if "bfloat16" in ROWS[row].flags else ""
-                seeds = counted(len({cell["seed"] for cell in some}), "seed")
-                trained = f"{tokens_of(some[0]):,} tokens{precision}, {seeds}"
-            cells_of_row = [ROWS[row].label, trained]
+            columns = [ROWS[key].label, trained_on(some) if steps else "-"]
             for part in ("choosing", "test"):
-                line = short_line(cells, row, steps, part)
+                line = short_line(cells, key, steps, part)
                 h2o = short_line(cells, "h2o", 0, part)
-                cells_of_row.append(difference(line, h2o) if line else "")
-            text += row_of(*cells_of_row)
+                columns.append(difference(line, h2o) if line else "")
+            text += row_of(*columns)
     return text
+
+
+def trained_on(cells: list[dict]) -> str:
+    """The tokens, dtype and seeds of cells of one row after equally many steps."""
+    precision = " in bfloat16" if "bfloat16" in ROWS[cells[0]["row"]].flags else ""
+    seeds = counted(len({cell["seed"] for cell in cells}), "seed")
+    return f"{tokens_of(cells[0]):,} tokens{precision}, {seeds}"
 
 
 FORMS = {
@@ -702,9 +733,9 @@ def all_tables(cells: list[dict]) -> dict[str, str]:
         for name, table in TABLES.items():
             lines = lines_of(table, some)
             if lines and table.part == "long":  # short_table has the others
-                form = FORMS[name]
-                made[f"{name}, {model}, {dtype}"] = form(table, lines)
-        made[f"64 slots, {model}, {dtype}"] = short_table(some)
+                made[f"{name}, {model}, {dtype}"] = FORMS[name](table, lines)
+        if any(cell["mem"] == SHORT.mem for cell in some):
+            made[f"64 slots, {model}, {dtype}"] = short_table(some)
     return made
 
 
@@ -738,7 +769,7 @@ def parse() -> Options:
     add("--steps", type=at_least(1), help="of training (default: the table's)")
     add("--write", action="store_true", help="write all tables into the pages")
     options = parser.parse_args()
-    options.model = options.model.resolve()
+    options.model = Path(os.path.realpath(options.model))
     return options
 
 

@@ -61,7 +61,7 @@ def parse_models(parser: Parser) -> argparse.Namespace:
     flags.method = list(dict.fromkeys(flags.method))
     if not flags.runs and not flags.method and is_tiny(flags.model):
         flags.runs = [TINY]
-    different = {run.resolve(): run for run in flags.runs}  # one named twice is scored once
+    different = {os.path.realpath(run): run for run in flags.runs}  # one named twice is scored once
     flags.runs = list(different.values())
     return flags
 

@@ -15,7 +15,7 @@ from support.text import Texts
 
 
 def print_start(config: Any, machine: Machine, texts: Texts) -> None:
-    """`config` is a TrainConfig."""
+    """Print what a run will do. `config` is a TrainConfig."""
     settings = config.settings
     print(f"run: {os.path.relpath(config.out)}, {machine.dtype} on {machine.device}")
     named_elsewhere = ("out", "device", "dtype", "data", "held_out")

@@ -1,4 +1,4 @@
-"""Figures on standard error: what a memory holds, and how fast it reads and writes."""
+"""Lines on standard error: what a memory holds, and how fast it reads and writes."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from model import KVCache
 
 
 def print_figures(cache: KVCache, settings: Settings) -> None:
-    """How much is held, and what the full cache would hold."""
+    """Print how much is held, and what the full cache would hold."""
     sizes = [keys.size for keys in cache.keys for _ in range(keys.buffer.shape[1])]
     held = sum(sizes) // len(sizes)  # a mean over all heads
     slots, bound = "all entries", ""
@@ -24,7 +24,7 @@ def print_figures(cache: KVCache, settings: Settings) -> None:
 
 
 def print_peak(device: torch.device) -> None:
-    """The most memory that the process had, with the model."""
+    """Print the most memory that the process had, with the model."""
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     if not peak:  # some sandboxes do not tell it
         return
@@ -35,6 +35,6 @@ def print_peak(device: torch.device) -> None:
 
 
 def print_pace(what: str, tokens: int, seconds: float) -> None:
-    """How fast tokens were read or written."""
+    """Print how fast tokens were read or written."""
     pace = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
     print(f"{what:17}{pace}", file=sys.stderr)
