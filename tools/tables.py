@@ -236,14 +236,12 @@ def in_size(key: str, sizes: str) -> str:
 IN_33_MB = "in 8 bits, M = 1,792, T = 256"
 # What README.md shows. Rows without sizes have M = T = 512.
 RESULT = {
-    "window": "window: 4 first, M - 4 last",
-    f"window, 8 bits @ {RECOMMENDED}": f"the same {IN_33_MB}",
-    "h2o": "H2O: M/2 heavy, M/2 last",
-    f"h2o, 8 bits @ {RECOMMENDED}": f"the same {IN_33_MB}",
-    "official code 0.02": "LoCoCo's code with smaller initial weights (`lococo-code-0.02`)",
-    "h2o heads": "H2O that forgets, with budgets",
-    "learned": "a learned score, with budgets",
-    f"8 bits @ {RECOMMENDED}": f"**the same {IN_33_MB}**",
+    f"window, 8 bits @ {RECOMMENDED}": f"window {IN_33_MB}",
+    f"h2o, 8 bits @ {RECOMMENDED}": f"H2O {IN_33_MB}",
+    f"h2o heads, 8 bits @ {RECOMMENDED}": f"H2O that forgets, with budgets, {IN_33_MB}",
+    f"8 bits @ {RECOMMENDED}": f"**a learned score, with budgets, {IN_33_MB}**",
+    "h2o": "H2O with M = T = 512",
+    "official code 0.02": "LoCoCo's code with M = T = 512 (`lococo-code-0.02`, 2 seeds)",
     "full": "full cache",
 }
 # The steps from H2O with the paper's sizes to full attention, and what they are compared with.
