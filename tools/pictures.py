@@ -125,12 +125,19 @@ LOOKS = {  # of memories: label, colour, and mark; all can tell the colours apar
     "learned": ("a learned score, with budgets", "#d55e00", "o"),
     "8 bits": ("the same in 8 or 4 bits", "#d55e00", "*"),
 }
+IN_33_MB = f"8 bits @ {tables.RECOMMENDED}"
+# Rows that look as others: the same in fewer bits.
+LOOK_AS = {
+    f"window, {IN_33_MB}": "window", f"h2o, {IN_33_MB}": "h2o", "4 bits": "8 bits",
+    IN_33_MB: "8 bits",
+}
 # Labels beside points, and where they stand, in points of the font.
 LABELS = {
-    "8 bits": ("8 bits", (0, 9)),
-    "4 bits": ("4 bits", (0, 9)),
-    "8 bits @ 1792 + 256": ("1,792 slots", (0, 10)),
+    "8 bits": ("8 bits", (0, 9)), "4 bits": ("4 bits", (0, 9)),
+    IN_33_MB: ("8 bits, 1,792 slots", (0, 10)),
+    f"window, {IN_33_MB}": ("8 bits, 1,792 slots", (0, 10)),
 }
+SHOWN = (*LOOKS, *LOOK_AS)
 CURVES = ("h2o heads", "learned")
 ALONG = ("384 + 128", tables.OWN, tables.RECOMMENDED)  # M + T, which a curve joins
 CURVE_ROWS = {row: [tables.in_size(row, sizes) for sizes in ALONG] for row in CURVES}
@@ -144,7 +151,7 @@ def stored() -> list[dict]:
 
 def points() -> dict[str, tuple[float, float]]:
     """By row the MB that a memory holds, and its nats per token above full attention."""
-    rows = dict.fromkeys(["full", *LOOKS, *LABELS, *sum(CURVE_ROWS.values(), [])])
+    rows = dict.fromkeys(["full", *LOOKS, *LOOK_AS, *sum(CURVE_ROWS.values(), [])])
     lines = tables.lines_of(replace(tables.SMALL_SEGMENTS, rows=tuple(rows)), stored())
     zero = lines["full"].mean()
     return {row: (line.megabytes(), line.mean() - zero) for row, line in lines.items()}
@@ -153,8 +160,7 @@ def points() -> dict[str, tuple[float, float]]:
 def draw_points(axes, places: dict[str, tuple[float, float]]) -> None:
     """Memories by MB (log) and another figure."""
     for row, at in reversed(places.items()):
-        look = row if row in LOOKS else "8 bits"
-        _, colour, mark = LOOKS[look]
+        _, colour, mark = LOOKS[LOOK_AS.get(row, row)]
         axes.plot(*at, mark, color=colour, markersize=12 if mark == "*" else 6, zorder=3)
         if row in LABELS:
             label, beside = LABELS[row]
@@ -171,7 +177,7 @@ def draw_losses(axes, places: dict) -> None:
     for row, of_curve in CURVE_ROWS.items():
         curve = [places[key] for key in of_curve]
         axes.plot(*np.array(curve).T, "-", color=LOOKS[row][1])
-    draw_points(axes, {row: at for row, at in places.items() if row in LOOKS or row in LABELS})
+    draw_points(axes, {row: at for row, at in places.items() if row in SHOWN})
     axes.axhline(0, color="#333333", lw=0.8)
     axes.set_ylim(-0.014, 0.065)
     axes.set_ylabel("nats per token above full attention")
@@ -185,7 +191,7 @@ def draw_facts(axes, places: dict) -> None:
     full = shares.pop("full")
     axes.axhline(full, color="#333333", lw=0.8)
     axes.annotate("full cache", (8.5, full + 1))
-    shown = [row for row in shares if row in LOOKS or row in LABELS]
+    shown = [row for row in shares if row in SHOWN]
     draw_points(axes, {row: (places[row][0], shares[row]) for row in shown})
     axes.set_ylim(0, 70)
     axes.set_ylabel("facts found in 8,192 tokens, %")
