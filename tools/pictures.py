@@ -132,11 +132,7 @@ LOOK_AS = {
     IN_33_MB: "8 bits",
 }
 # Labels beside points, and where they stand, in points of the font.
-LABELS = {
-    "8 bits": ("8 bits", (0, 9)), "4 bits": ("4 bits", (0, 9)),
-    IN_33_MB: ("8 bits, 1,792 slots", (0, 10)),
-    f"window, {IN_33_MB}": ("8 bits, 1,792 slots", (0, 10)),
-}
+LABELS = {"8 bits": ("8 bits", (0, 9)), "4 bits": ("4 bits", (0, 9))}
 SHOWN = (*LOOKS, *LOOK_AS)
 CURVES = ("h2o heads", "learned")
 ALONG = ("384 + 128", tables.OWN, tables.RECOMMENDED)  # M + T, which a curve joins
@@ -207,8 +203,9 @@ def draw_result(file: Path) -> None:
     marks = [Line2D([], [], color=colour, marker=mark, ls="", ms=12 if mark == "*" else 6)
              for _, colour, mark in LOOKS.values()]
     labels = [label for label, _, _ in LOOKS.values()]
-    sizes_of = "M = 896 and T = 128 if not said; curves join M + T = 384 + 128, 896 + 128, 1,792 + 256"
-    look = dict(ncols=3, frameon=False, title=sizes_of)
+    sizes_of = "M = 896 and T = 128 if not said; at 33 MB 8 bits, M = 1,792 and T = 256"
+    curves = "Curves join M + T = 384 + 128, 896 + 128 and 1,792 + 256 in float32"
+    look = dict(ncols=3, frameon=False, title=f"{sizes_of}\n{curves}")
     figure.legend(marks, labels, loc="outside lower center", **look)
     write_picture(file, figure)
 
