@@ -267,7 +267,7 @@ def draw_curve(file: Path) -> None:
         axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("nats per token")
-    seen = "LoCoCo's code passes H2O with 512 slots, and comes to it with 64; the paper's form does not"
+    seen = "LoCoCo's code passes H2O when it trains on more tokens; the paper's form does not"
     figure.suptitle(seen, x=0.01, ha="left")
     names, labels = panels[0].get_legend_handles_labels()
     figure.legend(names, labels, loc="outside lower center", ncols=5, frameon=False)
