@@ -229,7 +229,7 @@ PANELS = {  # title: the table, and what its cells have in common
 TRAINED = {  # a label, a colour and a mark, and rows of both sizes
     ("the paper's lococo+h2o", "#009e73", "^"): ("lococo+h2o", "lococo+h2o 0.02, bfloat16"),
     ("LoCoCo's code as published", "#0072b2", "s"): (
-        "official code", "official code, bfloat16", "official code 1, one",
+        "official code", "official code, bfloat16",
         "official code 1, one, bfloat16",
     ),
     ("LoCoCo's code with weights of 0.02", "#e69f00", "o"): (
