@@ -322,7 +322,7 @@ def read_texts(
         if held_out:
             remedy = "give longer ones, a smaller --seq, or --score-tokens 0"
             raise UserError(f"--held-out {' '.join(held_out)}: {reason}; {remedy}")
-        summary += f", as {reason}; name others by --held-out"
+        summary += f"\nnote: nothing is scored, as {reason}; name others by --held-out"
     if len(scored) > len(ids) and not held_out:
         most_of_it = "most of the text is held out, as names choose the documents, long or short"
         summary += f"\nnote: {most_of_it}; name what to score by --held-out"

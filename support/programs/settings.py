@@ -120,7 +120,7 @@ def refuse_sizes(flags: argparse.Namespace) -> None:
     slots."""
     for name, value in flags.sizes.items():
         if value is not None:
-            remedy = "name one by --method, or an adapter"
+            remedy = "name a --method that has slots, or an adapter"
             raise UserError(f"--{name}: it needs a memory of slots; {remedy}")
 
 
