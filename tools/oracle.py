@@ -8,7 +8,7 @@ segment is noted. Then a memory of 896 slots reads it, and keeps the entries tha
 most from all segments that follow, with equal slots and with the budgets. No memory can know
 this. The share of the gap between H2O and full attention that it closes says what a better
 choice of entries by their attention could gain. Two pieces of the novel and two of joined
-articles are read; the table "small segments" of tools/tables.py has four of each.
+articles are read; the table "sizes" of tools/tables.py has four of each.
 """
 
 from dataclasses import replace

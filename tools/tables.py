@@ -91,8 +91,7 @@ class Row:
     flags: str  # of train.py, after those of the table
     bits: int = 0  # in which its entries are stored; 0: those of --dtype
     stored: str = ""  # the folder of the adapter that it is, in the sizes of the table
-    # What the files of tools/needle.py call it, if `panel_of` does not know; several names are of
-    # one row with other seeds.
+    # What the files of tools/needle.py call it, a name for each seed. Empty: `panels_of` knows.
     panels: tuple[str, ...] = ()
 
 
@@ -210,7 +209,6 @@ LONG = Table(
     512, 8192, "long", segment=512, documents=16,
 )
 SMALL_SEGMENTS = replace(LONG, rows=(), mem=896, segment=128, documents=8)
-
 
 # Sizes are M + T.
 OWN = "896 + 128"  # of SMALL_SEGMENTS
@@ -636,9 +634,8 @@ def facts_table(table: Table, lines: Lines) -> str:
 def field_table(table: Table, lines: Lines) -> str:
     """Nats per token above full attention, and the lines found in texts of 4,096 tokens."""
     text = head_of("what is kept", "equal slots", "with budgets", "lines found, %")
-    rows = []
+    rows, full = [], lines.get("full")
     for label, keys in FIELD.items():
-        full = lines.get("full")
         cells = [difference(lines[key], full) if key in lines else "" for key in keys]
         # Facts were asked for with our budgets alone, or where a rule has none.
         cells.append(percent_found(keys[1] or keys[0], table, L=4096))
