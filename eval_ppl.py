@@ -36,7 +36,7 @@ from support.tokenizer import Tokenizer
 def token_losses(
     adapted: AdaptedLlama, documents: Tensor, machine: Machine, micro_batch: int
 ) -> tuple[Tensor, Tensor, int]:
-    """Score documents (P, L), `micro_batch` of them at once. Returns the nats of each token
+    """Score P documents (P, L), `micro_batch` of them at once. Returns the nats of each token
     after the first, whether it was the likeliest one, both (P, L - 1), and the bytes that
     the cache of one document has at the end. Raises UserError if a loss is not finite."""
     nats, hits = [], []

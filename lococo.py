@@ -2,14 +2,11 @@
 
 This file is the paper (arXiv 2406.05317) and what it compares with. Later methods are in
 files of their own, as rows of METHODS and subclasses of Memory. An entry is the key and
-the value of a token in one head of a layer. Letters are those of model.py, and R:
+the value of a token in one head of a layer. A head holds at most M slots and a segment of
+T tokens (the paper's B). Letters are those of model.py, and one more:
 
-    B, G  texts in a batch, and key/value heads; N is B * G
-    D     channels of a head
-    S     entries in the cache of a head: at most M slots and a segment of T tokens (the
-          paper's B)
-    R     entries that a compression does not keep as they are: it puts them into merged
-          slots, or drops them
+    R  entries that a compression does not keep as they are: it puts them into merged
+       slots, or drops them
 
 Equation numbers are the paper's: (1) is `model.attention` or, where attention is counted,
 `attention_weights` and `Memory.read`; (2) is `model.Attention.project`; (3) is
@@ -79,15 +76,15 @@ class Settings:
     merged: int = 0
     recent: int = 0
     positions: str = "text"  # or "slots", see `position_divisor`
-    compressor: str = "paper"  # or another of COMPRESSORS
+    compressor: str = "paper"  # or another of COMPRESSORS; one may be a score of entries
     memory: str = "paper"  # or another of MEMORIES
     kernel: int = 21  # taps of the convolution; section 4.1
     start: float = 1.0  # standard deviation of its initial weights, as in the authors' code
     lora_rank: int = 8  # section 4.1
     lora_alpha: int = 16  # as in the authors' code; the paper names none
-    # Attention received is multiplied by `forget` every `forget_in` tokens (0: a segment).
-    # 1, as in H2O, forgets nothing. 0, as in the authors' code, counts only the queries
-    # that entered last.
+    # The share of the attention received that still counts `forget_in` tokens later (0: a
+    # segment later). 1, as in H2O, forgets nothing. 0, as in the authors' code, counts only
+    # the queries that entered last.
     forget: float = 1.0
     forget_in: int = 0
 
@@ -146,7 +143,7 @@ class Compressor(nn.Module):
     fitted_by = ""
     recompute = False  # True: the backward pass merges again, to keep less in between
 
-    def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
+    def __init__(self, head_dim: int, slots: int, kernel: int, start: float):
         super().__init__()
         self.slots = slots
         # g of (6)
@@ -160,7 +157,7 @@ class Compressor(nn.Module):
 
         The entries are in float32. R differs from call to call. Each row of w must sum to
         1. The paper's compressor reads `entries` alone. `received` (N, R) is the
-        attention that each entry has received, or None if no slots are heavy.
+        attention that each entry has received, or None if the memory does not count it.
         """
         W = self.conv(entries)  # (6)
         # The paper "prepends a ReLU" and does not say to what. Here, as in the authors'
@@ -240,22 +237,22 @@ class Memory(KVCache):
 
     chooses_by_received = True  # if heavy slots are chosen by the attention received
 
-    def __init__(
-        self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList,
-        of_layer: list[Settings] | None = None,
-    ):
-        """`of_layer` has the settings of each layer, where these are not the same."""
+    def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         super().__init__(config, position_divisor(config, settings))
         self.settings, self.compressors = settings, compressors
         self.counts_attention = settings.heavy > 0 and self.chooses_by_received
-        # By slot a key has a new place after each compression. So it is held without a
-        # rotation, and rotated whenever it is read.
-        self.by_slot = settings.positions == "slots"
-        self.of_layer = of_layer or [settings] * config.n_layers
+        # If a key's position is its place, it changes at each compression. So the key is
+        # held without a rotation, and rotated whenever it is read.
+        self.by_place = settings.positions == "slots"
+        self.of_layer = self.settings_of_layers()
         self.keys = [Entries() for _ in self.of_layer]
         self.values = [Entries() for _ in self.of_layer]
         # The attention received, (B, G, S).
         self.received: list[Tensor | None] = [None] * len(self.of_layer)
+
+    def settings_of_layers(self) -> list[Settings]:
+        """One item for each layer. Here all are the same."""
+        return [self.settings] * self.config.n_layers
 
     def make_room(self, B: int, T: int) -> None:
         """Compress the layers into which T new tokens would not fit.
@@ -274,8 +271,8 @@ class Memory(KVCache):
                 self.compress(layer)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As a KVCache does. By slot a token's position is its place in the cache."""
-        if not self.by_slot:
+        """As a KVCache does, or with its place in the cache as a token's position."""
+        if not self.by_place:
             return super().attend(layer, q, k, v)
         self.keys[layer].append(k)
         self.values[layer].append(v)
@@ -284,9 +281,9 @@ class Memory(KVCache):
         return self.read(layer, rotate(q, *self.rotation(places)))
 
     def rotated_keys(self, layer: int) -> Tensor:
-        """The keys as queries read them, (B, G, S, D): by slot rotated to their places."""
+        """The keys as queries read them, (B, G, S, D)."""
         k = self.keys[layer].held
-        if not self.by_slot:
+        if not self.by_place:
             return k
         return rotate(k, *self.rotation(torch.arange(k.shape[2], device=k.device)))
 
@@ -297,13 +294,13 @@ class Memory(KVCache):
             return attention(q, k, v)
         shares = attention_weights(q, k)
         group = q.shape[1] // k.shape[1]  # H/G query heads
-        self.received[layer] = self.count(layer, shares.detach(), group)
+        self.received[layer] = self.received_after(layer, shares.detach(), group)
         output = shares.type_as(q) @ v  # (B, G, H/G * T, D)
         return output.unflatten(2, (group, -1)).flatten(1, 2)
 
-    def count(self, layer: int, shares: Tensor, group: int) -> Tensor:
-        """The attention that entries have received, (B, G, S), once T new tokens have paid
-        theirs: `shares`, their `attention_weights` (B, G, group * T, S).
+    def received_after(self, layer: int, shares: Tensor, group: int) -> Tensor:
+        """The attention that entries have received, (B, G, S), after T new tokens have
+        attended to them. `shares` are their `attention_weights`, (B, G, group * T, S).
 
         Heavy hitters (H2O, arXiv 2306.14048) are the entries that have received most, in
         sum over all queries so far and as a mean of the `group` of query heads that share
@@ -365,13 +362,12 @@ class Memory(KVCache):
         pinned, rest, recent = entries.split(sizes, dim=2)
         of_rest = None
         if received is not None:
-            received = in_order(received, order)
-            of_rest = received.split(sizes, dim=2)[1]
+            of_rest = in_order(received, order).split(sizes, dim=2)[1]
         merged, w = self.fill_merged(layer, rest, of_rest)
-        # Two views of one tensor, which the next append copies.
+        # Two views of one tensor. They count as full, so that the next append copies them.
         k, v = torch.cat((pinned, merged, recent), dim=2).chunk(2, dim=-1)
         if received is not None:
-            received = numbers_of_slots(received, w, s)
+            received = numbers_of_slots(received, order, w, s)
         self.hold(layer, k, v, received)
         return order, w
 
@@ -404,12 +400,12 @@ def in_order(held: Tensor, order: Tensor) -> Tensor:
     return held[text, head, order]
 
 
-def numbers_of_slots(numbers: Tensor, w: Tensor, s: Settings) -> Tensor:
-    """A number of each entry (B, G, S), such as the attention that it has received, in the
-    order of `Memory.compress` -> one of each slot (B, G, M). The paper is silent: a merged
-    slot gets the mean, by w, of those of its entries."""
+def numbers_of_slots(numbers: Tensor, order: Tensor, w: Tensor, s: Settings) -> Tensor:
+    """A number of each entry (B, G, S), such as the attention that it has received -> one
+    of each slot (B, G, M). `order` and w are what `Memory.compress` returns. The paper is
+    silent: a merged slot gets the mean, by w, of the numbers of its entries."""
     sizes = (s.pinned, w.shape[3], s.recent)
-    pinned, rest, recent = numbers.split(sizes, dim=2)
+    pinned, rest, recent = in_order(numbers, order).split(sizes, dim=2)
     merged = (w.detach() * rest[:, :, None]).sum(dim=3)
     return torch.cat((pinned, merged, recent), dim=2)
 
@@ -492,15 +488,15 @@ class LoRALinear(nn.Module):
 
 
 @torch.no_grad()
-def check_rows(compressor: Compressor, head_dim: int, heavy: int, like: Tensor) -> None:
+def check_rows(compressor: Compressor, head_dim: int, counted: bool, like: Tensor) -> None:
     """Raises UserError if w of random entries has another shape, or if its rows do not
     sum to 1, as with a softmax over the wrong dimension: (4) and (5) would not mix. The
-    entries have the dtype and the device of `like`. Without `heavy` slots there is no
-    attention received."""
+    entries have the dtype and the device of `like`. `counted` says if the memory counts
+    the attention that they receive."""
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = (2, 2 * head_dim, compressor.slots + 8)
     entries = torch.randn(sizes, generator=generator, device="cpu").to(like)
-    received = entries[:, 0].exp() if heavy else None  # any positive numbers
+    received = entries[:, 0].exp() if counted else None  # any positive numbers
     w = compressor.weights(entries, received)
     name = f"{type(compressor).__name__}.weights"
     expected = (2, compressor.slots, entries.shape[2])
@@ -537,18 +533,18 @@ class AdaptedLlama(nn.Module):
         self.model.sample = model.sample  # by which an adapter's file knows its base
         self.model.requires_grad_(False)
         compressor_class = COMPRESSORS[settings.compressor]
-        needed = settings.merged or compressor_class.fitted_by
+        needed = settings.merged > 0 or compressor_class.fitted_by != ""
         layers = self.model.layers if needed else []
-        sizes = config.head_dim, settings.merged, settings.kernel, settings.start
+        arguments = config.head_dim, settings.merged, settings.kernel, settings.start
         with torch.device("cpu"):  # so that training on a GPU starts from the same numbers
-            compressors = [compressor_class(*sizes) for _ in layers]
+            compressors = [compressor_class(*arguments) for _ in layers]
         like = widened(model.norm.weight[:0])  # an empty tensor on the device
         self.compressors = nn.ModuleList(compressors).to(like)
-        if settings.merged:
-            check_rows(self.compressors[0], config.head_dim, settings.heavy, like)
         if settings.lora_rank:  # context extension; without LoRA the base stays frozen
             self.tune_base()
-        self.cache()  # which raises UserError if its memory does not suit the base
+        cache = self.cache()  # which raises UserError if its memory does not suit the base
+        if settings.merged:
+            check_rows(self.compressors[0], config.head_dim, cache.counts_attention, like)
 
     def tune_base(self) -> None:
         """Put LoRA on q, k, v and o, and let embeddings and norms train."""

@@ -12,7 +12,7 @@ Letters:
 
     B  texts in a batch
     T  tokens that enter in one call of the model: a segment, which the paper calls B, or
-       less. In "M + T" it is a whole segment
+       fewer. In "M + T" it is the most that may enter
     S  entries in the cache
     M  slots of a memory
     H  query heads
@@ -20,7 +20,6 @@ Letters:
     D  channels of a head
     L  tokens of a whole text; the paper's tables swap L and T
     N  the B * G heads of all texts, which a compressor treats as one batch
-    P  pieces of text that are scored
 """
 
 import copy

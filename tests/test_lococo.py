@@ -107,7 +107,7 @@ def test_counts_that_do_not_fit_are_refused(method, changes, words):
 def test_a_wrong_compressor_is_named(monkeypatch, wrong, words):
     monkeypatch.setattr(Compressor, "weights", wrong)
     with pytest.raises(UserError, match=f"Compressor.weights: .*{words}"):
-        check_rows(Compressor(4, 3, 5), 4, 2, torch.zeros(0))
+        check_rows(Compressor(4, 3, 5, 1.0), 4, True, torch.zeros(0))
 
 
 def test_without_heavy_slots_a_compressor_gets_no_attention(model):
@@ -121,7 +121,7 @@ def test_without_heavy_slots_a_compressor_gets_no_attention(model):
 def test_a_compressor_computes_in_float32_where_the_model_does_not(name):
     """Logits reach 900, where numbers in bfloat16 are 4 apart. Autocast, which computes in bfloat16,
     changes nothing."""
-    compressor = COMPRESSORS[name](4, 3, 5)
+    compressor = COMPRESSORS[name](4, 3, 5, 1.0)
     compressor.conv.weight.data *= 100
     entries = torch.randn(2, 2, 9, 8).bfloat16()
     scores = torch.rand(2, 2, 9)
@@ -193,7 +193,7 @@ def test_every_method_equals_a_slow_memory(
 def test_tova_counts_the_last_query_of_all_heads(config):
     cache = AdaptedLlama(Llama(config), settings("tova")).cache()
     attention = torch.rand(2, 2, 6, 9)  # of two query heads, three tokens and nine entries
-    counted = cache.count(0, attention, 2)
+    counted = cache.received_after(0, attention, 2)
     expected = sum(attention[:, g, row] for g in (0, 1) for row in (2, 5)) / 4
     assert counted.shape == (2, 2, 9) and torch.allclose(counted, expected[:, None])
 

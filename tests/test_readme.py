@@ -60,7 +60,7 @@ def test_the_ten_lines_are_the_papers_compressor():
     """The code in README.md computes what lococo.py computes with the same filters."""
     names = {}
     exec(blocks(README, "python")[0], names)
-    compressor = Compressor(names["D"], names["M"], kernel=21)
+    compressor = Compressor(names["D"], names["M"], kernel=21, start=1.0)
     compressor.conv.load_state_dict(names["conv"].state_dict())
     k, v = names["K"][None, None], names["V"][None, None]
     mixed, w = merge(compressor, torch.cat((k, v), dim=-1), None)

@@ -5,7 +5,7 @@ Blocks of 32 channels of a key or a value share a power of two as their scale, a
 channel has 8 bits, as in the format MXINT8 (arXiv 2310.10537). A power of two makes it
 exact to pack again what was unpacked, so that a kept slot is rounded once, as KIVI (arXiv
 2402.02750) keeps what it stored. What entered last, at most a segment, stays as it is. On
-SmolLM2 8 bits change the loss of a learned score by less than 0.0001 nats per token over
+SmolLM2 8 bits change the loss of a learned score by at most 0.0001 nats per token over
 eight texts of 8,192 tokens, and a memory with M = 896 and T = 128 has 16 MB instead of 47
 (docs/results.md). All of it is unpacked for each token, which makes writing slower. 4 bits
 in this form raise the loss by 0.03.
@@ -101,28 +101,28 @@ class PackedMemory(CeilingMemory):
         if not self.settings.bits:
             return
         for entries in (self.keys, self.values):
-            for n, own in enumerate(entries):
+            for layer, own in enumerate(entries):
                 # A head with fewer slots than a segment has tokens would never have enough.
-                enough = min(self.settings.segment, self.of_layer[n].mem)
+                enough = min(self.settings.segment, self.of_layer[layer].mem)
                 packed = isinstance(own, PackedEntries)
                 if packed and own.new.size >= enough:
                     own.pack_new()
                 elif not packed and own.size >= enough:
                     none, bits = Entries(own.held[:, :, :0]), self.settings.bits
-                    entries[n] = PackedEntries(pack(own.held, bits), none, bits)
+                    entries[layer] = PackedEntries(pack(own.held, bits), none, bits)
 
-    def stored(self, n: int) -> dict[str, Tensor]:
+    def stored(self, layer: int) -> dict[str, Tensor]:
         """Of what is packed the numbers and exponents take the place of the values."""
-        found = super().stored(n)
-        for name, entries in (("keys", self.keys[n]), ("values", self.values[n])):
+        found = super().stored(layer)
+        for name, entries in (("keys", self.keys[layer]), ("values", self.values[layer])):
             if isinstance(entries, PackedEntries):
                 found[name] = entries.new.held
                 found[f"packed {name}"], found[f"exponents of {name}"] = entries.packed
         return found
 
-    def restore(self, n: int, stored: dict[str, Tensor]) -> None:
-        super().restore(n, stored)
+    def restore(self, layer: int, stored: dict[str, Tensor]) -> None:
+        super().restore(layer, stored)
         for name, entries in (("keys", self.keys), ("values", self.values)):
             if f"packed {name}" in stored:
                 packed = stored[f"packed {name}"], stored[f"exponents of {name}"]
-                entries[n] = PackedEntries(packed, entries[n], self.settings.bits)
+                entries[layer] = PackedEntries(packed, entries[layer], self.settings.bits)

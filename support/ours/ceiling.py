@@ -14,7 +14,7 @@ float32, which is exact enough for a million tokens.
 import torch
 from torch import Tensor, nn
 
-from lococo import Memory, Settings, in_order, numbers_of_slots
+from lococo import Memory, Settings, numbers_of_slots
 from model import Entries, LlamaConfig, rotate
 
 
@@ -26,64 +26,62 @@ class CeilingMemory(Memory):
 
     counters = ("seen", "lowest")
 
-    def __init__(
-        self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList,
-        of_layer: list[Settings] | None = None,
-    ):
-        super().__init__(config, settings, compressors, of_layer)
+    def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
+        super().__init__(config, settings, compressors)
         # The largest distance that the base reads, in tokens.
-        self.reach = round(config.context * self.rope_scale)
+        self.reach = int(config.context * self.rope_scale)
         # C is lower by an eighth, or by a segment if that is more. In low precision each move
         # rounds the keys, so that moves must be rare.
         self.ceiling = max(0, self.reach - max(settings.segment, self.reach // 8))
         self.lowest = 0  # no entry stands below this position
         # The positions of entries, (B, G, S): of those that were held at the last
-        # compression or move. Entries since then stand one after the other. By slot there
-        # are none.
+        # compression or move. Entries since then stand one after the other. There are none
+        # if positions are places in the cache.
         self.positions: list[Tensor | None] = [None] * len(self.of_layer)
 
     def make_room(self, B: int, T: int) -> None:
         super().make_room(B, T)
-        if not self.by_slot and self.seen + T > self.lowest + self.reach:
+        if not self.by_place and self.seen + T > self.lowest + self.reach:
             self.lowest = self.seen - self.ceiling
-            for n, keys in enumerate(self.keys):
+            for layer, keys in enumerate(self.keys):
                 if keys.size:
-                    self.move_up(n)
+                    self.move_up(layer)
 
-    def move_up(self, n: int) -> None:
+    def move_up(self, layer: int) -> None:
         """Entries below the lowest position come to stand there."""
-        before, k = self.positions_of(n), self.keys[n].held
-        self.positions[n] = before.clamp(min=self.lowest)
-        self.keys[n] = Entries(rotate(k, *self.rotation(self.positions[n] - before)))
+        before, k = self.positions_of(layer), self.keys[layer].held
+        self.positions[layer] = before.clamp(min=self.lowest)
+        self.keys[layer] = Entries(rotate(k, *self.rotation(self.positions[layer] - before)))
 
-    def positions_of(self, n: int) -> Tensor:
+    def positions_of(self, layer: int) -> Tensor:
         """The positions of all entries of a layer, (B, G, S), in float32."""
-        keys, known = self.keys[n], self.positions[n]
+        assert not self.by_place, "this memory needs positions of the text"
+        keys, known = self.keys[layer], self.positions[layer]
         size = 0 if known is None else known.shape[2]
         first = self.seen - (keys.size - size)
         new = torch.arange(first, self.seen, device=keys.buffer.device, dtype=torch.float32)
         new = new.expand(*keys.buffer.shape[:2], -1)
         return new if known is None else torch.cat((known, new), dim=2)
 
-    def compress(self, n: int) -> tuple[Tensor, Tensor]:
+    def compress(self, layer: int) -> tuple[Tensor, Tensor]:
         """As in Memory. A merged slot has the mean, by w, of the positions of its
         entries."""
-        if self.by_slot:
-            return super().compress(n)
-        before = self.positions_of(n)
-        order, w = super().compress(n)
-        self.positions[n] = numbers_of_slots(in_order(before, order), w, self.of_layer[n])
+        if self.by_place:
+            return super().compress(layer)
+        before = self.positions_of(layer)
+        order, w = super().compress(layer)
+        self.positions[layer] = numbers_of_slots(before, order, w, self.of_layer[layer])
         return order, w
 
-    def stored(self, n: int) -> dict[str, Tensor]:
+    def stored(self, layer: int) -> dict[str, Tensor]:
         """What a saved memory needs of a layer, so that `restore` makes it again."""
-        own = {"keys": self.keys[n].held, "values": self.values[n].held}
-        if self.received[n] is not None:
-            own["received"] = self.received[n]
-        if not self.by_slot:
-            own["positions"] = self.positions_of(n)
+        own = {"keys": self.keys[layer].held, "values": self.values[layer].held}
+        if self.received[layer] is not None:
+            own["received"] = self.received[layer]
+        if not self.by_place:
+            own["positions"] = self.positions_of(layer)
         return own
 
-    def restore(self, n: int, stored: dict[str, Tensor]) -> None:
-        self.hold(n, stored["keys"], stored["values"], stored.get("received"))
-        self.positions[n] = stored.get("positions")
+    def restore(self, layer: int, stored: dict[str, Tensor]) -> None:
+        self.hold(layer, stored["keys"], stored["values"], stored.get("received"))
+        self.positions[layer] = stored.get("positions")

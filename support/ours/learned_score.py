@@ -7,8 +7,8 @@ what full attention pays in some texts (tools/fit_scores.py), in minutes of a co
 a gradient through the model. Two things are learned: the attention that will come in all, and
 the largest share that one later token will pay. On SmolLM2 with budgets and M = T = 512 it
 finds 58 % of the facts in 8,192 tokens, H2O that forgets with the same budgets 14 %, and the
-full cache 57 % (README.md; the standard errors are 2 to 5 points). Its loss is 0.005 nats per token
-lower. With 1,792 slots it gains little, as the heads that need most drop nothing then.
+full cache 57 % (docs/results.md; the standard errors are 2 to 5 points). Its loss is 0.005 nats
+per token lower. With 1,792 slots it gains little, as the heads that need most drop nothing then.
 
 It departs from H2O in which entries are heavy, and from the paper in that it merges nothing.
 """

@@ -22,9 +22,10 @@ class OfficialCompressor(Compressor):
     one-hot rows keep the heavy hitters that come next after those that have a slot of their
     own: with a gate of 0 this is plain eviction."""
 
-    def __init__(self, head_dim: int, slots: int, kernel: int, start: float = 1.0):
-        super().__init__(head_dim, slots, kernel, start)
-        self.conv.bias = nn.Parameter(torch.zeros(slots))
+    def __init__(self, *args):
+        """`args` as those of Compressor."""
+        super().__init__(*args)
+        self.conv.bias = nn.Parameter(torch.zeros(self.slots))
         self.gate = nn.Parameter(torch.tensor(0.5))
 
     def weights(self, entries: Tensor, received: Tensor | None) -> Tensor:

@@ -39,7 +39,7 @@ class TOVA(BudgetMemory):
     heads of the layer (with budgets, of those with equally many slots). The paper drops
     one entry after each token."""
 
-    def count(self, n: int, shares: Tensor, group: int) -> Tensor:
+    def received_after(self, n: int, shares: Tensor, group: int) -> Tensor:
         of_last = shares.unflatten(2, (group, -1))[:, :, :, -1]  # (B, G, group, S)
         mean = of_last.mean(dim=(1, 2))  # (B, S)
         return mean[:, None].expand(-1, of_last.shape[1], -1)
@@ -50,7 +50,7 @@ class LargestShare(BudgetMemory):
     (arXiv 2505.23416) takes it of queries that repeat the prompt; here those of the
     text count."""
 
-    def count(self, n: int, shares: Tensor, group: int) -> Tensor:
+    def received_after(self, n: int, shares: Tensor, group: int) -> Tensor:
         largest = shares.amax(dim=2)
         if self.received[n] is not None:
             older = largest[:, :, : self.received[n].shape[2]]
