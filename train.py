@@ -23,10 +23,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from tqdm import tqdm
 
-from eval_ppl import perplexity, ranges, token_losses
+from eval_ppl import perplexity, print_table, ranges, token_losses
 from lococo import AdaptedLlama, Settings, segment_losses
 from model import Llama, load_base
-from support.command_line import HERE, TINY, Machine, prepare
+from support.command_line import HERE, TINY, Machine, counted, prepare
 from support.command_line import resume_command, run_program
 from support.facts import note_no_facts, tell, tell_all
 from support.files import UserError
@@ -39,7 +39,7 @@ from support.programs.run_folder import restore, tensors_of, write_state, write_
 from support.programs.scoring import baselines, name_of
 from support.programs.settings import make_settings
 from support.programs.train_flags import check_use, flags_given, make_parser
-from support.programs.train_report import print_scores, print_start, progress_bar
+from support.programs.train_report import print_start, progress_bar
 from support.text import Texts, read_texts, sequence
 from support.tokenizer import Tokenizer
 
@@ -368,7 +368,10 @@ def finish(setup: Setup, adapted: AdaptedLlama, before: dict[str, dict]) -> None
     """Write the adapter, score it, and print all scores of the run."""
     write_adapter(setup.out, adapted, setup.texts.parts, setup.texts.trained)
     scores = before | {f"{setup.config.method}, after training": score(setup, adapted)}
-    print_scores(scores, len(setup.texts.documents))
+    documents = len(setup.texts.documents)
+    if documents:
+        columns = [(name, ".3f") for name in next(iter(scores.values()))]
+        print_table(counted(documents, "held-out document"), columns, scores)
     print(f"adapter: {os.path.relpath(setup.out / 'adapter.safetensors')}")
 
 

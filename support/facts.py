@@ -37,6 +37,11 @@ class FactTokens(NamedTuple):
     between: list[int]  # what stands between the name and the word
     after: list[int]  # what stands after the word
 
+    @property
+    def length(self) -> int:
+        """Tokens of a fact: its name has two, and its word one."""
+        return len(self.before) + 2 + len(self.between) + 1 + len(self.after)
+
 
 @lru_cache
 def fact_tokens(tokenizer: Tokenizer, form: str = "line") -> FactTokens:
@@ -108,19 +113,18 @@ def tell(
         return tokens, torch.zeros_like(tokens)
     rng = np.random.default_rng((seed, i))
     L = len(tokens)
-    _, breaks, before, between, after = fact_tokens(tokenizer, form)
-    length = len(before) + len(between) + len(after) + 3  # of a line
-    lines = choose_facts(min(facts, L // length), part, rng, tokenizer, form)
+    parts = fact_tokens(tokenizer, form)
+    lines = choose_facts(min(facts, L // parts.length), part, rng, tokenizer, form)
     due = schedule(lines, L, rng)
     told, ago, last = [], [], {}
     for token in tokens.tolist():
         told.append(token)
         ago.append(0)
-        while token in breaks and due and len(told) >= due[-1][0]:
+        while token in parts.breaks and due and len(told) >= due[-1][0]:
             _, name = due.pop()
             told += lines[name]
-            here = len(told) - 1 - len(after)  # where the word is
-            ago += [0] * length
+            here = len(told) - 1 - len(parts.after)  # where the word is
+            ago += [0] * parts.length
             ago[here] = here - last.get(name, here)
             last[name] = here
     return torch.tensor(told[:L], device="cpu"), torch.tensor(ago[:L], device="cpu")
@@ -128,12 +132,11 @@ def tell(
 
 def note_no_facts(ids: np.ndarray, L: int, tokenizer: Tokenizer, form: str = "line") -> None:
     """Say so if no fact can be written into texts of L tokens that are cut out of these."""
-    _, breaks, before, between, after = fact_tokens(tokenizer, form)
-    line = len(before) + len(between) + len(after) + 3
+    parts = fact_tokens(tokenizer, form)
     reason = ""
-    if L < line:
-        reason = f"a fact has {line} tokens, which is more than a text of {L}"
-    elif not np.isin(ids, [*breaks]).any():
+    if L < parts.length:
+        reason = f"a fact has {parts.length} tokens, which is more than a text of {L}"
+    elif not np.isin(ids, [*parts.breaks]).any():
         reason = "the texts have no line break, behind which a fact is told"
     if reason:
         print(f"note: no facts are written: {reason}", file=sys.stderr)

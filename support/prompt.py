@@ -51,23 +51,14 @@ def prompt_ids(
     else:
         ids = tokenizer.encode(text, special)
     named = " ".join(names)
-    refuse_ids(named, ids, tokenizer)
+    if all(i in tokenizer.prefix for i in ids):
+        nothing = "the tokenizer has no token for its text; write more"
+        raise UserError(f"--prompt {named}: {nothing}")
     listed = ", ".join(sorted(tokenizer.special_in(text)))
     if listed and not special:
         note = "read as plain text; --special-tokens reads them as tokens"
         print(f"note: --prompt {named} has {listed}, {note}", file=sys.stderr)
     return ids
-
-
-def refuse_ids(named: str, ids: list[int], tokenizer: Tokenizer) -> None:
-    """Raises UserError if a text has no tokens, or one that the model does not have."""
-    new = [i for i in ids if i not in tokenizer.prefix]
-    if not new:
-        nothing = "the tokenizer has no token for its text; write more"
-        raise UserError(f"--prompt {named}: {nothing}")
-    if max(new) >= tokenizer.vocab_size:
-        name = tokenizer.tokens.name(max(new))
-        raise UserError(f"--special-tokens: the model has no row for {name}; leave it out")
 
 
 def question_ids(

@@ -273,14 +273,13 @@ def pieces(
     """Documents cut into pieces of L tokens, of which the first is BOS. At most `most` of
     them, spread evenly over all, (<= most, L), but for documents whose fingerprint is in
     `without`."""
-    starts = np.flatnonzero(ids == bos)
-    begins = []  # of the text of each piece, which has L - 1 tokens
-    for start, end in zip(starts, np.append(starts[1:], len(ids))):
-        if not without or of_beginning(ids[start:end], L) not in without:
-            begins += range(start + 1, end - L + 2, L - 1)
-    most = min(most, len(begins))
-    chosen = [begins[i * len(begins) // most] for i in range(most)]
-    rows = [[bos, *ids[begin : begin + L - 1]] for begin in chosen]
+    found = []  # L - 1 tokens each, without BOS
+    for document in documents_in(ids, bos):
+        if not without or of_beginning(document, L) not in without:
+            count = (len(document) - 1) // (L - 1)
+            found += [*document[1 : 1 + count * (L - 1)].reshape(count, L - 1)]
+    most = min(most, len(found))
+    rows = [[bos, *found[i * len(found) // most]] for i in range(most)]
     return torch.from_numpy(np.array(rows, np.int64).reshape(most, L))
 
 

@@ -71,15 +71,23 @@ class Tokenizer:
     def encode(self, text: str, special: bool = False) -> list[int]:
         """The ids of a whole text: the prefix (usually the BOS alone), then those of the
         text. `special`: what looks like a special token is one. A text that begins with the
-        prefix itself, as those of a chat template do, has it once."""
-        ids = self.tokens.encode(plain(text), special)
+        prefix itself, as those of a chat template do, has it once. Raises UserError if the
+        model has no row for a special token."""
+        ids = self.with_rows(self.tokens.encode(plain(text), special))
         begun = special and ids[: len(self.prefix)] == self.prefix
         return ids if begun else self.prefix + ids
 
     def continued(self, text: str, special: bool = False) -> list[int]:
         """The ids of a text that continues another one: without the prefix, and without the
-        blank that some tokenizers put in front of a text."""
-        return self.tokens.encode(plain(text), special, continues=True)
+        blank that some tokenizers put in front of a text. Raises UserError as `encode`."""
+        return self.with_rows(self.tokens.encode(plain(text), special, continues=True))
+
+    def with_rows(self, ids: list[int]) -> list[int]:
+        """The same ids. Raises UserError if `fit` has left out one of them."""
+        if max(ids, default=0) >= self.vocab_size:
+            name = self.tokens.name(max(ids))
+            raise UserError(f"{self.file}: the model has no row for {name}; leave it out")
+        return ids
 
     def special_in(self, text: str) -> list[str]:
         """The special tokens whose names are in a text."""

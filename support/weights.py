@@ -246,8 +246,10 @@ def has_own_output(parts: Iterable[dict[str, Tensor]]) -> bool:
     found = {}
     for part in parts:
         found |= {name: part[name] for name in (EMBEDDINGS, OUTPUT) if name in part}
-    if len(found) < 2 or any(tensor.dtype not in READ for tensor in found.values()):
-        return len(found) == 2  # then `checked` names the type of its numbers
+    if len(found) < 2:
+        return False
+    if any(tensor.dtype not in READ for tensor in found.values()):
+        return True  # `checked` will refuse the type of its numbers
     return not torch.equal(found[EMBEDDINGS], found[OUTPUT])
 
 

@@ -15,6 +15,7 @@ import torch
 from conftest import FULL, H2O, cells, greedy_by_hand, nats_by_hand, read_by_hand, settings
 
 import eval_ppl
+import field_budgets
 import generate
 import needle
 import show_memory
@@ -378,12 +379,8 @@ MISTAKES = [
     (generate, f"{GENERATE} --follow-up", "--follow-up: it is for several questions; add --ask"),
     (eval_ppl, f"{EVAL} --fact-form line", "--fact-form line: it is for facts; add --recall"),
     (needle, "--ask --fact-form line", "--ask: a chat has its own sentences; leave --fact-form out"),
-    (show_memory, f"{GENERATE} --head 4 0", "layers 0 to 3 and heads 0 to 1"),
-    (show_memory, f"{GENERATE} --head 1 x", "--head invalid int value: 'x'"),
-    (show_memory, f"{GENERATE} --method full --head 0 0", "full: it keeps everything and has no"),
-    (show_memory, f"{GENERATE} --adapter a --head 0 0", "--adapter a, h2o: one at a time, or up to"),
-    (show_memory, "--prompt a --method h2o streaming full --adapter a --page p", "up to three with"),
-    (show_memory, GENERATE, "one of the arguments --head --page is required"),
+    (show_memory, f"{GENERATE} --method full --page p", "full: it keeps everything and has no"),
+    (show_memory, "--prompt a --method h2o streaming full --adapter a --page p", "up to three mem"),
     (generate, f"{GENERATE} --mem 3", "--mem 3: it must be at least 4"),
     (generate, f"{GENERATE} --method lococo", "it must be trained first: python train.py "),
     (generate, f"{GENERATE} --method learned", "its score must be fitted first, by tools/fit_scores"),
@@ -404,6 +401,7 @@ MISTAKES = [
     (eval_ppl, f"{EVAL} -- latin", "texts are named by --data"),
     (eval_ppl, f"{EVAL} --json no/x", "no/x: there is no folder no; make it first"),
     (eval_ppl, f"{EVAL} --json /dev/stdout", "/dev/stdout: this is a stream; name a file"),
+    (field_budgets, f"{TINY / 'config.json'}", "it has no needs and budgets of more than 8 heads"),
 ]
 
 

@@ -252,6 +252,8 @@ def test_a_token_without_a_row(folder):
     assert tokenizer.vocab_size == 298 and 298 not in tokenizer.encode("[PAD]")
     with pytest.raises(UserError, match="no row for \\[PAD\\]; leave it out"):
         prompt_ids(["p"], ["a [PAD]"], tokenizer, special=True)
+    with pytest.raises(UserError, match="no row for \\[PAD\\]"):  # as in a chat template
+        tokenizer.continued("[PAD]", special=True)
     tokens.add_tokens(["word"])
     tokens.save(str(folder / "tokenizer.json"))
     with pytest.raises(UserError, match="more tokens than the model: word has id 299, the model has 298"):

@@ -13,7 +13,7 @@ many times the first window's that is.
              time depends on how many there are, not on what they say. A memory is timed
              over T tokens, so that one compression is in it.
 
---budgets are those of all rows but `full` and `streaming`, which is the window.
+--budgets are those of the rows with heavy and without merged slots.
 """
 
 import argparse
@@ -54,8 +54,9 @@ def seconds(work: Callable, options: Options) -> float:
 
 
 def make(row: str, mem: int, segment: int, model: Llama, options: Options) -> AdaptedLlama:
-    budgets = None if row in ("full", "streaming") else options.budgets
-    settings = make_settings(row, mem, segment, options.seq, budgets, lora_rank=0)
+    settings = make_settings(row, mem, segment, options.seq, lora_rank=0)
+    if options.budgets and settings.heavy and not settings.merged:
+        settings = make_settings(row, mem, segment, options.seq, options.budgets, lora_rank=0)
     return AdaptedLlama(model, replace(settings, bits=options.bits)).eval()
 
 

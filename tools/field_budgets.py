@@ -20,19 +20,31 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from support.command_line import PlainParser, run_program
-from support.files import read_json, write_json
+from support.files import FOREIGN, UserError, read_json, write_json
 from support.ours.budgets import scaled
 
 M, T, L = 896, 128, 8192
 RETRIEVAL_HEADS = 8
 
 
+def read_measured(file: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The need of each head, and its slots, both (layers, heads). Raises UserError."""
+    try:
+        measured = read_json(file)
+        needs, slots = np.array(measured["needs"], float), np.array(measured["budgets"], int)
+        if needs.ndim != 2 or needs.shape != slots.shape or needs.size <= RETRIEVAL_HEADS:
+            raise ValueError
+    except FOREIGN:
+        none = f"it has no needs and budgets of more than {RETRIEVAL_HEADS} heads"
+        raise UserError(f"{file}: {none}; tools/budgets.py measures them") from None
+    return needs, slots
+
+
 def main() -> None:
     parser = PlainParser(__doc__)
     parser.add_argument("budgets", type=Path, help="a file of tools/budgets.py")
     file = parser.parse_args().budgets
-    measured = read_json(file)
-    needs, slots = np.array(measured["needs"]), measured["budgets"]
+    needs, slots = read_measured(file)
     layers, heads = needs.shape
     least = M // 20
     pyramid = np.linspace(2 * M - least, least, layers).astype(int)
@@ -42,7 +54,7 @@ def main() -> None:
     made = {
         "pyramid": np.repeat(pyramid[:, None], heads, axis=1).tolist(),
         "duo": np.where(neediest, L - T, window).tolist(),
-        "layers": [scaled([row], M)[0] for row in slots],
+        "layers": [scaled([row], M)[0] for row in slots.tolist()],
     }
     command = shlex.join(["python", "tools/field_budgets.py", str(file)])
     for name, budgets in made.items():

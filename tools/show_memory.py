@@ -1,11 +1,11 @@
-"""Show what the slots of a memory hold once it has read a text.
+"""Write a page for a browser that shows what the slots of up to three memories hold while a
+text is read.
 
-    python tools/show_memory.py --prompt file.txt --head 2 1    # of layer 2, head 1
-    python tools/show_memory.py --prompt file.txt --page page.html    # all, in a browser
+    python tools/show_memory.py --prompt file.txt --page page.html
     python tools/show_memory.py --prompt file.txt --adapter tiny \\
-        --method streaming h2o --page page.html    # of three memories
+        --method streaming h2o --page page.html
 
-docs/memory-page.md says how to read both.
+docs/memory-page.md says how to read it.
 """
 
 import argparse
@@ -17,14 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import adapter_of, read_ids, sample
 from lococo import METHODS, AdaptedLlama
 from model import Llama, load_base
-from support.command_line import Parser, at_least, new_file, prepare, run_program
+from support.command_line import Parser, new_file, prepare, run_program
 from support.files import UserError
 from support.memory_page import token_texts, write_page
 from support.programs.adapter import load_adapter
 from support.programs.usage import print_figures, print_pace, print_peak
 from support.programs.settings import SUGGESTED, check_slots, method_sizes, untrained
 from support.programs.settings import warn_if_too_long
-from support.programs.tracing import describe_slots, page_record, traced
+from support.programs.tracing import page_record, traced
 from support.prompt import prompt_ids, read_prompt
 from support.tokenizer import Tokenizer
 
@@ -39,22 +39,18 @@ def parse() -> argparse.Namespace:
         help="text files, which are read one after the other; - for standard input")
     add("--special-tokens", action="store_true",
         help="read <|im_start|> and the like in it, as a chat template writes them, as tokens")
-    shown = parser.add_mutually_exclusive_group(required=True).add_argument
-    shown("--head", type=at_least(0), nargs=2, metavar=("LAYER", "HEAD"),
-          help="print what the slots of this head hold")
-    shown("--page", type=new_file, metavar="FILE",
-          help="write a page of what all slots hold while the text is read")
+    add("--page", type=new_file, required=True, metavar="FILE", help="the page that is written")
     add = parser.memory.add_argument
     add("--adapter", type=Path, metavar="RUN",
         help="directory made by train.py or tools/fit_scores.py (default for tiny/: its own)")
     add("--method", nargs="+", default=[], choices=METHODS, metavar="METHOD",
-        help="methods without training, of %(choices)s; up to three memories with --page")
+        help="methods without training, of %(choices)s")
     flags = parser.parse_sizes()
     flags.method = list(dict.fromkeys(flags.method))
     named = [f"--adapter {flags.adapter}"] if flags.adapter else []
     named += flags.method
-    if len(named) > (3 if flags.page else 1):
-        parser.error(f"{', '.join(named)}: one at a time, or up to three with --page")
+    if len(named) > 3:
+        parser.error(f"{', '.join(named)}: a page shows up to three memories")
     flags.adapter = adapter_of(flags)
     return flags
 
@@ -78,39 +74,21 @@ def models_to_show(flags: argparse.Namespace, base: Llama) -> Models:
     return models
 
 
-def show_head(
-    flags: argparse.Namespace, models: Models, ids: list[int], tokenizer: Tokenizer
-) -> None:
-    """Print what the slots of one head hold. Raises UserError if there is no such head."""
-    [adapted] = models.values()
-    layer, head = flags.head
-    layers, heads = adapted.model.config.n_layers, adapted.model.config.n_kv_heads
-    if layer >= layers or head >= heads:
-        has = f"there are layers 0 to {layers - 1} and heads 0 to {heads - 1}"
-        raise UserError(f"--head {layer} {head}: no such layer or head; {has}")
-    memory = traced(adapted, [layer])
-    read_ids(adapted, ids, memory)
-    print_figures(memory, adapted.settings)
-    print(*describe_slots(memory, layer, head, ids, tokenizer), sep="\n")
-
-
-def show_page(
-    flags: argparse.Namespace, models: Models, ids: list[int], tokenizer: Tokenizer
-) -> None:
+def show(page: Path, models: Models, ids: list[int], tokenizer: Tokenizer) -> None:
     """Write a page of what each memory holds while the text is read."""
-    memories = {name: traced(m, range(m.model.config.n_layers)) for name, m in models.items()}
     records = []
-    for name, memory in memories.items():
+    for name, adapted in models.items():
+        memory = traced(adapted)
         begun = time.perf_counter()
-        logits = read_ids(models[name], ids, memory)
+        logits = read_ids(adapted, ids, memory)
         print(name, file=sys.stderr)
         print_pace("reading", len(ids), time.perf_counter() - begun)
-        print_figures(memory, models[name].settings)
+        print_figures(memory, adapted.settings)
         likeliest = sample(logits[0, : tokenizer.vocab_size], temperature=0)
         records.append(page_record(name, memory, tokenizer.piece(likeliest)))
-    write_page(flags.page, *token_texts(ids, tokenizer), records)
+    write_page(page, *token_texts(ids, tokenizer), records)
     print_peak(logits.device)
-    print(f"open {flags.page} in a browser", file=sys.stderr)
+    print(f"open {page} in a browser", file=sys.stderr)
 
 
 def main() -> None:
@@ -123,8 +101,7 @@ def main() -> None:
     for adapted in models.values():
         warn_if_too_long(adapted, len(ids))
     with machine.precision():
-        show = show_page if flags.page else show_head
-        show(flags, models, ids, tokenizer)
+        show(flags.page, models, ids, tokenizer)
 
 
 if __name__ == "__main__":

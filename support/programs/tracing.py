@@ -1,16 +1,12 @@
-"""What slots hold: each slot is a mixture of tokens. Lines of text say it for one head, and the
-data of support/memory_page.html for all."""
+"""What slots hold: each slot is a mixture of tokens. It is the data of
+support/memory_page.html."""
 
 from collections import Counter
-from functools import partial
-from typing import Collection, Iterator
 
 import torch
 from torch import Tensor
 
 from lococo import KINDS, MEMORIES, AdaptedLlama, Settings
-from support.tokenizer import Tokenizer
-
 
 LEAST = 0.01  # smaller shares are left out
 
@@ -36,29 +32,26 @@ def mixing_matrix(s: Settings, order: Tensor, w: Tensor) -> Tensor:
 
 class Tracing:
     """A memory for a batch of one text that knows each slot as a mixture of tokens: it multiplies
-    the mixing matrices of all compressions, in some layers or in all. `traced` adds this class to
-    that of a memory."""
+    the mixing matrices of all compressions. `traced` adds this class to that of a memory. Its
+    lists have an item for each part (see Part in support/ours/budgets.py)."""
 
-    def __init__(self, *args, layers: Collection[int]):
-        """`args` as those of Memory. The parts of `layers` are traced (see Part in
-        support/ours/budgets.py)."""
+    def __init__(self, *args):
+        """`args` as those of Memory."""
         super().__init__(*args)
-        own = [n for n, part in enumerate(self.parts) if part.layer in layers]
-        self.seen_at = {n: [] for n in own}  # tokens that had entered at each compression
+        self.seen_at = [[] for _ in self.parts]  # tokens that had entered at each compression
         # shares[n][g, slot, place] is how much of the slot of part n is the token at this
         # place of the text, (G, M, tokens).
         none = dict(device="cpu", dtype=torch.float32)
-        self.shares = {n: torch.zeros(len(self.parts[n].heads), 0, 0, **none) for n in own}
+        self.shares = [torch.zeros(len(part.heads), 0, 0, **none) for part in self.parts]
         # For each part, after each compression: the three largest shares of each slot, and
         # their tokens' places, both (G, M, 3). `shares` grows with the text, these do not.
-        self.largest = {n: [] for n in own}
+        self.largest = [[] for _ in self.parts]
 
     def compress(self, n: int) -> tuple[Tensor, Tensor]:
         order, w = super().compress(n)
-        if n in self.shares:
-            self.seen_at[n].append(self.seen)
-            matrix = mixing_matrix(self.parts[n].settings, order, w)
-            self.follow(n, matrix[0].float().cpu())
+        self.seen_at[n].append(self.seen)
+        matrix = mixing_matrix(self.parts[n].settings, order, w)
+        self.follow(n, matrix[0].float().cpu())
         return order, w
 
     def follow(self, n: int, matrix: Tensor) -> None:
@@ -74,45 +67,11 @@ class Tracing:
         self.largest[n].append(shares.topk(min(3, shares.shape[2])))
 
 
-def traced(adapted: AdaptedLlama, layers: Collection[int]) -> Tracing:
-    """An empty memory, of the class that the settings name, that is traced in these layers. It
-    must be a BudgetMemory (see `check_slots` in settings.py)."""
+def traced(adapted: AdaptedLlama) -> Tracing:
+    """An empty memory, of the class that the settings name, that is traced. It must be a
+    BudgetMemory (see `check_slots` in settings.py)."""
     own = MEMORIES[adapted.settings.memory]
-    return adapted.cache(partial(type("TracedMemory", (Tracing, own), {}), layers=layers))
-
-
-def describe_slots(
-    memory: Tracing, layer: int, head: int, ids: list[int], tokenizer: Tokenizer
-) -> Iterator[str]:
-    """Lines about what the slots hold; ids are the tokens that were read.
-
-    The bars at a line's end follow its first token, one bar for each compression. A bar is
-    the token's largest share among the slots in which it came first then.
-    """
-    n = next(
-        n for n, part in enumerate(memory.parts) if part.layer == layer and head in part.heads
-    )
-    part = memory.parts[n]
-    yield f"layer {layer}, head {head}: {memory.keys[n].size} entries after {len(ids)} tokens"
-    if not memory.largest[n]:
-        yield "nothing has been compressed yet, so that there are no slots to show"
-        return
-    own = part.heads.index(head)
-    for slot, kind in enumerate(kinds_of(part.settings)):
-        line = f"{slot:>4} {kind:7}"
-        last = memory.largest[n][-1]  # after the last compression
-        shares, places = (tensor[own, slot].tolist() for tensor in last)
-        for share, place in zip(shares, places):
-            if share >= LEAST:
-                piece = repr(tokenizer.piece(ids[place]))
-                bar = "█" * round(4 * share)
-                line += f"  {bar:·<4} {share:.2f} {piece:<10} {place:<5}"
-        bars = ""
-        for shares_then, places_then in memory.largest[n]:
-            same = places_then[own, :, 0] == places[0]
-            first = shares_then[own, :, 0] * same
-            bars += " ▁▂▃▄▅▆▇█"[round(8 * float(first.max()))]
-        yield f"{line}  {bars}"
+    return adapted.cache(type("TracedMemory", (Tracing, own), {}))
 
 
 # --- The data of the page ---------------------------------------------------------------

@@ -1,6 +1,5 @@
 """What train.py prints: what a run will do, how far it is, and its scores."""
 
-import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from support.command_line import TINY, Machine, counted
+from support.command_line import TINY, Machine
 from support.processes import RANK, share
 from support.programs.train_flags import described
 from support.text import Texts
@@ -42,17 +41,3 @@ def progress_bar(config: Any, done: int) -> tqdm:
         desc="training", total=config.steps * tokens, initial=done * tokens,
         unit=" tokens", unit_scale=True, mininterval=1, disable=RANK > 0,
     )
-
-
-def print_scores(scores: dict[str, dict[str, float]], documents: int) -> None:
-    """A row for each memory, if there are documents that were scored."""
-    if not documents:
-        return
-    columns = next(iter(scores.values()))
-    print(f"{counted(documents, 'held-out document'):40}", *columns, sep="  ")
-    for name, row in scores.items():
-        # NaN: there are no answers in this range.
-        values = [row.get(column, math.nan) for column in columns]
-        cells = ["-" if math.isnan(value) else f"{value:.3f}" for value in values]
-        padded = [f"{cell:>{len(column)}}" for cell, column in zip(cells, columns)]
-        print(f"{name:40}", *padded, sep="  ")
