@@ -15,7 +15,6 @@ import torch
 from conftest import FULL, H2O, cells, greedy_by_hand, nats_by_hand, read_by_hand, settings
 
 import eval_ppl
-import field_budgets
 import generate
 import needle
 import show_memory
@@ -401,7 +400,6 @@ MISTAKES = [
     (eval_ppl, f"{EVAL} -- latin", "texts are named by --data"),
     (eval_ppl, f"{EVAL} --json no/x", "no/x: there is no folder no; make it first"),
     (eval_ppl, f"{EVAL} --json /dev/stdout", "/dev/stdout: this is a stream; name a file"),
-    (field_budgets, f"{TINY / 'config.json'}", "it has no needs and budgets of more than 8 heads"),
 ]
 
 

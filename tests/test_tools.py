@@ -21,7 +21,7 @@ from generate import prefill
 from lococo import AdaptedLlama
 from model import KVCache, load_llama, rope, rotate
 from support.command_line import TINY
-from support.files import read_json
+from support.files import UserError, read_json
 from support.programs.adapter import load_adapter
 from support.programs.settings import make_settings
 
@@ -123,6 +123,8 @@ def test_budgets_of_other_papers(tmp_path, monkeypatch):
     assert pyramid == [[1748] * 3, [1180] * 3, [612] * 3, [44] * 3]
     assert duo == [[244] * 3] * 3 + [[244, 8064, 244]]
     assert layers == [[336, 1008, 1344]] * 4
+    with pytest.raises(UserError, match="config.json: it has no needs and budgets of more than 1"):
+        field_budgets.read_measured(TINY / "config.json")
 
 
 def test_a_window_finds_what_it_holds_and_a_learned_score_finds_all(run):

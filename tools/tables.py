@@ -48,6 +48,7 @@ from support.files import write_text
 from support.ours.official_code import OfficialCompressor
 from support.ours.published import RULES
 from support.programs.settings import untrained
+from support.programs.scoring import name_of
 from support.text import long_documents, read_rows, token_streams
 from support.tokenizer import Tokenizer
 
@@ -98,7 +99,7 @@ class Row:
 STORED = "adapters/smollm2-135m"
 BUDGETS = f"{STORED}/budgets.json"
 ROWS = {
-    "full": Row("full attention", "--method full", panels=("base, full",)),
+    "full": Row("full attention", "--method full"),
     "window": Row("window: 4 first, M - 4 last", "--method streaming"),
     "h2o": Row("H2O: M/2 heavy, M/2 last", "--method h2o"),
     "official h2o": Row("H2O in LoCoCo's code: M heavy, by the last segment",
@@ -176,7 +177,8 @@ for rule in RULES:
     ROWS[rule] = Row(rule, f"--method {rule}")
     ROWS[f"{rule} heads"] = Row(rule, f"--method {rule} --budgets {BUDGETS}")
 for name, method in (("pyramid", "snapkv"), ("duo", "duo-attention"), ("layers", "h2o+forget")):
-    ROWS[name] = Row(name, f"--method {method} --budgets {STORED}/budgets-{name}.json")
+    flags = f"--method {method} --budgets {STORED}/budgets-{name}.json"
+    ROWS[name] = Row(name, flags, panels=("not asked",))
 ROWS["learned, equal slots"] = replace(
     ROWS["learned"], label="a learned score, equal slots", flags="--method learned"
 )
@@ -569,21 +571,16 @@ def panels_of(key: str, table: Table) -> tuple[str, ...]:
     row = ROWS[key]
     if row.panels:
         return row.panels
-    words = all_flags(row, table).split()
-    flags = dict(zip(words[::2], words[1::2]))  # of two that have one name the last counts
-    method, mem, segment = (flags[name] for name in ("--method", "--mem", "--segment"))
-    budgets = flags.get("--budgets")
+    config, _ = train.parse(all_flags(row, table).split())
+    s = replace(config.settings, bits=row.bits)
     if not row.stored:
-        name = f"base, {method} M={mem}" + ("" if segment == mem else f" T={segment}")
-        if budgets:
-            name += " budgets" if budgets == BUDGETS else f" {budgets}"
-        return (name + (f" bits={row.bits}" if row.bits else ""),)
-    if (f"{mem} + {segment}", row.bits) == (RECOMMENDED, 8):  # the adapter's own
+        return (name_of(s),)
+    if (f"{s.mem} + {s.segment}", s.bits) == (RECOMMENDED, 8):  # the adapter's own
         return (row.stored,)
-    name = f"{row.stored} M={mem} T={segment}"
-    if row.bits != 8:
-        name += f" bits={row.bits}"
-    return (name if budgets else f"{name} equal",)
+    name = f"{row.stored} M={s.mem} T={s.segment}"
+    if s.bits != 8:
+        name += f" bits={s.bits}"
+    return (name if s.budgets else f"{name} equal",)
 
 
 def share_found(
