@@ -22,13 +22,13 @@ class Chat(NamedTuple):
 
 
 def read_chat(folder: Path) -> Chat | None:
-    """The template of a model's directory, None if it has none. It is rendered as
-    transformers does, in jinja2's sandbox: jinja2 comes with torch. Raises UserError if
-    it does not render."""
-    own, file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    """What the template of a model's directory puts around words, None if there is no
+    template. Raises UserError."""
+    file = folder / "tokenizer_config.json"
     try:
         config = read_json(file) if file.is_file() else {}
         text, names = template_in(config), names_in(config)
+        own = folder / "chat_template.jinja"
         if own.is_file():
             file = own
             text = read_text(file)
@@ -36,6 +36,19 @@ def read_chat(folder: Path) -> Chat | None:
         raise UserError(f"{file}: its chat template cannot be read ({error!r})") from None
     if text is None:
         return None
+    chat = rendered(text, names, file)
+    if [chat.count(mark) for mark in MARKS] != [1, 1, 1]:
+        fault = "its chat template does not have each message once"
+        raise UserError(f"{file}: {fault}; write the chat into --prompt")
+    opens, rest = chat.split(MARKS[0])
+    between, closes = rest.split(MARKS[1])[1].split(MARKS[2])
+    return Chat(opens, closes, between)
+
+
+def rendered(text: str, names: dict[str, str], file: Path) -> str:
+    """A chat of three turns, whose words are MARKS, by this template of `file`. It is
+    rendered as transformers does, in jinja2's sandbox: jinja2 comes with torch. Raises
+    UserError if it does not render."""
     roles = ("user", "assistant", "user")
     messages = [{"role": role, "content": mark} for role, mark in zip(roles, MARKS)]
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -46,16 +59,10 @@ def read_chat(folder: Path) -> Chat | None:
     environment.globals["raise_exception"] = refuse
     try:
         template = environment.from_string(text)
-        chat = template.render(messages=messages, add_generation_prompt=True, **names)
+        return template.render(messages=messages, add_generation_prompt=True, **names)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         fault = f"its chat template does not render ({error})"
         raise UserError(f"{file}: {fault}; write the chat into --prompt") from None
-    if [chat.count(mark) for mark in MARKS] != [1, 1, 1]:
-        fault = "its chat template does not have each message once"
-        raise UserError(f"{file}: {fault}; write the chat into --prompt")
-    opens, rest = chat.split(MARKS[0])
-    between, closes = rest.split(MARKS[1])[1].split(MARKS[2])
-    return Chat(opens, closes, between)
 
 
 def refuse(sentence: str) -> None:

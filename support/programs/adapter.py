@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lococo import COMPRESSORS, MEMORIES, METHODS, AdaptedLlama, Settings, position_divisor
-from model import Llama, sampled
+from model import Llama, LlamaConfig, sampled
 from support.ours.budgets import HeadSettings, check_budgets, with_ours
 from support.command_line import resume_command
 from support.files import UserError, checksum, read_file, write_file
@@ -92,6 +92,17 @@ def read_adapter(run: Path) -> Adapter:
     return Adapter(settings, tensors, base, parts, trained)
 
 
+def refuse_other_positions(
+    run: Path | str, config: LlamaConfig, before: Settings, now: Settings
+) -> None:
+    """Raises UserError if other sizes divide positions by another number."""
+    divisors = [position_divisor(config, s) for s in (before, now)]
+    if divisors[0] != divisors[1]:
+        divided = f"positions were divided by {divisors[0]:.3g} in training"
+        now_divided = f"and would be divided by {divisors[1]:.3g} now"
+        raise UserError(f"{run}: {divided}, {now_divided}; take smaller sizes")
+
+
 def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     """The adapter of a run directory of train.py on its base model, for reading and not for
     training. `sizes` are the arguments of `resized`. The base itself stays as it is. Without
@@ -106,12 +117,7 @@ def load_adapter(run: Path | str, model: Llama, **sizes) -> AdaptedLlama:
     except UserError:
         raise UserError(other) from None
     changed = resized(settings, **sizes)
-    divisors = [position_divisor(model.config, s) for s in (settings, changed)]
-    if divisors[0] != divisors[1]:
-        divided = f"positions were divided by {divisors[0]:.3g} in training"
-        now = f"and would be divided by {divisors[1]:.3g} now"
-        remedy = "take smaller sizes"
-        raise UserError(f"{run}: {divided}, {now}; {remedy}")
+    refuse_other_positions(run, model.config, settings, changed)
     adapted = AdaptedLlama(model, changed).eval()
     trained = adapted.trained()
     # The shapes are compared, too, as a tensor of another shape could be broadcast.
