@@ -90,7 +90,7 @@ def is_row(row: Any) -> bool:
     return isinstance(row, dict) and isinstance(row.get("text"), str)
 
 
-def parsed(text: bytes) -> Any:
+def parsed(text: bytes | str) -> Any:
     """The value of a JSON text; None if it is no JSON."""
     try:
         return json.loads(text)

@@ -122,22 +122,33 @@ def test_a_prompt_that_is_cut_to_nothing(run):
     Path("rows").write_text(json.dumps(row))
     code, out, err = run(tasks, "score rows --method h2o --cut 4")
     assert (code, out, err.count("\n")) == (2, "", 1) and "rows, line 1: no token for" in err
-    code, _, err = run(tasks, "race . --method h2o --out x")
-    assert code == 2 and "for score; leave them out, as race only writes rows" in err
+
+
+@pytest.mark.parametrize("words, sentence", [
+    ("race . --method h2o --out x", "--method: for score; leave it out, as race only writes rows"),
+    ("race . --run nowhere --mem 64 --out x", "--mem, --run: for score; leave it out, as race"),
+    ("longbench f --shots 2 --out x", "--shots: LongBench has no answered rows to draw from"),
+])
+def test_flags_that_rows_do_not_take(run, words, sentence):
+    code, _, err = run(tasks, words)
+    assert code == 2 and sentence in err
 
 
 ANSWERS = {"prompt": "x =", "answers": ["1"]}
 CHOICES = {"prompt": "x =", "choices": ["1", "2"], "answer": 0}
-BAD = [ANSWERS | change for change in (dict(answers=[]), dict(stop=""), dict(longbench="trec"))]
-BAD += [CHOICES | change for change in (dict(answer=2), dict(prompt=" "), dict(prompt=["x"] * 3))]
+BAD = {
+    "x": "this is not valid JSON", "[1]": "not as --help says",
+    json.dumps(ANSWERS | {"answers": []}): "too few texts", json.dumps(ANSWERS | {"stop": ""}): "stop",
+    json.dumps(ANSWERS | {"longbench": "trec", "classes": None}): "trec needs classes",
+    json.dumps(CHOICES | {"answer": 2}): "answer 2 is not", json.dumps(CHOICES | {"prompt": " "}): "blank",
+    json.dumps(CHOICES | {"prompt": ["x"] * 3}): "not as --help says",
+}
 
 
-@pytest.mark.parametrize("line", ["x", "[1]", *BAD], ids=str)
+@pytest.mark.parametrize("line", BAD)
 def test_a_mistake_in_the_rows_is_one_sentence(tmp_path, line):
-    line = line if isinstance(line, str) else json.dumps(line)
     (tmp_path / "rows").write_text(f"{json.dumps(ANSWERS)}\n\n{line}")
-    wrong = "this is not valid JSON" if line == "x" else "not as --help says"
-    with pytest.raises(UserError, match=f"rows, line 3: {wrong}"):
+    with pytest.raises(UserError, match=f"rows, line 3: .*{BAD[line]}"):
         list(tasks.read_rows(tmp_path / "rows", tasks.is_task))
 
 

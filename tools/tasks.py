@@ -44,7 +44,7 @@ from lococo import AdaptedLlama, segment_losses
 from metrics import LONGBENCH, compare
 from model import KVCache, load_base
 from support.command_line import Machine, Parser, at_least, counted, prepare, run_program
-from support.files import DAMAGED, UserError, read_json
+from support.files import FOREIGN, UserError, read_json
 from support.files import write_json, write_text
 from support.programs.scoring import add_shared_flags, models_to_score, parse_models
 from support.text import read_rows
@@ -132,12 +132,11 @@ DATA = {  # the files with the shots, the files with the questions, how a row is
 }
 
 
-def items(file: Path, lines: bool) -> Iterator[tuple[int, bytes | dict]]:
-    """The rows of a file with their numbers in it: its lines that are not blank; or those of its
-    list "Data" (TriviaQA), or the one object that it is (RACE)."""
-    if lines:
-        numbered = enumerate(file.read_bytes().split(b"\n"), start=1)
-        yield from ((number, line) for number, line in numbered if line.strip())
+def items(file: Path) -> Iterator[tuple[int, dict]]:
+    """The rows of a file with their numbers in it: the lines of a .jsonl; or those of its list
+    "Data" (TriviaQA), or the one object that it is (RACE)."""
+    if file.suffix.lower() == ".jsonl":
+        yield from read_rows(file, lambda row: True)
     else:
         content = read_json(file)
         yield from enumerate(content.get("Data", [content]), start=1)
@@ -152,15 +151,15 @@ def read(data: str, source: Path, patterns: str, convert: Callable) -> list[dict
         raise UserError(f"{source}: of {data}, {patterns} was expected here")
     rows = {}
     for file in files:
-        lines, number = file.suffix.lower() == ".jsonl", 1
+        number = 1
         try:
-            for number, item in items(file, lines):
-                row = convert(json.loads(item) if lines else item, file)
+            for number, item in items(file):
+                row = convert(item, file)
                 key = row.pop("id", len(rows))
                 if key in rows:  # in SCROLLS a row for each answer
                     rows[key]["answers"] += row["answers"]
                 rows.setdefault(key, row)
-        except DAMAGED as error:
+        except FOREIGN as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"{file}, row {number}: not as in {data} ({reason})") from None
     return list(rows.values())
@@ -211,29 +210,33 @@ def shorten(row: dict, most: int, tokenizer: Tokenizer) -> bool:
 
 
 def is_task(row: dict) -> bool:
-    """Whether no text is blank, "stop" is text, "punctuation" is nothing or a blank, and `answer`
-    is the place of one of the choices."""
+    """True for a row of one of the two kinds. Raises one of FOREIGN that says what is wrong."""
     if "choices" in row:
         texts, answer = row["choices"], row["answer"]
         prompts = np.broadcast_to(row["prompt"], len(texts)).tolist()
+        if type(answer) is not int or answer not in range(len(texts)):  # neither true nor 2.0
+            raise ValueError(f"answer {answer!r} is not the place of a choice")
     else:
-        texts, answer, prompts = row["answers"], 0, [row["prompt"]]
+        texts, prompts = row["answers"], [row["prompt"]]
+    if len(texts) < (2 if "choices" in row else 1):
+        raise ValueError("it has too few texts to answer with")
     most = row.get("max_tokens", 32)
-    if type(most) is not int or type(answer) is not int:  # neither true nor 2.0
-        return False
-    if most < 1 or answer not in range(len(texts)):
-        return False
-    if "choices" in row and len(texts) < 2:
-        return False
-    if row.get("stop", "\n") <= "" or row.get("punctuation", " ") not in ("", " "):
-        return False
+    if type(most) is not int or most < 1:
+        raise ValueError(f"max_tokens {most!r} is not a whole number from 1 on")
+    if row.get("stop", "\n") <= "":
+        raise ValueError("stop is empty")
+    if row.get("punctuation", " ") not in ("", " "):
+        raise ValueError("punctuation is neither nothing nor a blank")
     classes = []
     if "longbench" in row:
         classes = row["classes"] or []
-        needs_classes = row["longbench"] == "trec"
-        if row["longbench"] not in LONGBENCH or (needs_classes and not classes):
-            return False
-    return all(text.strip() for text in prompts + texts + classes)
+        if row["longbench"] not in LONGBENCH:
+            raise ValueError(f"longbench {row['longbench']!r} is not one of {', '.join(LONGBENCH)}")
+        if row["longbench"] == "trec" and not classes:
+            raise ValueError("trec needs classes")
+    if not all(text.strip() for text in prompts + texts + classes):
+        raise ValueError("a text of it is blank")
+    return True
 
 
 def refuse_without_tokens(
@@ -379,6 +382,9 @@ def score_file(
 # --- The program ------------------------------------------------------------------------
 
 
+WRITES = ("data", "files", "shots", "seed", "out", "device")  # flags for what is not score
+
+
 def parse() -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_seed()
@@ -392,9 +398,13 @@ def parse() -> argparse.Namespace:
     add_shared_flags(parser)
     flags = parse_models(parser)
     if flags.data != "score":
-        if flags.cut or flags.method or flags.json:
-            left_out = f"leave them out, as {flags.data} only writes rows"
-            parser.error(f"--cut, --method and --json are for score; {left_out}")
+        given, default = vars(parser.parse_args()), vars(parser.parse_args([flags.data]))
+        of_score = [name for name in given if given[name] != default[name] and name not in WRITES]
+        if of_score:
+            named = ", ".join(f"--{name}" for name in of_score).replace("_", "-").replace("runs", "run")
+            parser.error(f"{named}: for score; leave it out, as {flags.data} only writes rows")
+        if flags.shots and flags.data == "longbench":
+            parser.error("--shots: LongBench has no answered rows to draw from; leave it out")
         if not flags.out:
             parser.error("--out: name the file to write to")
         if len(flags.files) > 1:
