@@ -287,6 +287,12 @@ def test_keys_by_slot_are_rounded_once(config):
     assert same.any(dim=3).all()
 
 
+def test_a_rule_that_reads_positions_needs_those_of_the_text(model):
+    cache = AdaptedLlama(model, settings("expected-attention", positions="slots")).cache()
+    with pytest.raises(AssertionError, match="needs positions of the text"):
+        model(torch.zeros(1, 4, dtype=torch.int64), cache)
+
+
 @pytest.mark.parametrize("chosen, sentence", [
     ([0, 1, 2], "4 entries in each head"), ([0, 1, 2, -1], "none of the last entries")])
 def test_a_wrong_choice_of_what_is_pinned_is_noticed(model, monkeypatch, chosen, sentence):

@@ -7,6 +7,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import bench
 import budgets
 import field_budgets
 import fit_scores
@@ -108,6 +109,16 @@ def test_budgets_of_a_base_say_how_they_were_measured(run):
     # Another rule than H2O's is not measured.
     code, _, err = run(budgets, f"--data {argparse.__file__} --method keydiff")
     assert code == 2 and "--method keydiff: take h2o, h2o+forget or streaming" in err
+
+
+def test_budgets_are_those_of_the_rows_that_can_have_them(model):
+    """Of tools/bench.py: rows with heavy and without merged slots."""
+    rows = ["streaming", "h2o", "lococo", "lococo+h2o"]
+    sizes = dict(mem=[16], segment=[8], seq=64, bits=0, budgets=[[1, 3], [2, 2]])
+    made = bench.make_all(model, argparse.Namespace(rows=rows, **sizes))
+    slots = {name.split(",")[0]: adapted.settings.budgets for name, adapted in made.items()}
+    budgets = [[8, 24], [16, 16]]
+    assert slots == {"streaming": [], "h2o": budgets, "lococo": [], "lococo+h2o": []}
 
 
 def test_budgets_of_other_papers(tmp_path, monkeypatch):

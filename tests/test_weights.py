@@ -110,6 +110,11 @@ def test_an_output_matrix_that_was_trained_apart(tmp_path, model):
     """It is used, though the configuration says that embeddings and output matrix are one."""
     load(write_model(tmp_path, model, SHARDS, tie_word_embeddings=True), model, tied=False)
 
+    def in_8_bits(state: dict) -> None:
+        state["lm_head.weight"] = state["lm_head.weight"].to(torch.int8)
+
+    refusal(load_llama, write_model(tmp_path, model, [HF], in_8_bits, tie_word_embeddings=True), "int8")
+
 
 def test_what_an_index_does_not_name_is_not_loaded(tmp_path, model):
     """Such as a shard of an older save. Without an index a tensor that is there twice is refused,
