@@ -46,38 +46,6 @@ def with_ours(settings: Settings, **changes) -> HeadSettings:
     return HeadSettings(**own | changes)
 
 
-def scaled(budgets: list[list[int]], mem: int) -> list[list[int]]:
-    """Slots of heads in the same proportions, `mem` on average."""
-    shares, heads = sum(budgets, []), len(budgets[0])
-    slots = divided(mem * len(shares), shares)
-    return [slots[n : n + heads] for n in range(0, len(slots), heads)]
-
-
-def with_slots(settings: Settings, M: int) -> HeadSettings:
-    """The same memory with M slots in each head. It has all sinks, and the other kinds keep
-    their proportions."""
-    kinds = KINDS[1:]
-    counts = divided(M - settings.sinks, [getattr(settings, kind) for kind in kinds])
-    return with_ours(settings, budgets=[], **dict(zip(kinds, counts)))
-
-
-def divided(total: int, shares: list[int]) -> list[int]:
-    """A total in the proportions of shares, whose sum is positive. What rounding leaves
-    over goes to the largest."""
-    counts = [total * share // sum(shares) for share in shares]
-    counts[counts.index(max(counts))] += total - sum(counts)
-    return counts
-
-
-def check_budgets(budgets: list[list[int]], config: LlamaConfig) -> None:
-    """Raises UserError if they are not those of such a base."""
-    layers, heads = config.n_layers, config.n_kv_heads
-    if budgets and [len(row) for row in budgets] != [heads] * layers:
-        found = f"{len(budgets)} layers of {len(budgets[0])} heads"
-        needed = f"this base has {layers} layers of {heads}: measure its own by tools/budgets.py"
-        raise UserError(f"budgets: they are for {found}; {needed}")
-
-
 # --- The memory -------------------------------------------------------------------------
 
 
@@ -140,3 +108,37 @@ class BudgetMemory(PackedMemory):
 
 
 MEMORIES["budgets"] = BudgetMemory
+
+# --- Numbers of slots -------------------------------------------------------------------
+
+
+def scaled(budgets: list[list[int]], mem: int) -> list[list[int]]:
+    """Slots of heads in the same proportions, `mem` on average."""
+    shares, heads = sum(budgets, []), len(budgets[0])
+    slots = divided(mem * len(shares), shares)
+    return [slots[n : n + heads] for n in range(0, len(slots), heads)]
+
+
+def with_slots(settings: Settings, M: int) -> HeadSettings:
+    """The same memory with M slots in each head. It has all sinks, and the other kinds keep
+    their proportions."""
+    kinds = KINDS[1:]
+    counts = divided(M - settings.sinks, [getattr(settings, kind) for kind in kinds])
+    return with_ours(settings, budgets=[], **dict(zip(kinds, counts)))
+
+
+def divided(total: int, shares: list[int]) -> list[int]:
+    """A total in the proportions of shares, whose sum is positive. What rounding leaves
+    over goes to the largest."""
+    counts = [total * share // sum(shares) for share in shares]
+    counts[counts.index(max(counts))] += total - sum(counts)
+    return counts
+
+
+def check_budgets(budgets: list[list[int]], config: LlamaConfig) -> None:
+    """Raises UserError if they are not those of such a base."""
+    layers, heads = config.n_layers, config.n_kv_heads
+    if budgets and [len(row) for row in budgets] != [heads] * layers:
+        found = f"{len(budgets)} layers of {len(budgets[0])} heads"
+        needed = f"this base has {layers} layers of {heads}: measure its own by tools/budgets.py"
+        raise UserError(f"budgets: they are for {found}; {needed}")
