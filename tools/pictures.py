@@ -252,7 +252,7 @@ def draw_curve(file: Path) -> None:
         for (label, colour, mark), rows in TRAINED.items():
             trained = {}  # by tokens, the loss of each seed
             for cell in cells:
-                if cell["row"] in rows and common.items() <= cell.items():
+                if cell["steps"] and cell["row"] in rows and common.items() <= cell.items():
                     nats = float(np.mean(cell["by document"]))
                     trained.setdefault(tables.tokens_of(cell), []).append(nats)
             first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}

@@ -420,7 +420,9 @@ def make_cells(table: Table, options: Options) -> None:
         flags = all_flags(ROWS[key], table)
         settings = settings_of(flags, options)
         trains = settings.merged and not ROWS[key].stored
-        steps = (options.steps or table.steps) if trains else 0
+        steps = options.steps if trains else 0
+        if steps is None:
+            steps = table.steps
         name = {"row": key, "flags": flags, "steps": steps}
         name |= common | {"seed": seed if steps else 0}
         if not any(name.items() <= cell.items() for cell in stored_cells()):
@@ -695,7 +697,8 @@ def short_table(cells: list[dict]) -> str:
         of_row = [cell for cell in cells if cell["row"] == key and cell["mem"] == SHORT.mem]
         for steps in sorted({cell["steps"] for cell in of_row}):
             some = [cell for cell in of_row if cell["steps"] == steps]
-            columns = [ROWS[key].label, trained_on(some) if steps else "-"]
+            trains = "--method lococo" in ROWS[key].flags
+            columns = [ROWS[key].label, trained_on(some) if trains else "-"]
             for part in ("choosing", "test"):
                 line = short_line(cells, key, steps, part)
                 h2o = short_line(cells, "h2o", 0, part)
@@ -706,6 +709,8 @@ def short_table(cells: list[dict]) -> str:
 
 def trained_on(cells: list[dict]) -> str:
     """The tokens, dtype and seeds of cells of one row after equally many steps."""
+    if not cells[0]["steps"]:
+        return "not trained"
     precision = " in bfloat16" if "bfloat16" in ROWS[cells[0]["row"]].flags else ""
     seeds = counted(len({cell["seed"] for cell in cells}), "seed")
     return f"{tokens_of(cells[0]):,} tokens{precision}, {seeds}"
@@ -760,7 +765,7 @@ def parse() -> Options:
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="of the base (default: float32)")
     add("--seeds", nargs="+", type=at_least(0), default=[0], help="default: 0")
-    add("--steps", type=at_least(1), help="of training (default: the table's)")
+    add("--steps", type=at_least(0), help="of training (default: the table's)")
     add("--write", action="store_true", help="write all tables into the pages")
     options = parser.parse_args()
     options.model = Path(os.path.realpath(options.model))
