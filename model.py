@@ -75,7 +75,7 @@ class LlamaConfig:
     @property
     def longest(self) -> int:
         """The most tokens of a text that the base reads well."""
-        return int(self.context * self.rope_scale)
+        return round(self.context * self.rope_scale)
 
 
 def widened(t: Tensor) -> Tensor:

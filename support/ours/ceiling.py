@@ -29,7 +29,7 @@ class CeilingMemory(Memory):
     def __init__(self, config: LlamaConfig, settings: Settings, compressors: nn.ModuleList):
         super().__init__(config, settings, compressors)
         # The largest distance that the base reads, in tokens.
-        self.reach = int(config.context * self.rope_scale)
+        self.reach = round(config.context * self.rope_scale)
         # C is lower by an eighth, or by a segment if that is more. In low precision each move
         # rounds the keys, so that moves must be rare.
         self.ceiling = max(0, self.reach - max(settings.segment, self.reach // 8))
