@@ -81,9 +81,9 @@ def own_folders(tmp_path, monkeypatch):
 def run(own_folders, monkeypatch, capsys):
     """Run a program with a command line; returns (exit code, stdout, stderr)."""
 
-    def call(program, words):
-        words = [word.strip("'") for word in words.split()]
-        monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", "--device", "cpu", *words])
+    def call(program, words, before="--device cpu"):
+        words = [word.strip("'") for word in f"{before} {words}".split()]
+        monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *words])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
         try:
             run_program(program.main)

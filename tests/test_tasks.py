@@ -125,20 +125,27 @@ def test_a_prompt_that_is_cut_to_nothing(run):
 
 
 @pytest.mark.parametrize("words, sentence", [
-    ("race . --method h2o --out x", "--method: for score; leave it out, as race only writes rows"),
-    ("race . --run nowhere --mem 64 --out x", "--mem, --run: for score; leave it out, as race"),
-    ("longbench f --shots 2 --out x", "--shots: LongBench has no answered rows to draw from"),
+    ("scrolls . --out x --run nowhere --model nowhere --mem 64",
+     "tasks.py scrolls: unrecognized arguments: --run nowhere --model nowhere --mem 64"),
+    ("race . --out x --model tiny", "tasks.py race: unrecognized arguments: --model tiny"),
+    ("score rows --out x", "tasks.py: unrecognized arguments: --out x"),
+    ("--seed 3 race . --out x", "tasks.py: race: the first word must be score or one of race,"),
+    ("longbench f --shots 2 --out x", "--shots 2: longbench has no training rows to draw from"),
 ])
-def test_flags_that_rows_do_not_take(run, words, sentence):
-    code, _, err = run(tasks, words)
-    assert code == 2 and sentence in err
+def test_flags_are_of_the_first_word(run, words, sentence):
+    code, out, err = run(tasks, words, before="")
+    assert (code, out, err.count("\n")) == (2, "", 1) and sentence in err
 
 
 ANSWERS = {"prompt": "x =", "answers": ["1"]}
 CHOICES = {"prompt": "x =", "choices": ["1", "2"], "answer": 0}
 BAD = {
     "x": "this is not valid JSON", "[1]": "not as --help says",
-    json.dumps(ANSWERS | {"answers": []}): "too few texts", json.dumps(ANSWERS | {"stop": ""}): "stop",
+    json.dumps(ANSWERS | {"answers": []}): "too few texts",
+    json.dumps(ANSWERS | {"stop": ""}): "stop is empty",
+    json.dumps(ANSWERS | {"max_tokens": 2.0}): "max_tokens 2.0 is not a whole number",
+    json.dumps(ANSWERS | {"punctuation": "."}): "punctuation is neither",
+    json.dumps(ANSWERS | {"longbench": "lsht", "classes": None}): "longbench 'lsht' is not",
     json.dumps(ANSWERS | {"longbench": "trec", "classes": None}): "trec needs classes",
     json.dumps(CHOICES | {"answer": 2}): "answer 2 is not", json.dumps(CHOICES | {"prompt": " "}): "blank",
     json.dumps(CHOICES | {"prompt": ["x"] * 3}): "not as --help says",
@@ -160,7 +167,7 @@ CASES = json.loads((HERE / "tests" / "official_rows.json").read_text("utf-8"))
 
 def convert(run, words):
     """The rows that tasks.py makes, or its one sentence."""
-    code, _, err = run(tasks, f"{words} --out x")
+    code, _, err = run(tasks, f"{words} --out x", before="")
     assert (code, err.count("\n")) == ((2, 1) if err else (0, 0)), err
     return err or [json.loads(line) for line in open("x")]
 

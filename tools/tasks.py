@@ -23,6 +23,8 @@ its own script). SCROLLS is scored as its authors do: the harness scores QuALITY
 likelihood, so that its numbers differ. LongBench's prompts are in its folder config/; --cut
 shortens long prompts in their middle, as it does. metrics.py says what an answer is worth. Shots
 are drawn from the training split, by the seed.
+
+`tasks.py race --help` lists the flags for rows, `tasks.py score --help` those for scores.
 """
 
 import argparse
@@ -43,9 +45,9 @@ from generate import as_text, decode, prefill
 from lococo import AdaptedLlama, segment_losses
 from metrics import LONGBENCH, compare
 from model import KVCache, load_base
-from support.command_line import Machine, Parser, at_least, counted, prepare, run_program
-from support.files import FOREIGN, UserError, read_json
-from support.files import write_json, write_text
+from support.command_line import Machine, Parser, PlainParser
+from support.command_line import at_least, counted, prepare, run_program
+from support.files import FOREIGN, UserError, read_json, write_json, write_text
 from support.programs.scoring import add_shared_flags, models_to_score, parse_models
 from support.text import read_rows
 from support.tokenizer import Tokenizer
@@ -120,7 +122,7 @@ def longbench(row: dict, file: Path) -> dict:
             "stop": stop, "longbench": name, "classes": row["all_classes"]}
 
 
-DATA = {  # the files with the shots, the files with the questions, how a row is converted
+DATA = {  # files with shots (or ""), files with questions, how a row is converted
     "race": ("train/high/*.txt", "test/high/*.txt", race),
     "hellaswag": ("hellaswag_train.jsonl", "hellaswag_val.jsonl", hellaswag),
     "winogrande": ("train_xl.jsonl", "dev.jsonl", winogrande),
@@ -128,7 +130,7 @@ DATA = {  # the files with the shots, the files with the questions, how a row is
     "triviaqa": ("unfiltered-web-train.json or qa/web-train.json",
                  "unfiltered-web-dev.json or qa/web-dev.json", triviaqa),
     "scrolls": ("train.jsonl", "validation.jsonl", scrolls),
-    "longbench": ("no training file", "data/NAME.jsonl itself", longbench),
+    "longbench": ("", "data/NAME.jsonl itself", longbench),
 }
 
 
@@ -183,11 +185,14 @@ def answered(row: dict) -> str:
 def write_rows(flags: argparse.Namespace) -> None:
     """Write the rows of a data set to --out."""
     train, test, convert = DATA[flags.data]
-    source = flags.files[0] if flags.files else Path()
-    rows = read(flags.data, source, test, convert)
-    training = read(flags.data, source, train, convert) if flags.shots else []
+    if flags.shots and not train:
+        none = f"{flags.data} has no training rows to draw from"
+        raise UserError(f"--shots {flags.shots}: {none}; leave it out")
+    rows = read(flags.data, flags.source, test, convert)
+    training = read(flags.data, flags.source, train, convert) if flags.shots else []
     if flags.shots >= max(len(training), 1):
-        raise UserError(f"--shots {flags.shots}: {len(training)} rows to draw from")
+        drawn_from = counted(len(training), "row")
+        raise UserError(f"--shots {flags.shots}: {drawn_from} to draw from; take fewer")
     shown = with_shots(rows, training, flags.shots, flags.seed)
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(flags.out, "".join(json.dumps(row) + "\n" for row in shown))
@@ -382,47 +387,45 @@ def score_file(
 # --- The program ------------------------------------------------------------------------
 
 
-WRITES = ("data", "files", "shots", "seed", "out", "device")  # flags for what is not score
+def parse_for_rows(data: str) -> argparse.Namespace:
+    """The flags behind the name of a data set. None of them is about a model."""
+    parser = PlainParser(__doc__)
+    parser.prog += f" {data}"
+    parser.set_defaults(data=data)
+    add = parser.add_argument
+    add("source", type=Path, metavar="PATH", help="official folder; longbench: a file")
+    add("--shots", type=at_least(0), default=0, help="answered rows in front of each")
+    add("--seed", type=at_least(0), default=0, help="by which shots are drawn (default: 0)")
+    add("--out", type=Path, required=True, help="file to write rows to")
+    return parser.parse_args(sys.argv[2:])
 
 
-def parse() -> argparse.Namespace:
+def score_word(word: str) -> str:
+    """An argparse type: the word score. Raises UserError."""
+    if word != "score":
+        raise UserError(f"{word}: the first word must be score or one of {', '.join(DATA)}")
+    return word
+
+
+def parse_for_score() -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_seed()
     add = parser.add_argument
-    add("data", choices=[*DATA, "score"], help="what to convert; or score")
-    add("files", type=Path, nargs="*", metavar="PATH", help="folder of official files; score: rows")
-    add("--shots", type=at_least(0), default=0, help="answered rows in front of each")
-    add("--out", type=Path, help="file to write rows to")
-    add("--cut", type=at_least(4), metavar="N", help="score: cut longer prompts in the middle")
+    add("score", type=score_word, help="this word")
+    add("files", type=Path, nargs="+", metavar="ROWS", help="files of rows")
+    add("--cut", type=at_least(4), metavar="N", help="cut longer prompts in the middle")
     add("--run", dest="runs", type=Path, nargs="+", default=[], help="score these adapters")
     add_shared_flags(parser)
-    flags = parse_models(parser)
-    if flags.data != "score":
-        given, default = vars(parser.parse_args()), vars(parser.parse_args([flags.data]))
-        of_score = [name for name in given if given[name] != default[name] and name not in WRITES]
-        if of_score:
-            named = ", ".join(f"--{name}" for name in of_score).replace("_", "-").replace("runs", "run")
-            parser.error(f"{named}: for score; leave it out, as {flags.data} only writes rows")
-        if flags.shots and flags.data == "longbench":
-            parser.error("--shots: LongBench has no answered rows to draw from; leave it out")
-        if not flags.out:
-            parser.error("--out: name the file to write to")
-        if len(flags.files) > 1:
-            parser.error(f"{flags.files[1]}: one folder at a time")
-    elif flags.out or flags.shots:
-        flag = f"--out {flags.out}" if flags.out else f"--shots {flags.shots}"
-        parser.error(f"{flag}: score takes rows as they are; --json FILE writes the tables")
-    elif not flags.files:
-        parser.error("score: name files of rows")
-    return flags
+    return parse_models(parser)
 
 
 def main() -> None:
-    flags = parse()
-    if flags.data == "score":
-        score(flags)
+    """The first word says what to do, and thereby which flags there are."""
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    if first in DATA:
+        write_rows(parse_for_rows(first))
     else:
-        write_rows(flags)
+        score(parse_for_score())
 
 
 if __name__ == "__main__":
