@@ -101,11 +101,10 @@ def code_line(text: str, answer: str, classes: None) -> float:
 
 
 LONGBENCH = {"trec": ("class", class_named)}  # data set: column and metric
-for name in "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique triviaqa".split():
-    LONGBENCH[name] = "f1", question_f1
-for name in "gov_report qmsum multi_news samsum".split():
-    LONGBENCH[name] = "rouge package", summary_rouge
-for name in "passage_count passage_retrieval_en".split():
-    LONGBENCH[name] = "numbers", right_numbers
-for name in "lcc repobench-p".split():
-    LONGBENCH[name] = "code", code_line
+QUESTIONS = "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique triviaqa".split()
+LONGBENCH |= dict.fromkeys(QUESTIONS, ("f1", question_f1))
+SUMMARIES = "gov_report qmsum multi_news samsum".split()
+LONGBENCH |= dict.fromkeys(SUMMARIES, ("rouge package", summary_rouge))
+COUNTS = ("passage_count", "passage_retrieval_en")
+LONGBENCH |= dict.fromkeys(COUNTS, ("numbers", right_numbers))
+LONGBENCH |= dict.fromkeys(("lcc", "repobench-p"), ("code", code_line))

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train
-from eval_ppl import perplexity, ranges, standard_error, token_losses
+from eval_ppl import ranges, standard_error, token_losses
 from lococo import COMPRESSORS, METHODS, AdaptedLlama, Settings
 from model import load_base
 from support.programs.adapter import identity, load_adapter
@@ -48,7 +48,7 @@ from support.files import write_text
 from support.ours.official_code import OfficialCompressor
 from support.ours.published import RULES
 from support.programs.settings import untrained
-from support.programs.scoring import name_of
+from support.programs.scoring import given, name_of
 from support.text import long_documents, read_rows, token_streams
 from support.tokenizer import Tokenizer
 
@@ -92,8 +92,8 @@ class Row:
     flags: str  # of train.py, after those of the table
     bits: int = 0  # in which its entries are stored; 0: those of --dtype
     stored: str = ""  # the folder of the adapter that it is, in the sizes of the table
-    # What the files of tools/needle.py call it, a name for each seed. Empty: `panels_of` knows.
-    panels: tuple[str, ...] = ()
+    # What the files of tools/needle.py call it, a name for each seed. None: `panels_of` knows.
+    panels: tuple[str, ...] | None = None
 
 
 STORED = "adapters/smollm2-135m"
@@ -178,7 +178,7 @@ for rule in RULES:
     ROWS[f"{rule} heads"] = Row(rule, f"--method {rule} --budgets {BUDGETS}")
 for name, method in (("pyramid", "snapkv"), ("duo", "duo-attention"), ("layers", "h2o+forget")):
     flags = f"--method {method} --budgets {STORED}/budgets-{name}.json"
-    ROWS[name] = Row(name, flags, panels=("not asked",))
+    ROWS[name] = Row(name, flags, panels=())  # no facts were asked for
 ROWS["learned, equal slots"] = replace(
     ROWS["learned"], label="a learned score, equal slots", flags="--method learned"
 )
@@ -193,7 +193,6 @@ class Table:
     seq: int  # tokens of a document that is scored
     part: str  # that is scored: one of SCORED
     segment: int  # tokens T of a segment
-    steps: int = 60  # of training, if --steps does not say otherwise
     documents: int = 48  # that are scored, at most
     labels: dict[str, str] = field(default_factory=dict)  # of rows that have another one here
 
@@ -373,15 +372,12 @@ def model_of(name: dict, row: Row, options: Options) -> AdaptedLlama:
     machine = prepare("cpu", options.dtype)
     model, _ = load_base(options.model, machine.dtype, machine.device)
     if run:
-        adapted = load_adapter(run, model)
-    elif row.stored:
-        settings = settings_of(name["flags"], options)
-        sizes = {size: getattr(settings, size) for size in SIZES} | {"bits": row.bits}
-        adapted = load_adapter(HERE / row.stored, model, **sizes)
-    else:
-        settings = replace(settings_of(name["flags"], options), bits=row.bits)
-        adapted = AdaptedLlama(model, settings).eval()
-    return adapted
+        return load_adapter(run, model)
+    settings = replace(settings_of(name["flags"], options), bits=row.bits)
+    if row.stored:
+        sizes = {size: getattr(settings, size) for size in SIZES}
+        return load_adapter(HERE / row.stored, model, **sizes)
+    return AdaptedLlama(model, settings).eval()
 
 
 def make_cell(name: dict, table: Table, options: Options, documents: Tensor) -> dict:
@@ -390,8 +386,8 @@ def make_cell(name: dict, table: Table, options: Options, documents: Tensor) -> 
     at_once = max(1, 8192 // table.seq)
     losses, _, held = token_losses(adapted, documents, prepare("cpu", options.dtype), at_once)
     means = losses.double().mean(dim=1)
-    figures = {"cache bytes": held, "nats": means.mean().item(), "perplexity": perplexity(losses)}
-    figures["by document"] = [round(nats, 5) for nats in means.tolist()]
+    nats = [round(nats, 5) for nats in means.tolist()]
+    figures = {"cache bytes": held, "by document": nats}
     if table.part == "long":
         position = torch.arange(1, table.seq).expand(len(losses), -1)
         masks = ranges("", position, table.mem + table.segment)
@@ -421,8 +417,6 @@ def make_cells(table: Table, options: Options) -> None:
         settings = settings_of(flags, options)
         trains = settings.merged and not ROWS[key].stored
         steps = options.steps if trains else 0
-        if steps is None:
-            steps = table.steps
         name = {"row": key, "flags": flags, "steps": steps}
         name |= common | {"seed": seed if steps else 0}
         if not any(name.items() <= cell.items() for cell in stored_cells()):
@@ -482,15 +476,12 @@ def lines_of(table: Table, cells: list[dict]) -> Lines:
     """In the order of the table. `cells` are of one model and dtype."""
     about = {key: getattr(table, key) for key in ("mem", "seq", "part", "documents")}
     found = [cell for cell in cells if about.items() <= cell.items()]
-    # Those of the newest base and documents: others cannot be paired. Some do not say theirs.
-    for key in ("base", "scored"):
-        found = [cell for cell in found if cell.get(key) in (None, found[-1].get(key))]
+    for key in ("base", "scored"):  # others than the newest cannot be paired
+        found = [cell for cell in found if cell[key] == found[-1][key]]
     lines = {}
     for key in table.rows:
         some = [cell for cell in found if cell["row"] == key]
         if some:
-            # A row's flags may have changed since a cell was made.
-            some = [cell for cell in some if cell.get("flags") == some[-1].get("flags")]
             steps = max(cell["steps"] for cell in some)
             by_seed = {cell["seed"]: cell for cell in some if cell["steps"] == steps}
             label = table.labels.get(key, ROWS[key].label)
@@ -571,7 +562,7 @@ def panels_of(key: str, table: Table) -> tuple[str, ...]:
     """The names that tools/needle.py gives a row, one for each seed: its method or adapter, and
     the flags that were given."""
     row = ROWS[key]
-    if row.panels:
+    if row.panels is not None:
         return row.panels
     config, _ = train.parse(all_flags(row, table).split())
     s = replace(config.settings, bits=row.bits)
@@ -579,10 +570,10 @@ def panels_of(key: str, table: Table) -> tuple[str, ...]:
         return (name_of(s),)
     if (f"{s.mem} + {s.segment}", s.bits) == (RECOMMENDED, 8):  # the adapter's own
         return (row.stored,)
-    name = f"{row.stored} M={s.mem} T={s.segment}"
-    if s.bits != 8:
-        name += f" bits={s.bits}"
-    return (name if s.budgets else f"{name} equal",)
+    bits = None if s.bits == 8 else s.bits
+    budgets = None if s.budgets else []
+    changed = Options(mem=s.mem, segment=s.segment, bits=bits, budgets=budgets)
+    return (row.stored + given(changed),)
 
 
 def share_found(
@@ -677,16 +668,14 @@ def ladder_table(table: Table, lines: Lines) -> str:
 
 def tokens_of(cell: dict) -> int:
     """How many tokens a cell was trained on."""
-    one = "--batch 1" in ROWS[cell["row"]].flags
-    sequences = 1 if one else max(1, 4096 // cell["seq"])
-    return cell["steps"] * sequences * cell["seq"]
+    config, _ = train.parse(cell["flags"].split())
+    return cell["steps"] * config.batch * config.seq
 
 
 def short_line(cells: list[dict], key: str, steps: int, part: str) -> Line | None:
     """A row with 64 slots after so many steps, on one text; None if it has no cell."""
-    about = {"row": key, "steps": steps, "part": part, "mem": SHORT.mem}
-    by_seed = {cell["seed"]: cell for cell in cells if about.items() <= cell.items()}
-    return Line(ROWS[key].label, steps, dict(sorted(by_seed.items()))) if by_seed else None
+    table = replace(SHORT, rows=(key,), part=part)
+    return lines_of(table, [cell for cell in cells if cell["steps"] == steps]).get(key)
 
 
 def short_table(cells: list[dict]) -> str:
@@ -765,7 +754,7 @@ def parse() -> Options:
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="of the base (default: float32)")
     add("--seeds", nargs="+", type=at_least(0), default=[0], help="default: 0")
-    add("--steps", type=at_least(0), help="of training (default: the table's)")
+    add("--steps", type=at_least(0), default=60, help="of training (default: 60)")
     add("--write", action="store_true", help="write all tables into the pages")
     options = parser.parse_args()
     options.model = Path(os.path.realpath(options.model))
@@ -785,8 +774,9 @@ def main() -> None:
     for name in options.tables:
         make_cells(TABLES[name], options)
     tables = all_tables(stored_cells())
-    for page in PAGES if options.write else ():
-        write_text(page, with_tables(page.read_text("utf-8"), tables))
+    if options.write:
+        for page in PAGES:
+            write_text(page, with_tables(page.read_text("utf-8"), tables))
     asked = {name if TABLES[name].part == "long" else "64 slots" for name in options.tables}
     for name, table in tables.items():
         if not asked or name.rsplit(", ", 2)[0] in asked:

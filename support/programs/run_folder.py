@@ -23,7 +23,7 @@ from support.text import parsed
 def refuse_used(out: str) -> None:
     """Raises UserError if a folder for a new run has files. An empty name is no folder."""
     if out and Path(out).is_dir() and any(Path(out).iterdir()):
-        sentence = "it has files already; name a new folder, or go on with it by --resume"
+        sentence = "it has files already; name a new folder (train.py goes on with a run by --resume)"
         raise UserError(f"--out {os.path.relpath(out)}: {sentence}")
 
 

@@ -1,19 +1,12 @@
 """What slots hold: each slot is a mixture of tokens. It is the data of
 support/memory_page.html."""
 
-from collections import Counter
-
 import torch
 from torch import Tensor
 
 from lococo import KINDS, MEMORIES, AdaptedLlama, Settings
 
 LEAST = 0.01  # smaller shares are left out
-
-
-def kinds_of(s: Settings) -> list[str]:
-    """The kind of each slot, in their order."""
-    return [kind for kind in KINDS for _ in range(getattr(s, kind))]
 
 
 def mixing_matrix(s: Settings, order: Tensor, w: Tensor) -> Tensor:
@@ -102,7 +95,8 @@ def head_record(memory: Tracing, n: int, own: int) -> dict:
     for shares, tokens in memory.largest[n]:
         slots = zip(shares[own].tolist(), tokens[own].tolist())
         held.append([slot_record(*slot) for slot in slots])
-    counts = Counter(kinds_of(memory.parts[n].settings))  # in the order of the slots
+    s = memory.parts[n].settings
+    counts = {kind: getattr(s, kind) for kind in KINDS if getattr(s, kind)}
     return {"counts": counts, "read": memory.seen_at[n], "held": held}
 
 
