@@ -204,12 +204,6 @@ def token_streams(paths: list[Path], tokenizer: Tokenizer) -> dict[str, np.ndarr
     return {part: streams[part].numpy() for part in PARTS}  # a file has another order
 
 
-def texts_to_fit(paths: list[Path], tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of all texts; without a path, of the training part of Python's library."""
-    streams = token_streams(paths, tokenizer)
-    return np.concatenate([*streams.values()]) if paths else streams["training"]
-
-
 # --- Tokens into sequences and documents ------------------------------------------------
 
 
@@ -281,6 +275,19 @@ def pieces(
     most = min(most, len(found))
     rows = [[bos, *found[i * len(found) // most]] for i in range(most)]
     return torch.from_numpy(np.array(rows, np.int64).reshape(most, L))
+
+
+def pieces_to_fit(
+    paths: list[Path], tokenizer: Tokenizer, L: int, most: int
+) -> tuple[Tensor, np.ndarray]:
+    """The `pieces` of all texts, and the ids of these texts; without a path, of the training
+    part of Python's library. Raises UserError if no text is long enough."""
+    streams = token_streams(paths, tokenizer)
+    ids = np.concatenate([*streams.values()]) if paths else streams["training"]
+    rows = pieces(ids, tokenizer.bos, L, most)
+    if not len(rows):
+        raise UserError(f"--data: no text has --length {L} tokens")
+    return rows, ids
 
 
 class Texts(NamedTuple):

@@ -129,7 +129,7 @@ def test_a_prompt_that_is_cut_to_nothing(run):
      "tasks.py scrolls: unrecognized arguments: --run nowhere --model nowhere --mem 64"),
     ("race . --out x --model tiny", "tasks.py race: unrecognized arguments: --model tiny"),
     ("score rows --out x", "tasks.py: unrecognized arguments: --out x"),
-    ("--seed 3 race . --out x", "tasks.py: race: the first word must be score or one of race,"),
+    ("--mem 4 race . --out x", "tasks.py: race: the first word must be score or one of race,"),
     ("longbench f --shots 2 --out x", "--shots 2: longbench has no training rows to draw from"),
 ])
 def test_flags_are_of_the_first_word(run, words, sentence):

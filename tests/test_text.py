@@ -18,7 +18,7 @@ import torch
 import support.text
 from support.facts import fact_tokens, tell
 from support.files import UserError
-from support.text import long_documents, part_of, pieces, read_texts, sequence, texts_to_fit
+from support.text import long_documents, part_of, pieces, pieces_to_fit, read_texts, sequence
 from support.text import token_streams
 
 pytestmark = pytest.mark.usefixtures("own_folders")  # 60 files in text/, an empty cache/
@@ -125,8 +125,10 @@ def test_each_text_is_tokenized_once_by_each_tokenizer(tokenizer, monkeypatch):
 def test_what_is_fitted_is_all_texts_or_what_trains_of_the_library(tokenizer, monkeypatch):
     monkeypatch.setattr(support.text, "library", FOLDER.resolve)
     streams = token_streams([], tokenizer)
-    assert len(streams["held-out"]) and np.array_equal(texts_to_fit([], tokenizer), streams["training"])
-    assert len(texts_to_fit([FOLDER], tokenizer)) == sum(map(len, streams.values()))
+    _, ids = pieces_to_fit([], tokenizer, 9, 1)
+    assert len(streams["held-out"]) and np.array_equal(ids, streams["training"])
+    _, ids = pieces_to_fit([FOLDER], tokenizer, 9, 1)
+    assert len(ids) == sum(map(len, streams.values()))
 
 
 def test_sequences_are_pieces_of_the_text_shuffled_for_each_pass():

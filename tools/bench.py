@@ -19,15 +19,14 @@ many times the first window's that is.
 import argparse
 import statistics
 import sys
-import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.benchmark import timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from generate import prefill
@@ -41,16 +40,10 @@ ROWS = ("full", "streaming", "h2o", "h2o+forget", "learned", "lococo", "lococo+h
 Options = argparse.Namespace  # the flags of `parse`
 
 
-def seconds(work: Callable, options: Options) -> float:
-    def wait() -> None:
-        if torch.device(options.device).type == "cuda":
-            torch.cuda.synchronize(options.device)
-
-    wait()
-    begun = time.perf_counter()
+def seconds(work: Callable) -> float:
+    begun = timer()  # it waits for a GPU
     work()
-    wait()
-    return time.perf_counter() - begun
+    return timer() - begun
 
 
 def make(row: str, mem: int, segment: int, model: Llama, options: Options) -> AdaptedLlama:
@@ -76,13 +69,11 @@ def make_all(model: Llama, options: Options) -> dict[str, AdaptedLlama]:
 
 
 def prefill_time(adapted: AdaptedLlama, options: Options) -> float:
-    ids = np.random.default_rng(0).integers(0, adapted.model.config.vocab_size, (1, options.seq))
-    tokens = torch.from_numpy(ids).to(options.device)
+    vocab_size = adapted.model.config.vocab_size
+    tokens = torch.randint(vocab_size, (1, options.seq), device=options.device)
     cache = adapted.cache()
     with options.machine.precision(), torch.no_grad():
-        return seconds(
-            lambda: prefill(adapted.model, tokens, cache, adapted.settings.segment), options
-        )
+        return seconds(lambda: prefill(adapted.model, tokens, cache, adapted.settings.segment))
 
 
 def filled(adapted: AdaptedLlama, n: int, options: Options) -> KVCache:
@@ -119,7 +110,7 @@ def decode_time(adapted: AdaptedLlama, n: int, options: Options) -> float:
 
     with options.machine.precision():
         write(2)  # after these a memory has just been compressed
-        return seconds(lambda: write(count), options) / count
+        return seconds(lambda: write(count)) / count
 
 
 # --- The table --------------------------------------------------------------------------

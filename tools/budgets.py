@@ -35,8 +35,8 @@ from support.command_line import Parser, at_least, counted, named_path, output_f
 from support.command_line import prepare, run_program
 from support.facts import tell_all
 from support.files import UserError, write_json
-from support.programs.settings import make_settings
-from support.text import pieces, texts_to_fit
+from support.programs.settings import make_settings, refuse_not_compressed
+from support.text import pieces_to_fit
 from support.tokenizer import Tokenizer
 
 LEAST = 3 / 8  # of M, for a head that needs no more
@@ -137,11 +137,7 @@ def settings_of(options: Options, model: Llama) -> Settings:
     if L > length:
         passed = f"a head that reads all would pass the base's context of {length:,} tokens"
         raise UserError(f"--length {L}: {passed}; take a smaller --length")
-    if L - 1 <= s.capacity:
-        sizes = f"a memory of {mem} slots and a segment of {segment} tokens hold it"
-        nothing = "so that nothing is compressed"
-        remedy = "take a larger --length, or a smaller --mem"
-        raise UserError(f"--length {L}: {sizes}, {nothing}; {remedy}")
+    refuse_not_compressed("--length", L, s)
     return s
 
 
@@ -149,10 +145,7 @@ def what_is_scored(
     options: Options, settings: Settings, tokenizer: Tokenizer
 ) -> tuple[Tensor, Tensor]:
     """Tokens (P, L), and which of them count, (P, L - 1). Raises UserError if none do."""
-    ids = texts_to_fit(options.data, tokenizer)
-    documents = pieces(ids, tokenizer.bos, options.length, options.documents)
-    if not len(documents):
-        raise UserError(f"--data: no text has --length {options.length} tokens")
+    documents, _ = pieces_to_fit(options.data, tokenizer, options.length, options.documents)
     if not options.recall:
         return documents, torch.ones_like(documents[:, 1:], dtype=torch.bool)
     # The names of facts are those for training.

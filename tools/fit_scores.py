@@ -32,7 +32,7 @@ from support.ours.learned_score import LearnedScore
 from support.programs.adapter import write_adapter
 from support.programs.run_folder import refuse_used
 from support.programs.settings import make_settings
-from support.text import PARTS, fingerprints, pieces, texts_to_fit
+from support.text import PARTS, fingerprints, pieces_to_fit
 from support.tokenizer import Tokenizer
 
 SEGMENT = 256  # tokens
@@ -69,10 +69,7 @@ def texts_of(options: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Tensor,
     """Pieces of the texts, (P, L), and the fingerprints of all texts. Two thirds of the pieces
     have facts of two forms, unless --no-facts is given. Raises UserError if no text is long
     enough."""
-    ids = texts_to_fit(options.data, tokenizer)
-    rows = pieces(ids, tokenizer.bos, options.length, options.documents)
-    if not len(rows):
-        raise UserError(f"--data: no text has --length {options.length} tokens")
+    rows, ids = pieces_to_fit(options.data, tokenizer, options.length, options.documents)
     told = []
     for i, row in enumerate(rows):
         if i % 3 < 2 and not options.no_facts:

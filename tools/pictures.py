@@ -121,15 +121,15 @@ LOOKS = {  # of memories: label, colour, and mark; all can tell the colours apar
     "h2o @ 512 + 512": ("H2O, M = T = 512", "#999999", "^"),
     "lococo trained @ 512 + 512": ("LoCoCo's code, M = T = 512", "#e69f00", "D"),
     "h2o heads": ("H2O that forgets, with budgets", "#0072b2", "o"),
-    "h2o heads, 8 bits @ 1792 + 256": ("the same in 8 bits", "#0072b2", "P"),
+    f"h2o heads, 8 bits @ {tables.RECOMMENDED}": ("the same in 8 bits", "#0072b2", "P"),
     "learned": ("a learned score, with budgets", "#d55e00", "o"),
     "8 bits": ("the same in 8 or 4 bits", "#d55e00", "*"),
 }
-IN_33_MB = f"8 bits @ {tables.RECOMMENDED}"
+RECOMMENDED_ROW = f"8 bits @ {tables.RECOMMENDED}"
 # Rows that look as others: the same in fewer bits.
 LOOK_AS = {
-    f"window, {IN_33_MB}": "window", f"h2o, {IN_33_MB}": "h2o", "4 bits": "8 bits",
-    IN_33_MB: "8 bits",
+    f"window, {RECOMMENDED_ROW}": "window", f"h2o, {RECOMMENDED_ROW}": "h2o", "4 bits": "8 bits",
+    RECOMMENDED_ROW: "8 bits",
 }
 # Labels beside points, and where they stand, in points of the font.
 LABELS = {"8 bits": ("8 bits", (0, 9)), "4 bits": ("4 bits", (0, 9))}
@@ -219,12 +219,11 @@ LEVELS = {  # what needs no training
 }
 
 
-PANELS = {  # title: the table, and what its cells have in common
-    "512 slots: a novel and articles": ("long", {"part": "long", "mem": 512}),
-    "64 slots: the choosing novel": ("novel", {"part": "choosing", "mem": 64}),
-    "64 slots: articles": ("articles", {"part": "test", "mem": 64}),
+PANELS = {  # title: table
+    "512 slots: a novel and articles": "long",
+    "64 slots: the choosing novel": "novel",
+    "64 slots: articles": "articles",
 }
-
 
 TRAINED = {  # a label, a colour and a mark, and rows of both sizes
     ("the paper's lococo+h2o", "#009e73", "^"): ("lococo+h2o", "lococo+h2o 0.02, bfloat16"),
@@ -240,25 +239,31 @@ TRAINED = {  # a label, a colour and a mark, and rows of both sizes
 }
 
 
+def draw_trained(axes, cells: list[dict]) -> None:
+    """The loss of one table's cells by tokens trained. A line joins the first seeds."""
+    for (label, colour, mark), rows in TRAINED.items():
+        trained = {}  # by tokens, the loss of each seed
+        for cell in cells:
+            if cell["steps"] and cell["row"] in rows:
+                nats = float(np.mean(cell["by document"]))
+                trained.setdefault(tables.tokens_of(cell), []).append(nats)
+        first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}
+        axes.plot(first.keys(), first.values(), f"{mark}-", color=colour, label=label)
+        for tokens, losses in trained.items():  # a mark for each seed
+            axes.plot([tokens] * len(losses), losses, mark, color=colour)
+
+
 def draw_curve(file: Path) -> None:
-    """The loss by tokens trained, from docs/results.jsonl. A line joins the first seeds."""
+    """What training gains, from docs/results.jsonl."""
     figure, panels = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     cells = stored()
-    for axes, (title, (table, common)) in zip(panels, PANELS.items()):
-        levels = tables.lines_of(replace(tables.TABLES[table], rows=(*LEVELS,)), cells)
-        for row, line in levels.items():
+    for axes, (title, name) in zip(panels, PANELS.items()):
+        table = replace(tables.TABLES[name], rows=(*LEVELS,))
+        for row, line in tables.lines_of(table, cells).items():
             label, look = LEVELS[row]
             axes.axhline(line.mean(), ls=look, color="#333333", lw=1, label=label)
-        for (label, colour, mark), rows in TRAINED.items():
-            trained = {}  # by tokens, the loss of each seed
-            for cell in cells:
-                if cell["steps"] and cell["row"] in rows and common.items() <= cell.items():
-                    nats = float(np.mean(cell["by document"]))
-                    trained.setdefault(tables.tokens_of(cell), []).append(nats)
-            first = {tokens: losses[0] for tokens, losses in sorted(trained.items())}
-            axes.plot(first.keys(), first.values(), f"{mark}-", color=colour, label=label)
-            for tokens, losses in trained.items():  # a mark for each seed
-                axes.plot([tokens] * len(losses), losses, mark, color=colour)
+        common = {"part": table.part, "mem": table.mem}
+        draw_trained(axes, [cell for cell in cells if common.items() <= cell.items()])
         axes.set_xscale("log")
         ticks = [50_000, 100_000, 200_000, 500_000, 1_000_000]
         axes.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks])

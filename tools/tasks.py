@@ -338,7 +338,7 @@ def summary(columns: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def score(flags: argparse.Namespace) -> None:
     """A table for each file: means over its rows ± standard error."""
-    machine = prepare(flags.device, flags.dtype, flags.seed)
+    machine = prepare(flags.device, flags.dtype)
     files = {file: list(read_rows(file, is_task)) for file in flags.files}
     for file, rows in files.items():
         if not rows:
@@ -409,7 +409,6 @@ def score_word(word: str) -> str:
 
 def parse_for_score() -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_seed()
     add = parser.add_argument
     add("score", type=score_word, help="this word")
     add("files", type=Path, nargs="+", metavar="ROWS", help="files of rows")

@@ -89,6 +89,15 @@ def refuse_not_fitted(settings: Settings) -> None:
         raise UserError(f"--method {settings.method}: {needs}")
 
 
+def refuse_not_compressed(flag: str, L: int, s: Settings) -> None:
+    """Raises UserError if a text of L tokens, which `flag` has given, fits into a memory."""
+    if L - 1 <= s.capacity:
+        sizes = f"a memory of {s.mem} slots and a segment of {s.segment} tokens"
+        nothing = f"it fits into {sizes}, so that nothing is compressed"
+        remedy = f"take a larger {flag}, or a smaller --mem and --segment"
+        raise UserError(f"{flag} {L}: {nothing}; {remedy}")
+
+
 # What to try where there is no adapter.
 SUGGESTED = "--method h2o+forget --mem 512, or --adapter RUN"
 

@@ -9,7 +9,7 @@ from typing import Any
 from lococo import METHODS, Settings
 from support.command_line import Parser, at_least, named_path
 from support.files import UserError
-from support.programs.settings import refuse_not_fitted
+from support.programs.settings import refuse_not_compressed, refuse_not_fitted
 
 # What a run that goes on takes beside --resume: more steps, and where things are now.
 OF_A_RESUMED_RUN = ("steps", "model", "data", "held_out", "device")
@@ -121,10 +121,5 @@ def check_use(settings: Settings) -> None:
         chosen = f"--lora-rank 0 --method {settings.method}"
         remedy = "take --lora-rank 8, or a method with merged slots"
         raise UserError(f"{chosen}: there is nothing to train; {remedy}")
-    if not settings.merged:
-        return
-    if settings.length - 1 <= settings.capacity:
-        sizes = f"a memory of {settings.mem} slots and a segment of {settings.segment} tokens"
-        nothing = f"it fits into {sizes}, so that nothing is compressed"
-        remedy = "take a larger --seq, or a smaller --mem and --segment"
-        raise UserError(f"--seq {settings.length}: {nothing}; {remedy}")
+    if settings.merged:
+        refuse_not_compressed("--seq", settings.length, settings)
