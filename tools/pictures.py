@@ -231,7 +231,7 @@ TRAINED = {  # a label, a colour and a mark, and rows of both sizes
         "official code", "official code, bfloat16",
         "official code 1, one, bfloat16",
     ),
-    ("LoCoCo's code with weights of 0.02", "#e69f00", "o"): (
+    ("the same with smaller weights", "#e69f00", "o"): (
         "official code 0.02", "official code 0.02, on", "official code, one",
         "official code, one, bfloat16",
     ),
@@ -272,10 +272,10 @@ def draw_curve(file: Path) -> None:
         axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("nats per token")
-    seen = "LoCoCo's code passes H2O when it trains on more tokens; the paper's form does not"
+    seen = "As published, LoCoCo's code passes H2O when it trains on more tokens"
     figure.suptitle(seen, x=0.01, ha="left")
     names, labels = panels[0].get_legend_handles_labels()
-    figure.legend(names, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(names, labels, loc="outside lower center", ncols=4, frameon=False)
     write_picture(file, figure)
 
 

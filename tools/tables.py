@@ -111,24 +111,24 @@ ROWS = {
                          "--method lococo-code"),
     "official code, bfloat16": Row("LoCoCo's code as published, trained in bfloat16",
                                    "--method lococo-code --dtype bfloat16"),
-    "official code 0.02": Row("LoCoCo's code with initial weights of 0.02 instead of 1",
+    "official code 0.02": Row("LoCoCo's code with smaller weights",
                               "--method lococo-code-0.02",
                               panels=("runs/lococo", "runs/lococo-1")),
     # The run of seed 0 went on after its end, with a second fall of the rate from 0.025 to 0. Only
     # tools/pictures.py shows it.
-    "official code 0.02, on": Row("LoCoCo's code with 0.02, trained on", "--method lococo-code-0.02"),
+    "official code 0.02, on": Row("LoCoCo's code with smaller weights, trained on", "--method lococo-code-0.02"),
     # With 64 slots, one sequence a step. Cells from before 30 November 2026 were trained by
     # earlier programs. Their flags are now those that mean the same.
-    "official code, one": Row("LoCoCo's code, initial weights of 0.02",
+    "official code, one": Row("LoCoCo's code with smaller weights",
                               "--method lococo-code-0.02 --batch 1"),
-    "official code, one, bfloat16": Row("LoCoCo's code, initial weights of 0.02",
+    "official code, one, bfloat16": Row("LoCoCo's code with smaller weights",
                                         "--method lococo-code-0.02 --batch 1 --dtype bfloat16"),
     "official code 1, one": Row("LoCoCo's code as published", "--method lococo-code --batch 1"),
     "official code 1, one, bfloat16": Row("LoCoCo's code as published",
                                           "--method lococo-code --batch 1 --dtype bfloat16"),
-    "official code closed, bfloat16": Row("LoCoCo's code, initial weights of 0.02, a gate from 0",
+    "official code closed, bfloat16": Row("LoCoCo's code with smaller weights and a gate from 0",
                                           "--method lococo-code-closed --batch 1 --dtype bfloat16"),
-    "lococo+h2o 0.02, bfloat16": Row("the paper's `lococo+h2o`, initial weights of 0.02",
+    "lococo+h2o 0.02, bfloat16": Row("the paper's `lococo+h2o` with smaller weights",
                                      "--method lococo+h2o-0.02 --batch 1 --dtype bfloat16"),
     "lococo trained": Row("LoCoCo's code, 60 steps", "--method lococo-code-0.02",
                           stored="runs/lococo", panels=("runs/lococo",)),
@@ -165,7 +165,7 @@ FIELD = {
     "**a learned score**": ("learned, equal slots", "learned"),
     "SnapKV": ("snapkv", "snapkv heads"),
     "TOVA": ("tova", "tova heads"),
-    "what one token attended to most, as in KVzip": ("largest-share", "largest-share heads"),
+    "the largest share of one query": ("largest-share", "largest-share heads"),
     "the shortest keys": ("key-norm", "key-norm heads"),
     "KeyDiff": ("keydiff", "keydiff heads"),
     "Expected Attention": ("expected-attention", "expected-attention heads"),
@@ -200,8 +200,8 @@ class Table:
 SHORT = Table(
     ("full", "window", "h2o", "official h2o", "h2o 5/8 forget", "h2o heads",
      "learned, equal slots", "learned", "lococo+h2o 0.02, bfloat16",
-     "official code closed, bfloat16", "official code 1, one", "official code 1, one, bfloat16",
-     "official code, one", "official code, one, bfloat16"),
+     "official code closed, bfloat16", "official code, one, bfloat16",
+     "official code 1, one, bfloat16"),
     64, 1024, "test", segment=64,
 )
 LONG = Table(
@@ -245,24 +245,17 @@ RESULT = {
 }
 # The steps from H2O with the paper's sizes to full attention, and what they are compared with.
 LADDER = {
-    "window": "window with M = T = 512",
     f"window, 8 bits @ {RECOMMENDED}": f"window {IN_33_MB}",
-    "official code 0.02": "LoCoCo's code with M = T = 512",
     f"h2o, 8 bits @ {RECOMMENDED}": f"H2O {IN_33_MB}",
+    "window": "window with M = T = 512",
+    "official code 0.02": "LoCoCo's code with M = T = 512",
     "h2o": "H2O with M = T = 512",
     "h2o 5/8 forget": "+ forgetting",
     "h2o heads": "+ budgets",
     f"h2o heads @ {OWN}": "+ smaller segments: M = 896, T = 128",
-    f"h2o heads, 8 bits @ {RECOMMENDED}": "+ 8 bits: M = 1,792, T = 256",
+    f"h2o heads, 8 bits @ {RECOMMENDED}": "+ twice the slots, in 8 bits: M = 1,792, T = 256",
     f"8 bits @ {RECOMMENDED}": "+ a learned score",
     "full": "full attention",
-}
-# The files of these steps.
-CODE = {
-    "+ forgetting": ("support/ours/forgetting.py",),
-    "+ budgets": ("support/ours/budgets.py", "tools/budgets.py"),
-    "+ 8 bits: M = 1,792, T = 256": ("support/ours/bits.py",),
-    "+ a learned score": ("support/ours/learned_score.py", "tools/fit_scores.py"),
 }
 # Whose facts are shown: with M + T = 896 + 128, and with the bytes of the recommended memory.
 FACTS = ("full", "window", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots",
@@ -441,6 +434,12 @@ def add(cell: dict) -> None:
         file.write(line)
 
 
+def tokens_of(cell: dict) -> int:
+    """How many tokens a cell was trained on."""
+    config, _ = train.parse(cell["flags"].split())
+    return cell["steps"] * config.batch * config.seq
+
+
 @dataclass(frozen=True)
 class Line:
     """A row of a table after so many steps: its newest cells, by seed."""
@@ -466,7 +465,10 @@ class Line:
         return float(np.mean([cell["by document"] for cell in self.cells.values()]))
 
     def trained(self) -> str:
-        return f"{self.steps} steps, {counted(len(self.cells), 'seed')}" if self.steps else "-"
+        """On how many tokens, with how many seeds."""
+        *_, newest = self.cells.values()
+        seeds = counted(len(self.cells), "seed")
+        return f"{tokens_of(newest):,} tokens, {seeds}" if self.steps else "-"
 
 
 Lines = dict[str, Line]  # by row
@@ -527,7 +529,7 @@ def long_table(table: Table, lines: Lines) -> str:
     """LoCoCo beside what needs no training. The last columns have the loss of LoCoCo's code minus
     that of a row, on each text."""
     best = "official code 0.02"
-    minus = "LoCoCo's code with 0.02 minus this: novel"
+    minus = "the last row minus this: novel"
     text = head_of("memory", "trained", "nats per token above full attention", minus, "articles")
     half = table.documents // 2
     for key, line in lines.items():
@@ -542,12 +544,12 @@ def long_table(table: Table, lines: Lines) -> str:
 def extension_table(table: Table, lines: Lines) -> str:
     """Texts that are longer than the context of the base."""
     *_, last = lines.values()
-    places = [*last.where()][-2:]
-    columns = "memory", "M + T", "MB", "nats per token", "from the window", "from H2O"
+    places = [*last.where()][-1:]
+    columns = "memory", "M + T", "MB", "nats per token", "from the window"
     text = head_of(*columns, *places)
     for key, line in lines.items():
         cells = [line.label, sizes_of(key, table), f"{line.megabytes():.0f}", f"{line.mean():.4f}"]
-        cells += [difference(line, lines.get(other)) for other in ("window", "h2o")]
+        cells.append(difference(line, lines.get("window")))
         cells += [f"{line.where()[place]:.4f}" for place in places]
         text += row_of(*cells)
     return text
@@ -649,10 +651,9 @@ def sizes_table(table: Table, lines: Lines) -> str:
 
 
 def ladder_table(table: Table, lines: Lines) -> str:
-    """Nats per token above full attention, what each step changes, the facts found, and the lines
-    of its files."""
+    """Nats per token above full attention, what each step changes, and the facts found."""
     above = "nats per token above full attention"
-    text = head_of("memory", "MB", above, "change", "facts found, %", "lines of code")
+    text = head_of("memory", "MB", above, "change", "facts found, %")
     for key, before in zip(table.rows, (None, *table.rows)):
         if key not in lines:
             continue
@@ -661,48 +662,19 @@ def ladder_table(table: Table, lines: Lines) -> str:
         cells = [f"{line.label}, {line.trained()}" if line.steps else line.label]
         cells += [f"{line.megabytes():.0f}", difference(line, lines.get("full"))]
         cells.append(difference(line, lines.get(before)) if is_step else "")
-        code = sum(len(read_text(HERE / file).splitlines()) for file in CODE.get(line.label, ()))
-        text += row_of(*cells, percent_found(key, table), str(code or ""))
+        text += row_of(*cells, percent_found(key, table))
     return text
 
 
-def tokens_of(cell: dict) -> int:
-    """How many tokens a cell was trained on."""
-    config, _ = train.parse(cell["flags"].split())
-    return cell["steps"] * config.batch * config.seq
-
-
-def short_line(cells: list[dict], key: str, steps: int, part: str) -> Line | None:
-    """A row with 64 slots after so many steps, on one text; None if it has no cell."""
-    table = replace(SHORT, rows=(key,), part=part)
-    return lines_of(table, [cell for cell in cells if cell["steps"] == steps]).get(key)
-
-
-def short_table(cells: list[dict]) -> str:
-    """The loss with 64 slots after each number of steps, as its difference from H2O. `cells` are
-    of one model and dtype, on the two texts that the short tables score."""
+def short_table(novel: Lines, articles: Lines) -> str:
+    """The loss with 64 slots, as its difference from H2O on each of two texts."""
     text = head_of("memory", "trained", "from H2O: choosing novel", "articles")
-    for key in SHORT.rows:
-        of_row = [cell for cell in cells if cell["row"] == key and cell["mem"] == SHORT.mem]
-        for steps in sorted({cell["steps"] for cell in of_row}):
-            some = [cell for cell in of_row if cell["steps"] == steps]
-            trains = "--method lococo" in ROWS[key].flags
-            columns = [ROWS[key].label, trained_on(some) if trains else "-"]
-            for part in ("choosing", "test"):
-                line = short_line(cells, key, steps, part)
-                h2o = short_line(cells, "h2o", 0, part)
-                columns.append(difference(line, h2o) if line else "")
-            text += row_of(*columns)
+    for key, line in novel.items():
+        cells = [line.label, line.trained(), difference(line, novel.get("h2o"))]
+        on_articles = articles.get(key)
+        cells.append(difference(on_articles, articles.get("h2o")) if on_articles else "")
+        text += row_of(*cells)
     return text
-
-
-def trained_on(cells: list[dict]) -> str:
-    """The tokens, dtype and seeds of cells of one row after equally many steps."""
-    if not cells[0]["steps"]:
-        return "not trained"
-    precision = " in bfloat16" if "bfloat16" in ROWS[cells[0]["row"]].flags else ""
-    seeds = counted(len({cell["seed"] for cell in cells}), "seed")
-    return f"{tokens_of(cells[0]):,} tokens{precision}, {seeds}"
 
 
 FORMS = {
@@ -722,8 +694,9 @@ def all_tables(cells: list[dict]) -> dict[str, str]:
             lines = lines_of(table, some)
             if lines and table.part == "long":  # short_table has the others
                 made[f"{name}, {model}, {dtype}"] = FORMS[name](table, lines)
-        if any(cell["mem"] == SHORT.mem for cell in some):
-            made[f"64 slots, {model}, {dtype}"] = short_table(some)
+        novel, articles = (lines_of(TABLES[name], some) for name in ("novel", "articles"))
+        if novel:
+            made[f"64 slots, {model}, {dtype}"] = short_table(novel, articles)
     return made
 
 
