@@ -355,7 +355,7 @@ def draw_heads(file: Path) -> None:
     maps["attention of a question to the fact, %"] = 100 * attention_to_the_fact(HERE / "SmolLM2-135M")
     figure, panels = pyplot.subplots(3, 1, figsize=(9, 5), layout="constrained", sharex=True)
     for axes, (what, shares) in zip(panels, maps.items()):
-        most = 100 if "attention" in what else 30
+        most = 100 if "attention" in what else 40
         picture = axes.imshow(shares.T, cmap="Blues", vmin=0, vmax=most, aspect="auto")
         axes.set_yticks(range(shares.shape[1]))
         axes.set_ylabel("head")
