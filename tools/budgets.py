@@ -78,13 +78,16 @@ def measure_needs(
     shape = (model.config.n_layers, model.config.n_kv_heads)
     gates = torch.full(shape, 0.5, device=model.device, requires_grad=True)
     model.requires_grad_(False)
-    for document, counts in zip(tqdm(documents, desc="documents"), mask):
+    bar = tqdm(total=documents.numel(), unit=" tokens", unit_scale=True)
+    for document, counts in zip(documents, mask):
         cache = GatedMemory(model.config, settings, gates)
         tokens = document[None].to(gates.device)
         losses = segment_losses(model, tokens, cache, settings.segment)
         for (nats, _), part in zip(losses, counts.to(gates.device).split(settings.segment)):
             (nats[0] * part).sum().backward()
             cache.detach()
+            bar.update(len(part))
+    bar.close()
     return -gates.grad.cpu().numpy() / int(mask.sum())
 
 
