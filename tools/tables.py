@@ -221,7 +221,6 @@ BY_SIZE = {"h2o": "H2O", "h2o heads": "H2O that forgets, with budgets",
 IN_8_BITS = ("window, 8 bits", "h2o, 8 bits", "h2o heads, 8 bits", "8 bits")
 IN_OTHER_SIZES = [*product(BY_SIZE, SIZES_SHOWN), ("lococo trained", "512 + 512")]
 IN_OTHER_SIZES += product((*IN_8_BITS, "h2o heads", "learned"), [RECOMMENDED])
-IN_OTHER_SIZES += product(("h2o", "official code 1, one, bfloat16"), ["96 + 32"])  # as 64 + 64
 for key, sizes in IN_OTHER_SIZES:
     mem, segment = sizes.split(" + ")
     flags = f"{ROWS[key].flags} --mem {mem} --segment {segment}"
