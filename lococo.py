@@ -5,8 +5,7 @@ files of their own, as rows of METHODS and subclasses of Memory. An entry is the
 the value of a token in one head of a layer. A head holds at most M slots and a segment of
 T tokens (the paper's B). Letters are those of model.py, and one more:
 
-    R  entries that a compression does not keep as they are: it puts them into merged
-       slots, or drops them
+    R  entries that a compression merges or drops
 
 Equation numbers are the paper's: (1) is `model.attention` or, where attention is counted,
 `attention_weights` and `Memory.read`; (2) is `model.Attention.project`; (3) is
@@ -35,7 +34,70 @@ from torch.utils.checkpoint import checkpoint
 
 from model import Entries, KVCache, Llama, LlamaConfig, RMSNorm
 from model import attention, causal_mask, rotate, widened
+from support.checks import check_choice, check_rows
 from support.files import UserError
+
+# --- Compressor (section 3.2.1) ---------------------------------------------------------
+
+
+class Compressor(nn.Module):
+    """A convolution says how much of each entry goes into each slot. The heads of a layer
+    share it. `slots` is the number of slots that it fills, the merged ones.
+
+    One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. It is
+    made with the arguments below, once for each layer. All its parameters train at the
+    rate of the convolutions.
+    """
+
+    # The program that fits its numbers, if training does not. Such a compressor is made also
+    # if no slots are merged.
+    fitted_by = ""
+    recompute = False  # True: the backward pass merges again, to keep less in between
+
+    def __init__(self, head_dim: int, slots: int, kernel: int, start: float):
+        super().__init__()
+        self.slots = slots
+        # g of (6)
+        self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
+        # The scale of g cancels in (7). But the steps of AdamW do not grow with it: with a
+        # larger `start` w changes more slowly.
+        nn.init.normal_(self.conv.weight, std=start)
+
+    def weights(self, entries: Tensor, received: Tensor | None) -> Tensor:
+        """R entries that are merged, (N, 2D, R) of N = B * G heads -> w (N, slots, R).
+
+        The entries are in float32. R differs from call to call. Each row of w must sum to
+        1. The paper's compressor reads `entries` alone. `received` (N, R) is the attention
+        that each entry has received (`Memory.received_after`), or None if it is not counted.
+        """
+        W = self.conv(entries)  # (6)
+        # The paper "prepends a ReLU" and does not say to what. Here, as in the authors'
+        # code, it follows the convolution. A row of zeros becomes a plain mean.
+        w = W.relu() + 1e-9
+        return w / w.sum(dim=-1, keepdim=True)  # (7)
+
+
+COMPRESSORS = {"paper": Compressor}
+
+
+def merge(
+    compressor: Compressor, entries: Tensor, received: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Equations (4) and (5), after (6) and (7): entries [K, V] (B, G, R, 2D), and the
+    attention `received` (B, G, R) -> [K', V'] (B, G, slots, 2D), and w (B, G, slots, R).
+
+    All is computed in float32, as bfloat16 is too coarse for W, and K' and V' are rounded
+    to the dtype of the entries. With positions of the text keys are mixed after their
+    rotation, so that a mixed key has no single position; the paper does not discuss this.
+    """
+    with torch.autocast(entries.device.type, enabled=False):
+        wide = widened(entries)
+        received = None if received is None else received.flatten(0, 1)
+        channels_first = wide.flatten(0, 1).mT  # (N, 2D, R), as a convolution reads them
+        w = compressor.weights(channels_first, received).unflatten(0, entries.shape[:2])
+        mixed = w @ wide  # [K', V'], so that (4) K' = w K and (5) V' = w V
+        return mixed.type_as(entries), w
+
 
 # --- Methods: what a memory of M slots holds --------------------------------------------
 
@@ -67,9 +129,7 @@ class Settings:
 
     method: str
     segment: int  # the most tokens that enter together
-    # L that an adapter is trained for, in tokens; without training, the most that the
-    # base reads
-    length: int
+    length: int  # L, tokens of a trained text; without training, the most that the base reads
     # How many slots there are of each of KINDS. Without merged slots the rest is dropped.
     sinks: int = 0
     heavy: int = 0
@@ -82,9 +142,9 @@ class Settings:
     start: float = 1.0  # standard deviation of its initial weights, as in the authors' code
     lora_rank: int = 8  # section 4.1
     lora_alpha: int = 16  # as in the authors' code; the paper names none
-    # The share of the attention received that still counts `forget_in` tokens later (0: a
-    # segment later). 1, as in H2O, forgets nothing. 0, as in the authors' code, counts only
-    # the queries that entered last.
+    # The attention received is multiplied by this in every `forget_in` tokens (0: in every
+    # segment). 1, as in H2O, forgets nothing. 0, as in the authors' code, counts only the
+    # queries that entered last.
     forget: float = 1.0
     forget_in: int = 0
 
@@ -126,73 +186,11 @@ def settings_for(method: str, mem: int, segment: int, length: int, **changes) ->
     return settings
 
 
-# --- Compressor (section 3.2.1) ---------------------------------------------------------
-
-
-class Compressor(nn.Module):
-    """A convolution says how much of each entry goes into each slot. The heads of a layer
-    share it. `slots` is the number of slots that it fills, the merged ones.
-
-    One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. It is
-    made with the arguments below, once for each layer. All its parameters train at the
-    rate of the convolutions.
-    """
-
-    # The program that fits its numbers, if training does not. Such a compressor is made also
-    # if no slots are merged.
-    fitted_by = ""
-    recompute = False  # True: the backward pass merges again, to keep less in between
-
-    def __init__(self, head_dim: int, slots: int, kernel: int, start: float):
-        super().__init__()
-        self.slots = slots
-        # g of (6)
-        self.conv = nn.Conv1d(2 * head_dim, slots, kernel, padding=kernel // 2, bias=False)
-        # The scale of g cancels in (7). But a step of AdamW has the same size at any scale,
-        # so that with a larger `start` w changes more slowly.
-        nn.init.normal_(self.conv.weight, std=start)
-
-    def weights(self, entries: Tensor, received: Tensor | None) -> Tensor:
-        """R entries that are merged, (N, 2D, R) of N = B * G heads -> w (N, slots, R).
-
-        The entries are in float32. R differs from call to call. Each row of w must sum to
-        1. The paper's compressor reads `entries` alone. `received` (N, R) is the
-        attention that each entry has received, or None if the memory does not count it.
-        """
-        W = self.conv(entries)  # (6)
-        # The paper "prepends a ReLU" and does not say to what. Here, as in the authors'
-        # code, it follows the convolution. A row of zeros becomes a plain mean.
-        w = W.relu() + 1e-9
-        return w / w.sum(dim=-1, keepdim=True)  # (7)
-
-
-COMPRESSORS = {"paper": Compressor}
-
-
-def merge(
-    compressor: Compressor, entries: Tensor, received: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Equations (4) and (5), after (6) and (7): entries [K, V] (B, G, R, 2D), and the
-    attention `received` (B, G, R) -> [K', V'] (B, G, slots, 2D), and w (B, G, slots, R).
-
-    All is computed in float32, as bfloat16 is too coarse for W, and K' and V' are rounded
-    to the dtype of the entries. With positions of the text keys are mixed after their
-    rotation, so that a mixed key has no single position; the paper does not discuss this.
-    """
-    with torch.autocast(entries.device.type, enabled=False):
-        wide = widened(entries)
-        received = None if received is None else received.flatten(0, 1)
-        channels_first = wide.flatten(0, 1).mT  # (N, 2D, R), as a convolution reads them
-        w = compressor.weights(channels_first, received).unflatten(0, entries.shape[:2])
-        mixed = w @ wide  # [K', V'], so that (4) K' = w K and (5) V' = w V
-        return mixed.type_as(entries), w
-
-
 # --- Attention that can be seen (for H2O) -----------------------------------------------
 
 
 def attention_weights(q: Tensor, k: Tensor) -> Tensor:
-    """Equation (1) up to its product with V: fused attention does not return these weights.
+    """The softmax of equation (1), which fused attention does not return.
 
     The queries belong to the last T of the S entries: q (B, H, T, D), k (B, G, S, D) ->
     weights (B, G, H/G * T, S). The rows of a key/value head are the T queries of its
@@ -203,9 +201,9 @@ def attention_weights(q: Tensor, k: Tensor) -> Tensor:
     q = q.unflatten(1, (-1, group)).flatten(2, 3) / q.shape[-1] ** 0.5  # (B, G, H/G * T, D)
     attention_logits = widened(q @ k.mT)
     if T > 1:  # a single token sees all entries
-        # Only the last T columns are masked. `last` is a view, so that this changes
-        # attention_logits; it is detached, as a constant needs no gradient.
-        last = attention_logits.detach().unflatten(2, (group, T))[..., S - T :]
+        # Only the last T columns are masked. `last` is a view: adding to it changes
+        # attention_logits.
+        last = attention_logits.unflatten(2, (group, T))[..., S - T :]
         last += causal_mask(T, T, last)
     return attention_logits.softmax(dim=-1)
 
@@ -218,10 +216,10 @@ class Memory(KVCache):
     lists of keys, values and attention received have one item for each layer.
 
     When new tokens do not fit into a layer, a matrix of M rows and S columns turns its S
-    entries into M slots. Each method is a choice of this matrix, whose one-hot rows are
-    never built. For M = 4 and a segment of 3, with one heavy slot, two merged slots and one
-    recent slot (the paper's own methods have no recent slots), let the entry at place 4 have
-    received most attention. Then
+    entries into M slots. Each method is a choice of this matrix. Its one-hot rows copy
+    entries, and are never built. For M = 4 and a segment of 3, with one heavy slot, two
+    merged slots and one recent slot, let the entry at place 4 have received most attention.
+    Then
 
         place      0  1  2  3   4  5  6
                      memory     segment
@@ -257,11 +255,10 @@ class Memory(KVCache):
     def make_room(self, B: int, T: int) -> None:
         """Compress the layers into which T new tokens would not fit.
 
-        Algorithm 2 compresses right after a segment. Here this is done just before the
-        next tokens that would not fit: then the compression is in the graph of their
-        loss, which trains the compressor. With whole segments the slots are those of the
-        paper. In decoding the paper compresses at every token, and this memory at every
-        `segment` tokens.
+        Algorithm 2 compresses right after a segment. Here this waits until new tokens do not
+        fit, so that their loss trains the compressor. With whole segments the slots are
+        those of the paper. In decoding the paper compresses at every token, and this memory
+        at every `segment` tokens.
         """
         super().make_room(B, T)
         segment = self.settings.segment
@@ -269,6 +266,81 @@ class Memory(KVCache):
         for layer, keys in enumerate(self.keys):
             if keys.size + T > self.of_layer[layer].capacity:  # M + `segment`
                 self.compress(layer)
+
+    def compress(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The operator C of (3), steps 4 and 5 of algorithm 2: S entries become M slots,
+        in one layer.
+
+        In the example of the class, 7 entries become 4 slots:
+
+            order       4 | 0 1 2 3 5 | 6    where each entry stood: pinned | rest | recent
+            new slot    0 |   1   2   | 3    where it goes; the rest is mixed into two slots
+
+        Each head has its own order. Pinned and recent entries are copied, and only w
+        multiplies. Returns the order (B, G, S) and w (B, G, merged, R), which say what is
+        in a slot.
+        """
+        s = self.of_layer[layer]
+        k, v = self.keys[layer].held, self.values[layer].held
+        received = self.received[layer]  # None if attention is not counted
+        chosen = self.choose(layer, k, v, received)
+        if k.shape[2] == self.seen:  # nothing was compressed before
+            check_choice(chosen, s.pinned, s.recent)
+        # The places of all entries in the cache. A stable sort keeps the order of the cache
+        # among the chosen entries, and among the others, so that recent ones stay last.
+        order = (~chosen).byte().argsort(dim=2, stable=True)
+        sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
+        entries = in_order(torch.cat((k, v), dim=-1), order)  # [K, V], (B, G, S, 2D)
+        pinned, rest, recent = entries.split(sizes, dim=2)
+        of_rest = None
+        if received is not None:
+            of_rest = in_order(received, order).split(sizes, dim=2)[1]
+        merged, w = self.fill_merged(layer, rest, of_rest)
+        # Two views of one tensor. The next append copies them.
+        k, v = torch.cat((pinned, merged, recent), dim=2).chunk(2, dim=-1)
+        if received is not None:
+            received = numbers_of_slots(received, order, w, s)
+        self.hold(layer, k, v, received)
+        return order, w
+
+    def fill_merged(
+        self, layer: int, rest: Tensor, received: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """[K', V'] and w of the layer's compressor, for entries (B, G, R, 2D) and what they
+        received, (B, G, R). If there are no merged slots, the entries are dropped."""
+        if not self.of_layer[layer].merged:
+            return rest[:, :, :0], rest.new_zeros(*rest.shape[:2], 0, rest.shape[2])
+        compressor = self.compressors[layer]
+        if compressor.recompute:
+            return checkpoint(merge, compressor, rest, received, use_reentrant=False)
+        return merge(compressor, rest, received)
+
+    def hold(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> None:
+        """Replace the keys and values that a layer holds, both (B, G, S, D), and the
+        attention received (B, G, S)."""
+        self.keys[layer] = Entries(k)
+        self.values[layer] = Entries(v)
+        self.received[layer] = received
+
+    def choose(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
+        """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S).
+
+        For another rule override this function or `scores` in a subclass (see MEMORIES).
+        Each head must choose `s.pinned` entries, and none of the last `s.recent` ones,
+        which the recent slots keep. Here s are the settings of the layer.
+        """
+        s = self.of_layer[layer]
+        chosen = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
+        chosen[:, :, : s.sinks] = True
+        if s.heavy:
+            others = self.scores(layer, k, v, received).masked_fill(chosen, -torch.inf)
+            heaviest = others[:, :, : k.shape[2] - s.recent].topk(s.heavy, dim=2).indices
+            chosen.scatter_(2, heaviest, True)
+        return chosen
+
+    def scores(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
+        """Heavy slots keep the entries with the highest scores, (B, G, S)."""
+        return received
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As a KVCache does, or with its place in the cache as a token's position."""
@@ -315,81 +387,6 @@ class Memory(KVCache):
             received[:, :, :-T] += factor * self.received[layer]  # the older entries
         return received
 
-    def choose(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
-        """Which of the entries k and v (B, G, S, D) are pinned, a mask (B, G, S).
-
-        For another rule override this function or `scores` in a subclass (see MEMORIES).
-        Each head must choose `s.pinned` entries, and none of the last `s.recent` ones,
-        which the recent slots keep. Here s are the settings of the layer.
-        """
-        s = self.of_layer[layer]
-        chosen = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
-        chosen[:, :, : s.sinks] = True
-        if s.heavy:
-            others = self.scores(layer, k, v, received).masked_fill(chosen, -torch.inf)
-            heaviest = others[:, :, : k.shape[2] - s.recent].topk(s.heavy, dim=2).indices
-            chosen.scatter_(2, heaviest, True)
-        return chosen
-
-    def scores(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> Tensor:
-        """Heavy slots keep the entries with the highest scores, (B, G, S)."""
-        return received
-
-    def compress(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The operator C of (3), steps 4 and 5 of algorithm 2: S entries become M slots,
-        in one layer.
-
-        In the example of the class, 7 entries become 4 slots:
-
-            order       4 | 0 1 2 3 5 | 6    where each entry stood: pinned | rest | recent
-            new slot    0 |   1   2   | 3    where it goes; the rest is mixed into two slots
-
-        Each head has its own order. Pinned and recent entries are copied, and only w
-        multiplies. Returns the order (B, G, S) and w (B, G, merged, R), which say what is
-        in a slot.
-        """
-        s = self.of_layer[layer]
-        k, v = self.keys[layer].held, self.values[layer].held
-        received = self.received[layer]  # None if attention is not counted
-        chosen = self.choose(layer, k, v, received)
-        if k.shape[2] == self.seen:  # nothing was compressed before
-            check_choice(chosen, s)
-        # The places of all entries in the cache. A stable sort keeps the order of the cache
-        # among the chosen entries, and among the others, so that recent ones stay last.
-        order = (~chosen).byte().argsort(dim=2, stable=True)
-        sizes = (s.pinned, k.shape[2] - s.pinned - s.recent, s.recent)
-        entries = in_order(torch.cat((k, v), dim=-1), order)  # [K, V], (B, G, S, 2D)
-        pinned, rest, recent = entries.split(sizes, dim=2)
-        of_rest = None
-        if received is not None:
-            of_rest = in_order(received, order).split(sizes, dim=2)[1]
-        merged, w = self.fill_merged(layer, rest, of_rest)
-        # Two views of one tensor. They count as full, so that the next append copies them.
-        k, v = torch.cat((pinned, merged, recent), dim=2).chunk(2, dim=-1)
-        if received is not None:
-            received = numbers_of_slots(received, order, w, s)
-        self.hold(layer, k, v, received)
-        return order, w
-
-    def fill_merged(
-        self, layer: int, rest: Tensor, received: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """[K', V'] and w of the layer's compressor, for entries (B, G, R, 2D) and what they
-        received, (B, G, R). If there are no merged slots, the entries are dropped."""
-        if not self.of_layer[layer].merged:
-            return rest[:, :, :0], rest.new_zeros(*rest.shape[:2], 0, rest.shape[2])
-        compressor = self.compressors[layer]
-        if compressor.recompute:
-            return checkpoint(merge, compressor, rest, received, use_reentrant=False)
-        return merge(compressor, rest, received)
-
-    def hold(self, layer: int, k: Tensor, v: Tensor, received: Tensor | None) -> None:
-        """Replace the keys and values that a layer holds, both (B, G, S, D), and the
-        attention received (B, G, S)."""
-        self.keys[layer] = Entries(k)
-        self.values[layer] = Entries(v)
-        self.received[layer] = received
-
 
 def in_order(held: Tensor, order: Tensor) -> Tensor:
     """Entries (B, G, S, 2D), or what they received (B, G, S), in the order (B, G, S) of each
@@ -408,15 +405,6 @@ def numbers_of_slots(numbers: Tensor, order: Tensor, w: Tensor, s: Settings) -> 
     pinned, rest, recent = in_order(numbers, order).split(sizes, dim=2)
     merged = (w.detach() * rest[:, :, None]).sum(dim=3)
     return torch.cat((pinned, merged, recent), dim=2)
-
-
-def check_choice(chosen: Tensor, s: Settings) -> None:
-    """Assert that `Memory.choose` keeps its rule. A GPU has to wait for the answer, so
-    that it is asked only at the first compression of a text."""
-    enough = (chosen.sum(dim=2) == s.pinned).all()
-    assert enough, f"Memory.choose must take {s.pinned} entries in each head"
-    last = chosen[:, :, chosen.shape[2] - s.recent :].any()
-    assert not last, "Memory.choose must take none of the last entries"
 
 
 MEMORIES = {"paper": Memory}
@@ -485,27 +473,6 @@ class LoRALinear(nn.Module):
 
 
 # --- All together: the adapted model ----------------------------------------------------
-
-
-@torch.no_grad()
-def check_rows(compressor: Compressor, head_dim: int, counted: bool, like: Tensor) -> None:
-    """Raises UserError if w of random entries has another shape, or if its rows do not
-    sum to 1, as with a softmax over the wrong dimension: (4) and (5) would not mix. The
-    entries have the dtype and the device of `like`. `counted` says if the memory counts
-    the attention that they receive."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    sizes = (2, 2 * head_dim, compressor.slots + 8)
-    entries = torch.randn(sizes, generator=generator, device="cpu").to(like)
-    received = entries[:, 0].exp() if counted else None  # any positive numbers
-    w = compressor.weights(entries, received)
-    name = f"{type(compressor).__name__}.weights"
-    expected = (2, compressor.slots, entries.shape[2])
-    if w.shape != expected:
-        raise UserError(f"{name}: w has the shape {tuple(w.shape)} instead of {expected}")
-    sums = w.sum(dim=-1)
-    if not torch.allclose(sums, torch.ones_like(sums), atol=1e-2):
-        found = f"the rows of w sum to {sums.min():.3g} to {sums.max():.3g} instead of 1"
-        raise UserError(f"{name}: {found}; divide by `w.sum(dim=-1, keepdim=True)`")
 
 
 class AdaptedLlama(nn.Module):

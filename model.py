@@ -6,13 +6,13 @@ and `turned` (ChatGLM3). LoCoCo plugs in at one place, the cache: the model tell
 many tokens come (`make_room`), and each block hands q, k and v to `cache.attend`. The
 cache decides where tokens stand (RoPE) and what is kept. The KVCache below keeps every
 entry; the Memory of lococo.py keeps M slots. Equation numbers are those of the LoCoCo
-paper. Where its Q, K and V have a column for each token, they have a row here.
+paper. Its Q, K and V have a column for each token, and ours a row.
 
 Letters:
 
     B  texts in a batch
     T  tokens that enter in one call of the model: a segment, which the paper calls B, or
-       fewer. In "M + T" it is the most that may enter
+       fewer; in "M + T" a whole segment
     S  entries in the cache
     M  slots of a memory
     H  query heads
@@ -154,14 +154,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Equation (1). The queries belong to the last T of S entries: q (B, H, T, D), k and v
     (B, G, S, D) -> (B, H, T, D).
 
-    Equation (1) multiplies the logits by the mask. Where nothing may be seen, this would
-    leave a logit of 0, which still has a weight after the softmax. Here the mask is added,
-    and makes these logits -inf.
+    Equation (1) multiplies the logits by the mask. This would leave a logit of 0 where
+    nothing may be seen, which still gets a weight. Here the mask is added: -inf.
     """
     T, S = q.shape[2], k.shape[2]
     if T == 1:
-        # A single token sees all entries. The query heads that share a key/value head are
-        # queries of one head here, as `enable_gqa` would copy its keys for each of them.
+        # A single token sees all entries. Query heads that share keys become queries of one
+        # head here: `enable_gqa` would copy the keys for each.
         of_group = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # (B, G, H/G, D)
         return F.scaled_dot_product_attention(of_group, k, v).reshape(q.shape)
     # `is_causal` aligns its mask to the first key, which is right if no entries are older.

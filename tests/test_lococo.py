@@ -10,11 +10,12 @@ from conftest import same, settings
 from reference import slow_memory
 
 from lococo import COMPRESSORS, KINDS, METHODS, AdaptedLlama, Compressor, Memory
-from lococo import check_rows, position_divisor, merge, segment_losses
+from lococo import position_divisor, merge, segment_losses
 from model import Entries, Llama, rope, rotate
 from support.ours.bits import PackedEntries, pack, unpack
 from support.ours.published import ExpectedAttention
 from support.ours.budgets import parts_of, with_slots
+from support.checks import check_rows
 from support.files import UserError
 from support.programs.settings import resized, untrained
 
