@@ -2,15 +2,20 @@
 
 from dataclasses import replace
 
+import pytest
 import tables
+
+from support.files import UserError
+
+LEARNED = "adapters/smollm2-135m/learned"
 
 
 def cell(row, nats, seed=0, steps=60, **about):
     """A stored one, of two documents."""
-    steps = steps if "lococo" in tables.ROWS[row].flags else 0
+    steps = steps if "lococo" in tables.row_named(row).flags else 0
     return {"row": row, "seed": seed, "steps": steps, "mem": 64, "seq": 1024, "part": "test",
             "documents": 48, "model": "M", "dtype": "float32", "base": "x", "scored": "s",
-            "flags": f"--seq {about.get('seq', 1024)} {tables.ROWS[row].flags}",
+            "flags": f"--seq {about.get('seq', 1024)} {tables.row_named(row).flags}",
             "by document": nats, "cache bytes": 3e6} | about
 
 
@@ -25,8 +30,8 @@ LONG = dict(mem=512, seq=8192, part="long", documents=2) | {"by position": {}}
 def test_the_table_by_hand(monkeypatch):
     """H2O is 2 above full attention on both texts. LoCoCo's code is 1 and 0.5 below it and, with
     another seed, 0.5 and 0.5. The newest cell counts, of those after the most steps."""
-    code = "official code 0.02"
-    table = replace(tables.LONG, rows=("full", "window", "h2o", code), documents=4)
+    code = "lococo-code-0.02"
+    table = replace(tables.LONG, rows=("full", "streaming", "h2o", code), documents=4)
     monkeypatch.setitem(tables.TABLES, "long", table)
     about = LONG | {"documents": 4}
     old = [cell(code, [9.0] * 4, **about), cell("full", [1.0, 1.0, 3.0, 3.0], **about),
@@ -42,7 +47,7 @@ def test_the_table_by_hand(monkeypatch):
         ["491,520 tokens, 2 seeds", "+1.3750 ± 0.0722", "", " |"],
     ]
     # Another base: nothing of the old one is beside it.
-    new = cell("window", [7.0] * 4, base="y", **about)
+    new = cell("streaming", [7.0] * 4, base="y", **about)
     other = tables.all_tables([*stored, new])["long, M, float32"]
     assert len(rows_of(other)) == 1 and "| full attention |" not in other
 
@@ -50,7 +55,7 @@ def test_the_table_by_hand(monkeypatch):
 def test_two_texts_with_64_slots():
     """Side by side, as means of the seeds. Only the newest cell of a seed counts, and only those
     after the most steps; other sizes do not."""
-    code = "official code, one, bfloat16"
+    code = "lococo-code-0.02, batch 1, bfloat16"
     stored = [cell("h2o", [3.0, 5.0]), cell(code, [9.0, 9.0]), cell(code, [1.0, 3.0]),
               cell(code, [2.0, 4.0], seed=1), cell("h2o", [1.0], mem=896)]
     stored += [cell("h2o", [5.0, 6.0], part="choosing"), cell(code, [7.0, 7.0], part="choosing"),
@@ -71,8 +76,8 @@ def test_what_readme_and_other_sizes_show(monkeypatch):
     monkeypatch.setattr(tables, "read_json", lambda file: by_name.get(file.name, {"found": {}}))
     small = dict(mem=896, seq=8192, part="long", documents=8) | {"by position": {}}
     stored = [cell("full", [1.0, 3.0], **small), cell("h2o", [3.0, 6.0], **small)]
-    stored += [cell("h2o 5/8 forget", [3.0, 4.0], **small), cell("h2o heads", [2.0, 3.0], **small)]
-    stored += [cell("h2o heads @ 384 + 128", [5.0, 7.0], **small)]
+    stored += [cell("h2o+forget", [3.0, 4.0], **small), cell("h2o+forget, budgets", [2.0, 3.0], **small)]
+    stored += [cell("h2o+forget, budgets @ 384 + 128", [5.0, 7.0], **small)]
     made = tables.all_tables(stored + [c | dict(mem=512, documents=16) for c in stored])
     assert rows_of(made["result, M, float32"]) == [
         ["3", "+2.5000 ± 0.5000", "50 ± 4 |"], ["3", "+0.0000 ± 0.0000", " |"]]
@@ -87,28 +92,41 @@ def test_what_readme_and_other_sizes_show(monkeypatch):
     assert "| H2O that forgets, with budgets | 896 + 128 | 50 | 25 |" in facts
 
 
-def test_the_names_of_panels():
+@pytest.mark.parametrize("row, panels", [
+    ("lococo-code-0.02", ("runs/lococo", "runs/lococo-1")),
+    ("h2o+forget, budgets-layers", ()),  # no facts were asked for with these budgets
+    ("full", ("base, full",)),
+    ("streaming", ("base, streaming M=896 T=128",)),
+    ("h2o @ 512 + 512", ("base, h2o M=512",)),
+    ("learned, budgets, 8 bits @ 1792 + 256", (LEARNED,)),
+    ("learned, budgets, 8 bits", (f"{LEARNED} M=896 T=128",)),
+    ("learned", (f"{LEARNED} M=896 T=128 bits=0 equal",)),
+    ("learned, budgets, no facts", ("runs/plain M=896 T=128 bits=0",)),
+    ("h2o+forget, budgets, 8 bits @ 1792 + 256", ("base, h2o+forget M=1792 T=256 budgets bits=8",)),
+])
+def test_the_names_of_panels(row, panels):
     """Those that tools/needle.py writes."""
-    names = {row: tables.panels_of(row, tables.SMALL_SEGMENTS) for row in tables.ROWS}
-    assert names["official code 0.02"] == ("runs/lococo", "runs/lococo-1")
-    assert names["layers"] == ()  # no facts were asked for with these budgets
-    names = {row: of_row[0] for row, of_row in names.items() if of_row}
-    learned = "adapters/smollm2-135m/learned"
-    assert names["full"] == "base, full" and names["window"] == "base, streaming M=896 T=128"
-    assert names["h2o @ 512 + 512"] == "base, h2o M=512"
-    assert names["8 bits @ 1792 + 256"] == learned and names["8 bits"] == f"{learned} M=896 T=128"
-    assert names["learned, equal slots"] == f"{learned} M=896 T=128 bits=0 equal"
-    assert names["learned plain"] == "runs/plain M=896 T=128 bits=0"
-    assert names["h2o heads, 8 bits @ 1792 + 256"] == "base, h2o+forget M=1792 T=256 budgets bits=8"
+    assert tables.panels_of(row, tables.SMALL_SEGMENTS) == panels
+
+
+def test_what_the_name_of_a_row_says():
+    row = tables.row_named("h2o+forget, budgets, 8 bits @ 1792 + 256")
+    budgets = "adapters/smollm2-135m/budgets.json"
+    flags = f"--method h2o+forget --budgets {budgets} --mem 1792 --segment 256"
+    assert row == tables.Row(flags, 8, "")
+    assert tables.row_named("learned, no facts").adapter == "runs/plain"
+    for name in ("h3o", "h2o, 7 bits"):
+        with pytest.raises(UserError, match=f"{name[-6:]}: there is no such"):
+            tables.row_named(name)
 
 
 def test_each_cell_has_a_line_of_its_own(monkeypatch, tmp_path):
     """Also behind a line that an editor has left without a line break."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path / "results.jsonl")
-    tables.add(cell("window", [1.0]))
+    tables.add(cell("streaming", [1.0]))
     tables.RESULTS.write_text(tables.RESULTS.read_text().strip())
     tables.add(cell("h2o", [2.0]))
-    assert tables.stored_cells() == [cell("window", [1.0]), cell("h2o", [2.0])]
+    assert tables.stored_cells() == [cell("streaming", [1.0]), cell("h2o", [2.0])]
 
 
 def test_a_table_is_written_between_its_comments():

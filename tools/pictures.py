@@ -116,25 +116,27 @@ def draw_mechanism(file: Path) -> None:
 # --- The result -------------------------------------------------------------------------
 
 LOOKS = {  # of memories: label, colour, and mark; all can tell the colours apart
-    "window": ("window", "#333333", "x"),
+    "streaming": ("window", "#333333", "x"),
     "h2o": ("H2O", "#999999", "s"),
     "h2o @ 512 + 512": ("H2O, M = T = 512", "#999999", "^"),
-    "lococo trained @ 512 + 512": ("LoCoCo's code, M = T = 512", "#e69f00", "D"),
-    "h2o heads": ("H2O that forgets, with budgets", "#0072b2", "o"),
-    f"h2o heads, 8 bits @ {tables.RECOMMENDED}": ("the same in 8 bits", "#0072b2", "P"),
-    "learned": ("a learned score, with budgets", "#d55e00", "o"),
-    "8 bits": ("the same in 8 or 4 bits", "#d55e00", "*"),
+    "lococo-code-0.02, trained @ 512 + 512": ("LoCoCo's code, M = T = 512", "#e69f00", "D"),
+    "h2o+forget, budgets": ("H2O that forgets, with budgets", "#0072b2", "o"),
+    tables.BUDGETS_33: ("the same in 8 bits", "#0072b2", "P"),
+    "learned, budgets": ("a learned score, with budgets", "#d55e00", "o"),
+    "learned, budgets, 8 bits": ("the same in 8 or 4 bits", "#d55e00", "*"),
 }
-RECOMMENDED_ROW = f"8 bits @ {tables.RECOMMENDED}"
 # Rows that look as others: the same in fewer bits.
 LOOK_AS = {
-    f"window, {RECOMMENDED_ROW}": "window", f"h2o, {RECOMMENDED_ROW}": "h2o", "4 bits": "8 bits",
-    RECOMMENDED_ROW: "8 bits",
+    tables.WINDOW_33: "streaming",
+    tables.H2O_33: "h2o",
+    "learned, budgets, 4 bits": "learned, budgets, 8 bits",
+    tables.LEARNED_33: "learned, budgets, 8 bits",
 }
 # Labels beside points, and where they stand, in points of the font.
-LABELS = {"8 bits": ("8 bits", (0, 9)), "4 bits": ("4 bits", (0, 9))}
+LABELS = {"learned, budgets, 8 bits": ("8 bits", (0, 9)),
+          "learned, budgets, 4 bits": ("4 bits", (0, 9))}
 SHOWN = (*LOOKS, *LOOK_AS)
-CURVES = ("h2o heads", "learned")
+CURVES = ("h2o+forget, budgets", "learned, budgets")
 ALONG = ("384 + 128", tables.OWN, tables.RECOMMENDED)  # M + T, which a curve joins
 CURVE_ROWS = {row: [tables.in_size(row, sizes) for sizes in ALONG] for row in CURVES}
 
@@ -213,9 +215,9 @@ def draw_result(file: Path) -> None:
 # --- Learning curves --------------------------------------------------------------------
 
 LEVELS = {  # what needs no training
-    "official h2o": ("H2O in LoCoCo's code", ":"),
+    "h2o-code": ("H2O in LoCoCo's code", ":"),
     "h2o": ("H2O", "--"),
-    "h2o 5/8 forget": ("H2O that forgets", "-"),
+    "h2o+forget": ("H2O that forgets", "-"),
 }
 
 
@@ -226,16 +228,17 @@ PANELS = {  # title: table
 }
 
 TRAINED = {  # a label, a colour and a mark, and rows of both sizes
-    ("the paper's lococo+h2o", "#009e73", "^"): ("lococo+h2o", "lococo+h2o 0.02, bfloat16"),
+    ("the paper's lococo+h2o", "#009e73", "^"): (
+        "lococo+h2o", "lococo+h2o-0.02, batch 1, bfloat16",
+    ),
     ("LoCoCo's code as published", "#0072b2", "s"): (
-        "official code", "official code, bfloat16",
-        "official code 1, one, bfloat16",
+        "lococo-code", "lococo-code, bfloat16", "lococo-code, batch 1, bfloat16",
     ),
     ("the same with smaller weights", "#e69f00", "o"): (
-        "official code 0.02", "official code 0.02, on", "official code, one",
-        "official code, one, bfloat16",
+        "lococo-code-0.02", "lococo-code-0.02, on", "lococo-code-0.02, batch 1",
+        "lococo-code-0.02, batch 1, bfloat16",
     ),
-    ("the same with a gate from 0", "#cc79a7", "v"): ("official code closed, bfloat16",),
+    ("the same with a gate from 0", "#cc79a7", "v"): ("lococo-code-closed, batch 1, bfloat16",),
 }
 
 
@@ -283,10 +286,10 @@ def draw_curve(file: Path) -> None:
 
 NEEDLES = {  # what is drawn of docs/needle.json, by row
     "full": "full cache",
-    "window": "window",
+    "streaming": "window",
     "h2o": "H2O",
-    "h2o heads": "H2O that forgets,\nwith budgets",
-    "learned": "a learned score",
+    "h2o+forget, budgets": "H2O that forgets,\nwith budgets",
+    "learned, budgets": "a learned score",
 }
 
 

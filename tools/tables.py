@@ -1,7 +1,7 @@
 """Make the tables of README.md and docs/: what does each memory lose?
 
     python tools/tables.py long --model SmolLM2-135M --prose prose --seeds 0 1
-    python tools/tables.py long --model SmolLM2-135M --prose prose --rows h2o "h2o heads"
+    python tools/tables.py long --model SmolLM2-135M --prose prose --rows h2o "h2o, budgets"
     python tools/tables.py                             # print all stored tables
     python tools/tables.py --write                     # write them into the pages
 
@@ -46,7 +46,6 @@ from support.command_line import run_program
 from support.files import UserError, as_json, checksum, read_json, read_text
 from support.files import write_text
 from support.ours.official_code import OfficialCompressor
-from support.ours.published import RULES
 from support.programs.settings import untrained
 from support.programs.scoring import given, name_of
 from support.text import long_documents, read_rows, token_streams
@@ -84,104 +83,101 @@ METHODS["lococo+h2o-0.02"] = lambda M: METHODS["lococo+h2o"](M) | {"start": 0.02
 # --- Rows and tables --------------------------------------------------------------------
 
 
+STORED = "adapters/smollm2-135m"
+# A row is named by its method, then, behind commas, by some of these words:
+FLAGS = {  # flags of train.py
+    "budgets": f"--budgets {STORED}/budgets.json",
+    "budgets-pyramid": f"--budgets {STORED}/budgets-pyramid.json",
+    "budgets-duo": f"--budgets {STORED}/budgets-duo.json",
+    "budgets-layers": f"--budgets {STORED}/budgets-layers.json",
+    "batch 1": "--batch 1",
+    "rate 0.005": "--conv-lr 0.005",
+    "rate 0.015": "--conv-lr 0.015",
+    "rate 0.15": "--conv-lr 0.15",
+    "bfloat16": "--dtype bfloat16",  # in training
+    "on": "",  # a run that went on after its end, with a second fall of the rate from 0.025 to 0
+}
+BITS = {"8 bits": 8, "4 bits": 4}  # of stored entries; else those of --dtype
+ADAPTERS = {  # the row is one of these. The adapter's README says how to make those in runs/.
+    "learned": f"{STORED}/learned",
+    "another seed": "runs/learned-1",
+    "no facts": "runs/plain",
+    "trained": "runs/lococo",
+}
+
+
 @dataclass(frozen=True)
 class Row:
-    """What a table calls a memory, and what makes it."""
+    """What makes a memory."""
 
-    label: str
     flags: str  # of train.py, after those of the table
-    bits: int = 0  # in which its entries are stored; 0: those of --dtype
-    stored: str = ""  # the folder of the adapter that it is, in the sizes of the table
-    # What the files of tools/needle.py call it, a name for each seed. None: `panels_of` knows.
-    panels: tuple[str, ...] | None = None
+    bits: int  # in which its entries are stored; 0: those of --dtype
+    adapter: str  # the folder of the adapter that it is, in the sizes of the table; or nothing
 
 
-STORED = "adapters/smollm2-135m"
-BUDGETS = f"{STORED}/budgets.json"
-ROWS = {
-    "full": Row("full attention", "--method full"),
-    "window": Row("window: 4 first, M - 4 last", "--method streaming"),
-    "h2o": Row("H2O: M/2 heavy, M/2 last", "--method h2o"),
-    "official h2o": Row("H2O in LoCoCo's code: M heavy, by the last segment",
-                        "--method h2o-code"),
-    "lococo": Row("the paper's `lococo`: all merged", "--method lococo"),
-    "lococo+h2o": Row("the paper's `lococo+h2o`: M/2 heavy, M/2 merged",
-                      "--method lococo+h2o"),
-    "official code": Row("LoCoCo's code as published: M/2 heavy, M/2 merged",
-                         "--method lococo-code"),
-    "official code, bfloat16": Row("LoCoCo's code as published, trained in bfloat16",
-                                   "--method lococo-code --dtype bfloat16"),
-    "official code 0.02": Row("LoCoCo's code with smaller weights",
-                              "--method lococo-code-0.02",
-                              panels=("runs/lococo", "runs/lococo-1")),
-    # The run of seed 0 went on after its end, with a second fall of the rate from 0.025 to 0. Only
-    # tools/pictures.py shows it.
-    "official code 0.02, on": Row("LoCoCo's code with smaller weights, trained on", "--method lococo-code-0.02"),
-    # With 64 slots, one sequence a step. Cells from before 30 November 2026 were trained by
-    # earlier programs. Their flags are now those that mean the same.
-    "official code, one": Row("LoCoCo's code with smaller weights",
-                              "--method lococo-code-0.02 --batch 1"),
-    "official code, one, bfloat16": Row("LoCoCo's code with smaller weights",
-                                        "--method lococo-code-0.02 --batch 1 --dtype bfloat16"),
-    "official code 1, one": Row("LoCoCo's code as published", "--method lococo-code --batch 1"),
-    "official code 1, one, bfloat16": Row("LoCoCo's code as published",
-                                          "--method lococo-code --batch 1 --dtype bfloat16"),
-    "official code closed, bfloat16": Row("LoCoCo's code with smaller weights and a gate from 0",
-                                          "--method lococo-code-closed --batch 1 --dtype bfloat16"),
-    "lococo+h2o 0.02, bfloat16": Row("the paper's `lococo+h2o` with smaller weights",
-                                     "--method lococo+h2o-0.02 --batch 1 --dtype bfloat16"),
-    "lococo trained": Row("LoCoCo's code, 60 steps", "--method lococo-code-0.02",
-                          stored="runs/lococo", panels=("runs/lococo",)),
-    "h2o 5/8 forget": Row("H2O that forgets: 5M/8 heavy, 3M/8 last", "--method h2o+forget"),
-    "h2o, budgets": Row("H2O, with budgets", f"--method h2o --budgets {BUDGETS}"),
-    "h2o heads": Row("H2O that forgets, with budgets",
-                     f"--method h2o+forget --budgets {BUDGETS}"),
-    "learned": Row("**a learned score, with budgets**", f"--method learned --budgets {BUDGETS}",
-                   stored=f"{STORED}/learned"),
+def row_named(name: str) -> Row:
+    """What the name of a row says. Sizes M + T that are not those of its table stand behind an
+    @, as in "h2o+forget, budgets, 8 bits @ 1792 + 256". Raises UserError."""
+    words, _, sizes = name.partition(" @ ")
+    method, *options = words.split(", ")
+    refuse_unknown(method, METHODS, "method")
+    for word in options:
+        refuse_unknown(word, [*FLAGS, *BITS, *ADAPTERS], "word in a row's name")
+    flags = [f"--method {method}", *(FLAGS.get(word, "") for word in options)]
+    if sizes:
+        flags += ["--mem", *sizes.replace("+", "--segment").split()]
+    adapters = [ADAPTERS[word] for word in (method, *options) if word in ADAPTERS]
+    bits = sum(BITS.get(word, 0) for word in options)
+    return Row(" ".join(filter(None, flags)), bits, adapters[-1] if adapters else "")
+
+
+LABELS = {  # what the tables call rows, in any size
+    "full": "full attention",
+    "streaming": "window: 4 first, M - 4 last",
+    "streaming, 8 bits": "window: 4 first, M - 4 last, in 8 bits",
+    "h2o": "H2O: M/2 heavy, M/2 last",
+    "h2o, 8 bits": "H2O: M/2 heavy, M/2 last, in 8 bits",
+    "h2o-code": "H2O in LoCoCo's code: M heavy, by the last segment",
+    "h2o+forget": "H2O that forgets: 5M/8 heavy, 3M/8 last",
+    "h2o+forget, budgets": "H2O that forgets, with budgets",
+    "h2o+forget, budgets, 8 bits": "H2O that forgets, with budgets, in 8 bits",
+    "learned": "a learned score, equal slots",
+    "learned, budgets": "**a learned score, with budgets**",
+    "learned, budgets, 8 bits": "a learned score, with budgets, in 8 bits",
+    "learned, budgets, 4 bits": "a learned score, with budgets, in 4 bits",
+    "learned, budgets, another seed": "a learned score, fitted with another seed",
+    "learned, budgets, no facts": "a learned score, fitted without facts",
+    "lococo": "the paper's `lococo`: all merged",
+    "lococo+h2o": "the paper's `lococo+h2o`: M/2 heavy, M/2 merged",
+    "lococo+h2o-0.02, batch 1, bfloat16": "the paper's `lococo+h2o` with smaller weights",
+    "lococo-code, bfloat16": "LoCoCo's code as published, trained in bfloat16",
+    "lococo-code, batch 1, bfloat16": "LoCoCo's code as published",
+    "lococo-code-0.02": "LoCoCo's code with smaller weights",
+    "lococo-code-0.02, batch 1, bfloat16": "LoCoCo's code with smaller weights",
+    "lococo-code-closed, batch 1, bfloat16": "LoCoCo's code with smaller weights and a gate from 0",
 }
-for rate in (0.005, 0.015, 0.15):  # with 64 slots; in the text of results.md
-    flags = f"--method lococo-code-0.02 --batch 1 --conv-lr {rate}"
-    ROWS[f"official code, rate {rate}"] = Row(f"LoCoCo's code at a rate of {rate}", flags)
-for key in ("window", "h2o", "h2o heads"):
-    ROWS[f"{key}, 8 bits"] = replace(ROWS[key], label=f"{ROWS[key].label}, in 8 bits", bits=8)
-# The learned score with its entries in fewer bits, and two other fits of it. The adapter's README
-# has the commands that make what is in runs/.
-for bits in (4, 8):
-    label = f"a learned score, with budgets, in {bits} bits"
-    ROWS[f"{bits} bits"] = replace(ROWS["learned"], label=label, bits=bits)
-# All 8,192 entries of a text, in 8 bits.
-ROWS["full, 8 bits"] = Row("full attention in 8 bits", "--method h2o --mem 8064", bits=8)
-ROWS["learned again"] = replace(
-    ROWS["learned"], label="a learned score, fitted with another seed", stored="runs/learned-1"
-)
-ROWS["learned plain"] = replace(
-    ROWS["learned"], label="a learned score, fitted without facts", stored="runs/plain"
-)
+
+
+def label_of(name: str) -> str:
+    return LABELS.get(name.partition(" @ ")[0], name)
+
+
 # What the table of other rules calls a memory, its row with equal slots, and that with budgets.
 FIELD = {
-    "window": ("window", ""),
+    "window": ("streaming", ""),
     "H2O": ("h2o", "h2o, budgets"),
-    "H2O that forgets": ("h2o 5/8 forget", "h2o heads"),
-    "**a learned score**": ("learned, equal slots", "learned"),
-    "SnapKV": ("snapkv", "snapkv heads"),
-    "TOVA": ("tova", "tova heads"),
-    "the largest share of one query": ("largest-share", "largest-share heads"),
-    "the shortest keys": ("key-norm", "key-norm heads"),
-    "KeyDiff": ("keydiff", "keydiff heads"),
-    "Expected Attention": ("expected-attention", "expected-attention heads"),
-    "SnapKV with PyramidKV's budgets": ("", "pyramid"),
-    "DuoAttention": ("", "duo"),
-    "H2O that forgets, budgets within layers": ("", "layers"),
+    "H2O that forgets": ("h2o+forget", "h2o+forget, budgets"),
+    "**a learned score**": ("learned", "learned, budgets"),
+    "SnapKV": ("snapkv", "snapkv, budgets"),
+    "TOVA": ("tova", "tova, budgets"),
+    "the largest share of one query": ("largest-share", "largest-share, budgets"),
+    "the shortest keys": ("key-norm", "key-norm, budgets"),
+    "KeyDiff": ("keydiff", "keydiff, budgets"),
+    "Expected Attention": ("expected-attention", "expected-attention, budgets"),
+    "SnapKV with PyramidKV's budgets": ("", "snapkv, budgets-pyramid"),
+    "DuoAttention": ("", "duo-attention, budgets-duo"),
+    "H2O that forgets, budgets within layers": ("", "h2o+forget, budgets-layers"),
 }
-for rule in RULES:
-    ROWS[rule] = Row(rule, f"--method {rule}")
-    ROWS[f"{rule} heads"] = Row(rule, f"--method {rule} --budgets {BUDGETS}")
-for name, method in (("pyramid", "snapkv"), ("duo", "duo-attention"), ("layers", "h2o+forget")):
-    flags = f"--method {method} --budgets {STORED}/budgets-{name}.json"
-    ROWS[name] = Row(name, flags, panels=())  # no facts were asked for
-ROWS["learned, equal slots"] = replace(
-    ROWS["learned"], label="a learned score, equal slots", flags="--method learned"
-)
 
 
 @dataclass(frozen=True)
@@ -197,16 +193,16 @@ class Table:
     labels: dict[str, str] = field(default_factory=dict)  # of rows that have another one here
 
 
-SHORT = Table(
-    ("full", "window", "h2o", "official h2o", "h2o 5/8 forget", "h2o heads",
-     "learned, equal slots", "learned", "lococo+h2o 0.02, bfloat16",
-     "official code closed, bfloat16", "official code, one, bfloat16",
-     "official code 1, one, bfloat16"),
+SHORT = Table(  # trained with one sequence a step
+    ("full", "streaming", "h2o", "h2o-code", "h2o+forget", "h2o+forget, budgets",
+     "learned", "learned, budgets", "lococo+h2o-0.02, batch 1, bfloat16",
+     "lococo-code-closed, batch 1, bfloat16", "lococo-code-0.02, batch 1, bfloat16",
+     "lococo-code, batch 1, bfloat16"),
     64, 1024, "test", segment=64,
 )
 LONG = Table(
-    ("full", "window", "h2o", "official h2o", "h2o 5/8 forget", "lococo", "lococo+h2o",
-     "official code, bfloat16", "official code 0.02"),
+    ("full", "streaming", "h2o", "h2o-code", "h2o+forget", "lococo", "lococo+h2o",
+     "lococo-code, bfloat16", "lococo-code-0.02"),
     512, 8192, "long", segment=512, documents=16,
 )
 SMALL_SEGMENTS = replace(LONG, rows=(), mem=896, segment=128, documents=8)
@@ -216,15 +212,8 @@ OWN = "896 + 128"  # of SMALL_SEGMENTS
 RECOMMENDED = "1792 + 256"  # with 8 bits, of the memory that README.md recommends
 SIZES_SHOWN = ("384 + 128", "512 + 512", "768 + 256", OWN, "960 + 64")
 # The columns of the table of sizes.
-BY_SIZE = {"h2o": "H2O", "h2o heads": "H2O that forgets, with budgets",
-           "learned": "a learned score, with budgets"}
-IN_8_BITS = ("window, 8 bits", "h2o, 8 bits", "h2o heads, 8 bits", "8 bits")
-IN_OTHER_SIZES = [*product(BY_SIZE, SIZES_SHOWN), ("lococo trained", "512 + 512")]
-IN_OTHER_SIZES += product((*IN_8_BITS, "h2o heads", "learned"), [RECOMMENDED])
-for key, sizes in IN_OTHER_SIZES:
-    mem, segment = sizes.split(" + ")
-    flags = f"{ROWS[key].flags} --mem {mem} --segment {segment}"
-    ROWS[f"{key} @ {sizes}"] = replace(ROWS[key], flags=flags)
+BY_SIZE = {"h2o": "H2O", "h2o+forget, budgets": "H2O that forgets, with budgets",
+           "learned, budgets": "a learned score, with budgets"}
 
 
 def in_size(key: str, sizes: str) -> str:
@@ -232,38 +221,45 @@ def in_size(key: str, sizes: str) -> str:
     return key if sizes == OWN else f"{key} @ {sizes}"
 
 
+# These have 33 MB in texts of 8,192 tokens.
+WINDOW_33 = f"streaming, 8 bits @ {RECOMMENDED}"
+H2O_33 = f"h2o, 8 bits @ {RECOMMENDED}"
+BUDGETS_33 = f"h2o+forget, budgets, 8 bits @ {RECOMMENDED}"
+LEARNED_33 = f"learned, budgets, 8 bits @ {RECOMMENDED}"
 IN_33_MB = "in 8 bits, M = 1,792, T = 256"
 # What README.md shows. Rows without sizes have M = T = 512.
 RESULT = {
-    f"window, 8 bits @ {RECOMMENDED}": f"window {IN_33_MB}",
-    f"h2o, 8 bits @ {RECOMMENDED}": f"H2O {IN_33_MB}",
-    f"h2o heads, 8 bits @ {RECOMMENDED}": f"H2O that forgets, with budgets, {IN_33_MB}",
-    f"8 bits @ {RECOMMENDED}": f"**a learned score, with budgets, {IN_33_MB}**",
+    WINDOW_33: f"window {IN_33_MB}",
+    H2O_33: f"H2O {IN_33_MB}",
+    BUDGETS_33: f"H2O that forgets, with budgets, {IN_33_MB}",
+    LEARNED_33: f"**a learned score, with budgets, {IN_33_MB}**",
     "h2o": "H2O with M = T = 512",
-    "official code 0.02": "LoCoCo's code with M = T = 512 (`lococo-code-0.02`, 2 seeds)",
+    "lococo-code-0.02": "LoCoCo's code with M = T = 512 (`lococo-code-0.02`, 2 seeds)",
     "full": "full cache",
 }
 # The steps from H2O with the paper's sizes to full attention, and what they are compared with.
 LADDER = {
-    f"window, 8 bits @ {RECOMMENDED}": f"window {IN_33_MB}",
-    f"h2o, 8 bits @ {RECOMMENDED}": f"H2O {IN_33_MB}",
-    "window": "window with M = T = 512",
-    "official code 0.02": "LoCoCo's code with M = T = 512",
+    WINDOW_33: f"window {IN_33_MB}",
+    H2O_33: f"H2O {IN_33_MB}",
+    "streaming": "window with M = T = 512",
+    "lococo-code-0.02": "LoCoCo's code with M = T = 512",
     "h2o": "H2O with M = T = 512",
-    "h2o 5/8 forget": "+ forgetting",
-    "h2o heads": "+ budgets",
-    f"h2o heads @ {OWN}": "+ smaller segments: M = 896, T = 128",
-    f"h2o heads, 8 bits @ {RECOMMENDED}": "+ twice the slots, in 8 bits: M = 1,792, T = 256",
-    f"8 bits @ {RECOMMENDED}": "+ a learned score",
+    "h2o+forget": "+ forgetting",
+    "h2o+forget, budgets": "+ budgets",
+    f"h2o+forget, budgets @ {OWN}": "+ smaller segments: M = 896, T = 128",
+    BUDGETS_33: "+ twice the slots, in 8 bits: M = 1,792, T = 256",
+    LEARNED_33: "+ a learned score",
     "full": "full attention",
 }
-# Whose facts are shown: with M + T = 896 + 128, and with the bytes of the recommended memory.
-FACTS = ("full", "window", "h2o", "h2o 5/8 forget", "h2o heads", "learned, equal slots",
-         "learned plain", "learned")
-FACTS += tuple(f"{key} @ {RECOMMENDED}" for key in IN_8_BITS)
+# Whose facts are shown: with M + T = 896 + 128, and in 33 MB.
+FACTS = ("full", "streaming", "h2o", "h2o+forget", "h2o+forget, budgets", "learned",
+         "learned, budgets, no facts", "learned, budgets",
+         WINDOW_33, H2O_33, BUDGETS_33, LEARNED_33)
+FULL_8_BITS = "h2o, 8 bits @ 8064 + 128"  # it keeps all 8,192 entries of a text
 # The learned score in fewer bits, and other fits of it.
-VARIANTS = ("learned", "8 bits", "4 bits", "learned again", "learned plain", "full, 8 bits", "full")
-EXTENDED = ("window", "h2o", "h2o heads", "learned", f"8 bits @ {RECOMMENDED}")
+VARIANTS = ("learned, budgets", "learned, budgets, 8 bits", "learned, budgets, 4 bits",
+            "learned, budgets, another seed", "learned, budgets, no facts", FULL_8_BITS, "full")
+EXTENDED = ("streaming", "h2o", "h2o+forget, budgets", "learned, budgets", LEARNED_33)
 BY_SIZE_ROWS = tuple(in_size(key, sizes) for sizes in SIZES_SHOWN for key in BY_SIZE)
 TABLES = {
     "articles": SHORT,
@@ -272,7 +268,8 @@ TABLES = {
     "long": LONG,
     "field": replace(SMALL_SEGMENTS, rows=("full", *filter(None, sum(FIELD.values(), ())))),
     "sizes": replace(SMALL_SEGMENTS, rows=("full", *BY_SIZE_ROWS)),
-    "variants": replace(SMALL_SEGMENTS, rows=VARIANTS),
+    "variants": replace(SMALL_SEGMENTS, rows=VARIANTS,
+                        labels={FULL_8_BITS: "full attention in 8 bits"}),
     "ladder": replace(LONG, rows=tuple(LADDER), labels=LADDER),
     "facts": replace(SMALL_SEGMENTS, rows=FACTS),
     "extension": replace(LONG, rows=EXTENDED, mem=896, segment=128, seq=32768, documents=4),
@@ -367,14 +364,14 @@ def model_of(name: dict, row: Row, options: Options) -> AdaptedLlama:
     if run:
         return load_adapter(run, model)
     settings = replace(settings_of(name["flags"], options), bits=row.bits)
-    if row.stored:
+    if row.adapter:
         sizes = {size: getattr(settings, size) for size in SIZES}
-        return load_adapter(HERE / row.stored, model, **sizes)
+        return load_adapter(HERE / row.adapter, model, **sizes)
     return AdaptedLlama(model, settings).eval()
 
 
 def make_cell(name: dict, table: Table, options: Options, documents: Tensor) -> dict:
-    row = ROWS[name["row"]]
+    row = row_named(name["row"])
     adapted = model_of(name, row, options)
     at_once = max(1, 8192 // table.seq)
     losses, _, held = token_losses(adapted, documents, prepare("cpu", options.dtype), at_once)
@@ -406,9 +403,10 @@ def make_cells(table: Table, options: Options) -> None:
     common["scored"] = checksum({"documents": documents}, "")[:12]
     made_on = origin()
     for seed, key in product(options.seeds, options.rows or table.rows):
-        flags = all_flags(ROWS[key], table)
+        row = row_named(key)
+        flags = all_flags(row, table)
         settings = settings_of(flags, options)
-        trains = settings.merged and not ROWS[key].stored
+        trains = settings.merged and not row.adapter
         steps = options.steps if trains else 0
         name = {"row": key, "flags": flags, "steps": steps}
         name |= common | {"seed": seed if steps else 0}
@@ -486,7 +484,7 @@ def lines_of(table: Table, cells: list[dict]) -> Lines:
         if some:
             steps = max(cell["steps"] for cell in some)
             by_seed = {cell["seed"]: cell for cell in some if cell["steps"] == steps}
-            label = table.labels.get(key, ROWS[key].label)
+            label = table.labels.get(key, label_of(key))
             lines[key] = Line(label, steps, dict(sorted(by_seed.items())))
     return lines
 
@@ -528,7 +526,7 @@ def sizes_of(key: str, table: Table) -> str:
 def long_table(table: Table, lines: Lines) -> str:
     """LoCoCo beside what needs no training. The last columns have the loss of LoCoCo's code minus
     that of a row, on each text."""
-    best = "official code 0.02"
+    best = "lococo-code-0.02"
     minus = "the last row minus this: novel"
     text = head_of("memory", "trained", "nats per token above full attention", minus, "articles")
     half = table.documents // 2
@@ -549,7 +547,7 @@ def extension_table(table: Table, lines: Lines) -> str:
     text = head_of(*columns, *places)
     for key, line in lines.items():
         cells = [line.label, sizes_of(key, table), f"{line.megabytes():.0f}", f"{line.mean():.4f}"]
-        cells.append(difference(line, lines.get("window")))
+        cells.append(difference(line, lines.get("streaming")))
         cells += [f"{line.where()[place]:.4f}" for place in places]
         text += row_of(*cells)
     return text
@@ -563,19 +561,23 @@ SENTENCES = "needle-sentences.json", "needle-sentences-8192.json"
 def panels_of(key: str, table: Table) -> tuple[str, ...]:
     """The names that tools/needle.py gives a row, one for each seed: its method or adapter, and
     the flags that were given."""
-    row = ROWS[key]
-    if row.panels is not None:
-        return row.panels
+    row = row_named(key)
+    if key == "lococo-code-0.02":
+        return ("runs/lococo", "runs/lococo-1")
+    if row.adapter == "runs/lococo":
+        return (row.adapter,)
+    if "budgets-" in key:  # no facts were asked for with these budgets
+        return ()
     config, _ = train.parse(all_flags(row, table).split())
     s = replace(config.settings, bits=row.bits)
-    if not row.stored:
+    if not row.adapter:
         return (name_of(s),)
     if (f"{s.mem} + {s.segment}", s.bits) == (RECOMMENDED, 8):  # the adapter's own
-        return (row.stored,)
+        return (row.adapter,)
     bits = None if s.bits == 8 else s.bits
     budgets = None if s.budgets else []
     changed = Options(mem=s.mem, segment=s.segment, bits=bits, budgets=budgets)
-    return (row.stored + given(changed),)
+    return (row.adapter + given(changed),)
 
 
 def share_found(
@@ -619,7 +621,7 @@ def facts_table(table: Table, lines: Lines) -> str:
         sizes = "" if key == "full" else sizes_of(key, table)
         found = [percent_found(key, table, files) for files in (LINES, SENTENCES)]
         if any(found):
-            text += row_of(ROWS[key].label, sizes, *found)
+            text += row_of(label_of(key), sizes, *found)
     return text
 
 
@@ -719,8 +721,10 @@ def parse() -> Options:
     add = parser.add_argument
     prose = ", ".join(dict.fromkeys((*BOOKS, *SCORED["choosing"], *SCORED["test"])))
     add("tables", nargs="*", metavar="TABLE", help=f"to make: {'; '.join(MADE_HERE)}")
-    add("--rows", nargs="+", choices=ROWS, default=[], metavar="ROW",
-        help="default: all of a table")
+    words = "; ".join((*FLAGS, *BITS, *ADAPTERS))
+    add("--rows", nargs="+", type=row_name, default=[], metavar="ROW",
+        help=f"a method and, behind commas, some of: {words}; and, behind an @, M + T if they are "
+             "not the table's (default: all rows of a table)")
     add("--model", type=Path, default=HERE / "SmolLM2-135M",
         help="directory of the base (default: SmolLM2-135M/)")
     add("--prose", type=Path, help=f"folder with {prose}")
@@ -732,6 +736,12 @@ def parse() -> Options:
     options = parser.parse_args()
     options.model = Path(os.path.realpath(options.model))
     return options
+
+
+def row_name(name: str) -> str:
+    """An argparse type. Raises UserError."""
+    row_named(name)
+    return name
 
 
 def refuse_unknown(name: str, known: Iterable[str], what: str) -> None:
