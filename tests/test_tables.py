@@ -109,12 +109,20 @@ def test_the_names_of_panels(row, panels):
     assert tables.panels_of(row, tables.SMALL_SEGMENTS) == panels
 
 
+def test_the_tokens_of_a_cell():
+    """Four sequences of 1,024 tokens are in a step, if no --batch is given."""
+    assert tables.tokens_of(cell("lococo-code-0.02", [])) == 60 * 4 * 1024
+    assert tables.tokens_of(cell("lococo-code-0.02, batch 1", [])) == 60 * 1024
+
+
 def test_what_the_name_of_a_row_says():
     row = tables.row_named("h2o+forget, budgets, 8 bits @ 1792 + 256")
     budgets = "adapters/smollm2-135m/budgets.json"
     flags = f"--method h2o+forget --budgets {budgets} --mem 1792 --segment 256"
     assert row == tables.Row(flags, 8, "")
     assert tables.row_named("learned, no facts").adapter == "runs/plain"
+    flags = "--method lococo-code --batch 1 --dtype bfloat16"
+    assert tables.row_named("lococo-code, batch 1, bfloat16").flags == flags
     for name in ("h3o", "h2o, 7 bits"):
         with pytest.raises(UserError, match=f"{name[-6:]}: there is no such"):
             tables.row_named(name)
