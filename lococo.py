@@ -42,7 +42,7 @@ from support.files import UserError
 
 class Compressor(nn.Module):
     """A convolution says how much of each entry goes into each slot. The heads of a layer
-    share it. `slots` is the number of slots that it fills, the merged ones.
+    share it. `slots` is the number of merged slots, which it fills (see KINDS).
 
     One of your own is a subclass with other `weights`, and an entry of COMPRESSORS. It is
     made with the arguments below, once for each layer. All its parameters train at the
@@ -245,7 +245,7 @@ class Memory(KVCache):
         self.of_layer = self.settings_of_layers()
         self.keys = [Entries() for _ in self.of_layer]
         self.values = [Entries() for _ in self.of_layer]
-        # The attention received, (B, G, S).
+        # The attention received, (B, G, S), which `read` counts.
         self.received: list[Tensor | None] = [None] * len(self.of_layer)
 
     def settings_of_layers(self) -> list[Settings]:
@@ -284,7 +284,7 @@ class Memory(KVCache):
         k, v = self.keys[layer].held, self.values[layer].held
         received = self.received[layer]  # None if attention is not counted
         chosen = self.choose(layer, k, v, received)
-        if k.shape[2] == self.seen:  # nothing was compressed before
+        if k.shape[2] == self.seen:  # all tokens are held: nothing was compressed before
             check_choice(chosen, s.pinned, s.recent)
         # The places of all entries in the cache. A stable sort keeps the order of the cache
         # among the chosen entries, and among the others, so that recent ones stay last.

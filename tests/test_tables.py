@@ -123,8 +123,14 @@ def test_what_the_name_of_a_row_says():
     assert tables.row_named("learned, no facts").adapter == "runs/plain"
     flags = "--method lococo-code --batch 1 --dtype bfloat16"
     assert tables.row_named("lococo-code, batch 1, bfloat16").flags == flags
-    for name in ("h3o", "h2o, 7 bits"):
-        with pytest.raises(UserError, match=f"{name[-6:]}: there is no such"):
+    assert tables.row_named("lococo-code-0.02, trained").adapter == "runs/lococo"
+    for name, wrong in (
+        ("h3o", "h3o: there is no such method"),
+        ("h2o, 7 bits", "7 bits: there is no such word for h2o"),
+        ("h2o, no facts", "no facts: there is no such word for h2o"),
+        ("h2o @ 384", 'h2o @ 384: sizes are as in "h2o @ 384 \\+ 128"'),
+    ):
+        with pytest.raises(UserError, match=wrong):
             tables.row_named(name)
 
 

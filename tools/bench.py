@@ -165,7 +165,7 @@ def parse() -> Options:
         help="of entries in all rows, for `prefill` (default: those of --dtype)")
     add("--rounds", type=positive, default=5,
         help="turns of each memory; the first is slower (default: 5)")
-    add("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="of the base model (default: float32)")
     options = parser.parse_args()

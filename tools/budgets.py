@@ -78,7 +78,7 @@ def measure_needs(
     shape = (model.config.n_layers, model.config.n_kv_heads)
     gates = torch.full(shape, 0.5, device=model.device, requires_grad=True)
     model.requires_grad_(False)
-    bar = tqdm(total=documents.numel(), unit=" tokens", unit_scale=True)
+    bar = tqdm(total=mask.numel(), unit=" tokens", unit_scale=True)
     for document, counts in zip(documents, mask):
         cache = GatedMemory(model.config, settings, gates)
         tokens = document[None].to(gates.device)

@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -84,7 +85,7 @@ METHODS["lococo+h2o-0.02"] = lambda M: METHODS["lococo+h2o"](M) | {"start": 0.02
 
 
 STORED = "adapters/smollm2-135m"
-# A row is named by its method, then, behind commas, by some of these words:
+# A row is named by its method and then, behind commas, by some of these words:
 FLAGS = {  # flags of train.py
     "budgets": f"--budgets {STORED}/budgets.json",
     "budgets-pyramid": f"--budgets {STORED}/budgets-pyramid.json",
@@ -95,14 +96,15 @@ FLAGS = {  # flags of train.py
     "rate 0.015": "--conv-lr 0.015",
     "rate 0.15": "--conv-lr 0.15",
     "bfloat16": "--dtype bfloat16",  # in training
-    "on": "",  # a run that went on after its end, with a second fall of the rate from 0.025 to 0
 }
 BITS = {"8 bits": 8, "4 bits": 4}  # of stored entries; else those of --dtype
-ADAPTERS = {  # the row is one of these. The adapter's README says how to make those in runs/.
-    "learned": f"{STORED}/learned",
-    "another seed": "runs/learned-1",
-    "no facts": "runs/plain",
-    "trained": "runs/lococo",
+# Some methods are stored adapters, or those of a word. The adapter's README says how to make
+# those in runs/.
+ADAPTERS = {
+    ("learned", ""): f"{STORED}/learned",
+    ("learned", "another seed"): "runs/learned-1",
+    ("learned", "no facts"): "runs/plain",
+    ("lococo-code-0.02", "trained"): "runs/lococo",
 }
 
 
@@ -118,17 +120,24 @@ class Row:
 def row_named(name: str) -> Row:
     """What the name of a row says. Sizes M + T that are not those of its table stand behind an
     @, as in "h2o+forget, budgets, 8 bits @ 1792 + 256". Raises UserError."""
-    words, _, sizes = name.partition(" @ ")
+    words, at, sizes = name.partition(" @ ")
     method, *options = words.split(", ")
     refuse_unknown(method, METHODS, "method")
+    others = [word for of, word in ADAPTERS if of == method and word]
+    flags, bits, adapter = [f"--method {method}"], 0, ADAPTERS.get((method, ""), "")
     for word in options:
-        refuse_unknown(word, [*FLAGS, *BITS, *ADAPTERS], "word in a row's name")
-    flags = [f"--method {method}", *(FLAGS.get(word, "") for word in options)]
-    if sizes:
+        refuse_unknown(word, [*FLAGS, *BITS, *others], f"word for {method}")
+        if word in FLAGS:
+            flags.append(FLAGS[word])
+        elif word in BITS:
+            bits = BITS[word]
+        else:
+            adapter = ADAPTERS[method, word]
+    if at:
+        if not re.fullmatch(r"\d+ \+ \d+", sizes):
+            raise UserError(f'{name}: sizes are as in "h2o @ 384 + 128"')
         flags += ["--mem", *sizes.replace("+", "--segment").split()]
-    adapters = [ADAPTERS[word] for word in (method, *options) if word in ADAPTERS]
-    bits = sum(BITS.get(word, 0) for word in options)
-    return Row(" ".join(filter(None, flags)), bits, adapters[-1] if adapters else "")
+    return Row(" ".join(flags), bits, adapter)
 
 
 LABELS = {  # what the tables call rows, in any size
@@ -154,7 +163,8 @@ LABELS = {  # what the tables call rows, in any size
     "lococo-code, batch 1, bfloat16": "LoCoCo's code as published",
     "lococo-code-0.02": "LoCoCo's code with smaller weights",
     "lococo-code-0.02, batch 1, bfloat16": "LoCoCo's code with smaller weights",
-    "lococo-code-closed, batch 1, bfloat16": "LoCoCo's code with smaller weights and a gate from 0",
+    "lococo-code-closed, batch 1, bfloat16":
+        "LoCoCo's code with smaller weights and a gate that starts at 0",
 }
 
 
@@ -209,7 +219,7 @@ SMALL_SEGMENTS = replace(LONG, rows=(), mem=896, segment=128, documents=8)
 
 # Sizes are M + T.
 OWN = "896 + 128"  # of SMALL_SEGMENTS
-RECOMMENDED = "1792 + 256"  # with 8 bits, of the memory that README.md recommends
+RECOMMENDED = "1792 + 256"  # of the memory that README.md recommends, which has 8 bits
 SIZES_SHOWN = ("384 + 128", "512 + 512", "768 + 256", OWN, "960 + 64")
 # The columns of the table of sizes.
 BY_SIZE = {"h2o": "H2O", "h2o+forget, budgets": "H2O that forgets, with budgets",
@@ -541,14 +551,11 @@ def long_table(table: Table, lines: Lines) -> str:
 
 def extension_table(table: Table, lines: Lines) -> str:
     """Texts that are longer than the context of the base."""
-    *_, last = lines.values()
-    places = [*last.where()][-1:]
-    columns = "memory", "M + T", "MB", "nats per token", "from the window"
-    text = head_of(*columns, *places)
+    last = "16384-32768"  # positions of the tokens in the last column
+    text = head_of("memory", "M + T", "MB", "nats per token", "from the window", last)
     for key, line in lines.items():
         cells = [line.label, sizes_of(key, table), f"{line.megabytes():.0f}", f"{line.mean():.4f}"]
-        cells.append(difference(line, lines.get("streaming")))
-        cells += [f"{line.where()[place]:.4f}" for place in places]
+        cells += [difference(line, lines.get("streaming")), f"{line.where()[last]:.4f}"]
         text += row_of(*cells)
     return text
 
@@ -721,7 +728,7 @@ def parse() -> Options:
     add = parser.add_argument
     prose = ", ".join(dict.fromkeys((*BOOKS, *SCORED["choosing"], *SCORED["test"])))
     add("tables", nargs="*", metavar="TABLE", help=f"to make: {'; '.join(MADE_HERE)}")
-    words = "; ".join((*FLAGS, *BITS, *ADAPTERS))
+    words = "; ".join(filter(None, (*FLAGS, *BITS, *(word for _, word in ADAPTERS))))
     add("--rows", nargs="+", type=row_name, default=[], metavar="ROW",
         help=f"a method and, behind commas, some of: {words}; and, behind an @, M + T if they are "
              "not the table's (default: all rows of a table)")
@@ -753,6 +760,8 @@ def refuse_unknown(name: str, known: Iterable[str], what: str) -> None:
 def main() -> None:
     options = parse()
     for name in options.tables:
+        if name == "facts":
+            raise UserError("facts: tools/needle.py asks for them; the table is printed without this")
         refuse_unknown(name, MADE_HERE, "table")
     for name in options.tables:
         make_cells(TABLES[name], options)
