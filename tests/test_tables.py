@@ -69,7 +69,8 @@ def test_two_texts_with_64_slots():
 def test_what_readme_and_other_sizes_show(monkeypatch):
     """By hand: bytes, the difference from full attention, facts; and a row for each size."""
     panels = {"base, h2o M=512": {"8192": [0.25, None, 0.75]},
-              "base, h2o+forget M=896 T=128 budgets": {"8192": [0.5]}}
+              "base, h2o+forget M=896 T=128 budgets": {"8192": [0.5]},
+              "base, full": {"8192": [0.5, 1.0]}}
     lines = {"found": panels, "errors": {"base, h2o M=512": {"8192": 0.04}}}
     sentences = {"found": {name: {"8192": [0.25]} for name in panels}}
     by_name = {"needle.json": lines, "needle-sentences.json": sentences}
@@ -79,8 +80,9 @@ def test_what_readme_and_other_sizes_show(monkeypatch):
     stored += [cell("h2o+forget", [3.0, 4.0], **small), cell("h2o+forget, budgets", [2.0, 3.0], **small)]
     stored += [cell("h2o+forget, budgets @ 384 + 128", [5.0, 7.0], **small)]
     made = tables.all_tables(stored + [c | dict(mem=512, documents=16) for c in stored])
-    assert rows_of(made["result, M, float32"]) == [
-        ["3", "+2.5000 ± 0.5000", "50 ± 4 |"], ["3", "+0.0000 ± 0.0000", " |"]]
+    assert rows_of(made["result, M, float32"]) == [["3", "+2.5000 ± 0.5000", "50 ± 4 |"]]
+    head = "| memory | MB (full cache: 3) | nats per token above full attention | facts found, % "
+    assert made["result, M, float32"].startswith(f"{head}(full cache: 75) |\n")
     _, forgetting, budgets, _ = rows_of(made["ladder, M, float32"])
     assert forgetting[:3] == ["3", "+1.5000 ± 0.5000", "-1.0000 ± 1.0000"]
     assert budgets[1:] == ["+0.5000 ± 0.5000", "-1.0000 ± 0.0000", " |"]

@@ -245,7 +245,6 @@ RESULT = {
     LEARNED_33: f"**a learned score, with budgets, {IN_33_MB}**",
     "h2o": "H2O with M = T = 512",
     "lococo-code-0.02": "LoCoCo's code with M = T = 512 (`lococo-code-0.02`, 2 seeds)",
-    "full": "full cache",
 }
 # The steps from H2O with the paper's sizes to full attention, and what they are compared with.
 LADDER = {
@@ -274,7 +273,7 @@ BY_SIZE_ROWS = tuple(in_size(key, sizes) for sizes in SIZES_SHOWN for key in BY_
 TABLES = {
     "articles": SHORT,
     "novel": replace(SHORT, part="choosing"),
-    "result": replace(LONG, rows=tuple(RESULT), labels=RESULT),
+    "result": replace(LONG, rows=(*RESULT, "full"), labels=RESULT),
     "long": LONG,
     "field": replace(SMALL_SEGMENTS, rows=("full", *filter(None, sum(FIELD.values(), ())))),
     "sizes": replace(SMALL_SEGMENTS, rows=("full", *BY_SIZE_ROWS)),
@@ -613,11 +612,16 @@ def percent_found(key: str, table: Table, files: tuple[str, ...] = LINES, L: int
 
 
 def result_table(table: Table, lines: Lines) -> str:
-    """Bytes, loss and facts in texts of 8,192 tokens."""
-    text = head_of("memory", "MB", "nats per token above full attention", "facts found, %")
+    """Bytes, loss and facts in texts of 8,192 tokens. The header has those of the full cache."""
+    held, found, full = "MB", "facts found, %", lines.get("full")
+    if full:
+        held += f" (full cache: {full.megabytes():.0f})"
+        found += f" (full cache: {percent_found('full', table)})"
+    text = head_of("memory", held, "nats per token above full attention", found)
     for key, line in lines.items():
-        above = difference(line, lines.get("full"))
-        text += row_of(line.label, f"{line.megabytes():.0f}", above, percent_found(key, table))
+        if line is not full:
+            cells = f"{line.megabytes():.0f}", difference(line, full), percent_found(key, table)
+            text += row_of(line.label, *cells)
     return text
 
 
