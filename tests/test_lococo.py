@@ -371,6 +371,8 @@ def test_what_was_trained_with_m_slots_is_used_with_others():
         resized(as_in_the_paper, mem=512)
     with pytest.raises(UserError, match="--mem 16, lococo: it has a filter for each merged slot"):
         resized(settings("lococo"), mem=16)
+    with pytest.raises(UserError, match="--segment 6, lococo: its compressor was trained with 12"):
+        resized(settings("lococo", segment=12), segment=6)
 
 
 @pytest.mark.parametrize("slots, words, changes", [

@@ -36,6 +36,9 @@ def resized(
     UserError."""
     bits = settings.bits if bits is None else bits
     changed = replace(settings, segment=segment or settings.segment, bits=bits)
+    if settings.merged and changed.segment != settings.segment:
+        remedy = f"its compressor was trained with {settings.segment}; leave --segment out"
+        raise UserError(f"--segment {changed.segment}, {settings.method}: {remedy}")
     if mem is None and budgets is None:
         return changed
     check_sizes(settings)
