@@ -131,6 +131,7 @@ def test_what_the_name_of_a_row_says():
         ("h2o, 7 bits", "7 bits: there is no such word for h2o"),
         ("h2o, no facts", "no facts: there is no such word for h2o"),
         ("h2o @ 384", 'h2o @ 384: sizes are as in "h2o @ 384 \\+ 128"'),
+        ("h2o @ 384 + 128, 8 bits", "sizes are as in"),
     ):
         with pytest.raises(UserError, match=wrong):
             tables.row_named(name)
